@@ -1,0 +1,2294 @@
+"""Train a character-level GPT on text, on one process or on many hosts of many GPUs.
+
+One file; it needs torch and the standard library alone. Copy it anywhere and run it:
+
+    python train.py --data input.txt                                       # this machine, all its GPUs
+    python train.py --data input.txt --processes 2                         # two processes on the CPU
+    torchrun --nproc_per_node 4 train.py --data input.txt --preset baby    # one host with four GPUs
+    torchrun --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
+        train.py --data input.txt                                          # the first of two hosts
+    torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
+        train.py --data input.txt                                          # the second
+
+In a SageMaker container it needs no arguments but hyperparameters: it reads the text from the
+`training` channel (and the `validation` channel, if there is one), resumes from /opt/ml/checkpoints,
+and leaves a Hugging Face model directory in /opt/ml/model. `python train.py --help` lists the rest.
+
+The parts, in order: configuration, the container, the group of processes, text, batches, the model,
+its optimizers, safetensors files, checkpoints, the artefact, sampling, and the training loop.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+# ------------------------------------------------------------------------------------------------
+# Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows as the reason.
+
+
+class TrainingError(Exception):
+    """A failure that the person who started the training can act on."""
+
+
+class ConfigError(TrainingError):
+    """A hyperparameter or option that is unknown or impossible."""
+
+
+class DataError(TrainingError):
+    """Text that is missing, unreadable or too short."""
+
+
+class TopologyError(TrainingError):
+    """Hosts, GPUs and processes that do not add up to one group."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that cannot be written, or does not belong to this training."""
+
+
+class FormatError(TrainingError):
+    """A file that is not what its name says: damaged, truncated or of another kind."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss became infinite or not a number."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Configuration
+
+
+def hyperparameter(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    least: float | None = None,
+    most: float | None = None,
+    choices: tuple[str, ...] = (),
+    fixed: bool = False,
+) -> Any:
+    """A field of Config. `fixed` marks what a resumed training must share with its checkpoint."""
+    metadata = dict(help=help, group=group, least=least, most=most, choices=choices, fixed=fixed)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
+
+    Raises:
+        ConfigError: a value is out of its range, or two values do not go together.
+    """
+
+    n_layer: int = hyperparameter(4, "layers", group="model", least=1, fixed=True)
+    n_head: int = hyperparameter(4, "attention heads", group="model", least=1, fixed=True)
+    n_embd: int = hyperparameter(128, "width", group="model", least=2, fixed=True)
+    block_size: int = hyperparameter(
+        64, "context length in characters", group="model", least=2, fixed=True
+    )
+    n_hidden: int = hyperparameter(
+        0, "width inside the MLP (0: 8/3 of n_embd)", group="model", least=0, fixed=True
+    )
+    tie_embeddings: bool = hyperparameter(
+        False, "share one matrix between embedding and head", group="model", fixed=True
+    )
+    dropout: float = hyperparameter(0.0, "dropout probability", group="model", least=0, most=0.95)
+
+    validation_fraction: float = hyperparameter(
+        0.1,
+        "last part of the text kept for validation when there is no validation channel",
+        group="data",
+        least=0.001,
+        most=0.9,
+        fixed=True,
+    )
+    batch_size: int = hyperparameter(
+        12, "sequences per optimizer step, over all processes", group="data", least=1, fixed=True
+    )
+    gradient_accumulation_steps: int = hyperparameter(
+        1, "passes that one process makes over its part of the batch", group="data", least=1
+    )
+    seed: int = hyperparameter(
+        1337, "of the initial weights, the batches and dropout", group="data", least=0, fixed=True
+    )
+
+    max_steps: int = hyperparameter(2000, "optimizer steps", group="schedule", least=1)
+    optimizer: str = hyperparameter(
+        "muon",
+        "muon (matrices; AdamW for the rest) or adamw (everything)",
+        group="schedule",
+        choices=("muon", "adamw"),
+        fixed=True,
+    )
+    learning_rate: float = hyperparameter(
+        0.0, "peak, of the matrices (0: 0.02 with muon, 0.001 with adamw)", group="schedule", least=0
+    )
+    embedding_learning_rate: float = hyperparameter(
+        0.1, "peak, of the embedding with muon", group="schedule", least=0
+    )
+    head_learning_rate: float = hyperparameter(
+        0.02, "peak, of the head with muon", group="schedule", least=0
+    )
+    warmup_steps: int = hyperparameter(
+        0, "steps of linear rise to the peak", group="schedule", least=0
+    )
+    decay_fraction: float = hyperparameter(
+        0.8, "last part of the steps, of linear fall", group="schedule", least=0, most=1
+    )
+    final_learning_rate: float = hyperparameter(
+        0.0, "at the last step, as a part of the peak", group="schedule", least=0, most=1
+    )
+    weight_decay: float = hyperparameter(
+        0.0, "of the matrices, decoupled", group="schedule", least=0
+    )
+    momentum: float = hyperparameter(0.95, "of muon", group="schedule", least=0, most=0.9999)
+    beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
+    beta2: float = hyperparameter(0.95, "of AdamW", group="schedule", least=0, most=0.999999)
+    grad_clip: float = hyperparameter(
+        0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0
+    )
+
+    log_interval: int = hyperparameter(50, "steps between metric lines", group="report", least=1)
+    eval_interval: int = hyperparameter(250, "steps between evaluations", group="report", least=1)
+    eval_windows: int = hyperparameter(
+        512, "windows of the validation part per evaluation (0: all)", group="report", least=0
+    )
+    sample_length: int = hyperparameter(
+        300, "characters sampled after training (a third before)", group="report", least=0
+    )
+    checkpoint_seconds: float = hyperparameter(
+        60.0, "between checkpoints, which evaluations write too", group="report", least=0
+    )
+
+    device: str = hyperparameter(
+        "auto", "where to compute", group="machine", choices=("auto", "cuda", "mps", "cpu")
+    )
+    precision: str = hyperparameter(
+        "auto",
+        "of matrix products (auto: bfloat16 where the device has it, else float32)",
+        group="machine",
+        choices=("auto", "bfloat16", "tf32", "float32"),
+    )
+    compile: str = hyperparameter(
+        "auto", "torch.compile (auto: on GPUs)", group="machine", choices=("auto", "on", "off")
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            check_range(f, getattr(self, f.name))
+        if self.n_embd % self.n_head:
+            fits = nearest_multiples(self.n_embd, self.n_head)
+            raise ConfigError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head};"
+                f" the nearest that fit: n_embd={fits}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"n_embd={self.n_embd} over n_head={self.n_head} makes heads of odd width"
+                f" {self.head_dim}, and rotary positions need an even one;"
+                f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} is more than max_steps={self.max_steps}"
+            )
+        self.check_world_size(1)
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width inside the gated MLP: 8/3 of n_embd gives it the size of an ungated 4x MLP."""
+        return self.n_hidden or 8 * round(self.n_embd / 3)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        return self.learning_rate or {"muon": 0.02, "adamw": 0.001}[self.optimizer]
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ConfigError unless world_size processes share the batch evenly."""
+        parts = world_size * self.gradient_accumulation_steps
+        if self.batch_size % parts:
+            raise ConfigError(
+                f"batch_size={self.batch_size} cannot be shared by {world_size}"
+                f" process{'es' * (world_size > 1)} of gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} each;"
+                f" the nearest that fit: batch_size={nearest_multiples(self.batch_size, parts)}"
+            )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # nanoGPT's configuration for a CPU: about a minute of training on two cores.
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_steps=2000),
+    # nanoGPT's train_shakespeare_char, the model of most tutorials: minutes on a GPU, hours on a CPU.
+    "baby": dict(
+        n_layer=6,
+        n_head=6,
+        n_embd=384,
+        block_size=256,
+        batch_size=64,
+        max_steps=5000,
+        dropout=0.2,
+        log_interval=10,
+    ),
+}
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """', did you mean X?' for the known name most like `name`, or ''."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def allowed(f: dataclasses.Field[Any]) -> str:
+    """What the field accepts, in words."""
+    m = f.metadata
+    if m["choices"]:
+        return "one of " + ", ".join(m["choices"])
+    if f.type == "bool":
+        return "True or False"
+    kind = "a whole number" if f.type == "int" else "a number"
+    if m["most"] is not None:
+        return f"{kind} from {m['least']} to {m['most']}"
+    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
+
+
+def check_range(f: dataclasses.Field[Any], value: Any) -> None:
+    m = f.metadata
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    wrong = (
+        not isinstance(value, {"int": int, "float": (int, float), "bool": bool, "str": str}[f.type])  # type: ignore[index]
+        or (f.type in ("int", "float") and not number)
+        or (number and not math.isfinite(value))
+        or (m["choices"] and value not in m["choices"])
+        or (m["least"] is not None and value < m["least"])
+        or (m["most"] is not None and value > m["most"])
+    )
+    if wrong:
+        hint = nearest_name(value, m["choices"]) if isinstance(value, str) else ""
+        raise ConfigError(f"{f.name}={value!r}: must be {allowed(f)}{hint}")
+
+
+def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
+    """The value of a field from its text form, as on a command line."""
+    try:
+        if f.type == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if f.type == "float":
+            return float(text)
+        if f.type == "int":
+            try:
+                return int(text)
+            except ValueError:
+                if float(text).is_integer():  # 1e5
+                    return int(float(text))
+                raise
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
+    return text
+
+
+def make_config(
+    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from names and values (text or typed) over a preset over a base over the defaults.
+
+    A name may hold `-` for `_`. An empty value means the default, since that is what an
+    unset hyperparameter becomes on its way through SageMaker.
+
+    Raises:
+        ConfigError: an unknown name or preset, or a value that is not allowed.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(
+            f"preset={preset!r}: must be one of {', '.join(PRESETS)}"
+            f"{nearest_name(preset, list(PRESETS))}"
+        )
+    known = {f.name: f for f in dataclasses.fields(Config)}
+    chosen = {**(base or {}), **(PRESETS[preset] if preset else {})}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
+            )
+        if value is None or value == "":
+            continue
+        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
+    return Config(**chosen)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person says beside the hyperparameters when no container lays things out."""
+
+    data: str = field(default="", metadata={"help": "a text file, or a directory of *.txt files"})
+    validation: str = field(default="", metadata={"help": "likewise, for validation alone"})
+    out: str = field(
+        default="", metadata={"help": "directory for the results (default: a new one in runs/)"}
+    )
+    resume: str = field(
+        default="", metadata={"help": "directory of an earlier training, to go on with it"}
+    )
+    processes: int = field(
+        default=0, metadata={"help": "processes to start on a host without GPUs (default: 1)"}
+    )
+    preset: str = field(
+        default="", metadata={"help": "a set of hyperparameters: " + ", ".join(PRESETS)}
+    )
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
+    """Hyperparameters and options from `--name value`, `--name=value`, or a bare `--flag`.
+
+    A resumed training takes those that are not given from its checkpoint.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or a value is not allowed.
+        CheckpointError: --resume names a directory without a checkpoint.
+    """
+    known = [f.name for f in (*dataclasses.fields(Options), *dataclasses.fields(Config))]
+    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
+    given: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        name = key.replace("-", "_")
+        if not word.startswith("--") or name not in known:
+            said = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
+            raise ConfigError(f"{said}: there is no such option{nearest_name(name, known)}")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in flags:
+                value = "True"
+            else:
+                raise ConfigError(f"{word}: a value is missing")
+        if name in given:
+            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
+        given[name] = value
+    said_options: dict[str, Any] = {
+        f.name: given.pop(f.name) for f in dataclasses.fields(Options) if f.name in given
+    }
+    if processes := said_options.get("processes"):
+        if not processes.isdecimal() or int(processes) < 1:
+            raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
+        said_options["processes"] = int(processes)
+    else:
+        said_options.pop("processes", None)
+    options = Options(**said_options)
+    base: dict[str, Any] = {}
+    if options.resume:
+        saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        base = saved["config"]
+        options = dataclasses.replace(
+            options,
+            data=options.data or saved["data"],
+            validation=options.validation or saved["validation"],
+        )
+    return make_config(given, options.preset or None, base), options
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [__doc__ or "", "options:"]
+    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in dataclasses.fields(Options)]
+    group = ""
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"] != group:
+            group = f.metadata["group"]
+            lines += ["", f"hyperparameters of the {group}:"]
+        lines.append(
+            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)} (default: {f.default!r})"
+        )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# The container: where things are, and which hosts there are
+
+
+@dataclass(frozen=True)
+class Container:
+    """What SageMaker tells a host: its name, the others, and its directories.
+
+    `inside` is False on a machine of one's own, where the directories come from Options.
+    """
+
+    inside: bool
+    hosts: tuple[str, ...]
+    current_host: str
+    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
+    interface: str | None  # network interface between the hosts
+    training: Path | None
+    validation: Path | None
+    model_dir: Path
+    output_dir: Path
+    checkpoint_dir: Path
+
+    @property
+    def host_index(self) -> int:
+        return self.hosts.index(self.current_host)
+
+
+def read_container(env: Mapping[str, str], options: Options) -> Container:
+    """Reads SM_* variables; resourceconfig.json stands in for those missing or broken.
+
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
+    them, so a value that cannot be read is looked up in the file that every host has.
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
+
+    Raises:
+        TopologyError: the hosts cannot be learnt, or this one is not among them.
+        DataError: no text was named, or the `training` channel is missing.
+    """
+    base = Path(env.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+    config_file = base / "input/config/resourceconfig.json"
+    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    inside = not options.data and not options.resume and (inside or config_file.exists())
+    if not inside:
+        out = Path(options.resume or options.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        return Container(
+            inside=False,
+            hosts=("localhost",),
+            current_host="localhost",
+            num_gpus=None,
+            interface=None,
+            training=Path(options.data).absolute() if options.data else None,
+            validation=Path(options.validation).absolute() if options.validation else None,
+            model_dir=out / "model",
+            output_dir=out / "output",
+            checkpoint_dir=out / "checkpoints",
+        )
+
+    resources: dict[str, Any] = {}
+    if config_file.exists():
+        resources = json.loads(config_file.read_text())
+    try:
+        hosts = json.loads(env["SM_HOSTS"])
+        if not hosts or not all(isinstance(host, str) for host in hosts):
+            raise ValueError
+    except (KeyError, ValueError, TypeError):
+        hosts = resources.get("hosts")
+    current_host = env.get("SM_CURRENT_HOST")
+    if hosts is not None and current_host not in hosts:
+        current_host = resources.get("current_host")
+    if not hosts or current_host not in hosts:
+        raise TopologyError(
+            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
+            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
+            f" {'does not settle it' if resources else 'is missing'}"
+        )
+
+    def channel(name: str) -> Path | None:
+        path = Path(env.get(f"SM_CHANNEL_{name.upper()}", base / "input/data" / name))
+        return path if path.is_dir() else None
+
+    training = channel("training")
+    if training is None:
+        channels = base / "input/data"
+        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        raise DataError(
+            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+        )
+    gpus = env.get("SM_NUM_GPUS", "")
+    return Container(
+        inside=True,
+        hosts=tuple(hosts),
+        current_host=current_host,
+        num_gpus=int(gpus) if gpus.isdecimal() else None,
+        interface=resources.get("network_interface_name"),
+        training=training,
+        validation=channel("validation"),
+        model_dir=Path(env.get("SM_MODEL_DIR", base / "model")),
+        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR", base / "output/data")),
+        checkpoint_dir=base / "checkpoints",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The group: one process per GPU, over all hosts, or failure; never two groups
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
+    """torchrun's variables, else Open MPI's; None when nothing launched this process.
+
+    Raises:
+        TopologyError: the variables contradict themselves or the number of hosts.
+    """
+
+    def number(name: str) -> int:
+        try:
+            return int(env[name])
+        except (KeyError, ValueError):
+            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
+
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = number("WORLD_SIZE")
+        local_size = next(
+            (n for n in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE") if n in env), None
+        )
+        ranks = Ranks(
+            rank=number("RANK"),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number(local_size) if local_size else max(1, world_size // n_hosts),
+            launcher=env.get("SM_NANOGPT_LAUNCHER", "torchrun"),
+        )
+    elif "OMPI_COMM_WORLD_SIZE" in env:
+        ranks = Ranks(
+            rank=number("OMPI_COMM_WORLD_RANK"),
+            world_size=number("OMPI_COMM_WORLD_SIZE"),
+            local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+            launcher="mpirun",
+        )
+    else:
+        return None
+    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
+    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
+        raise TopologyError(
+            f"{ranks.launcher} made a group of {ranks.world_size} with"
+            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
+            " each would train a model of its own"
+        )
+    return ranks
+
+
+def choose_device(config: Config, container: Container, processes: int) -> str:
+    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
+
+    Raises:
+        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
+    """
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu":
+        return "cpu"
+    if container.num_gpus and seen != container.num_gpus:
+        raise TopologyError(
+            f"the host has {container.num_gpus} GPUs but torch {torch.__version__} sees {seen};"
+            " use a container image for GPUs, or set device=cpu"
+        )
+    if config.device == "cuda" and not seen:
+        raise TopologyError(f"device=cuda, but torch {torch.__version__} sees no GPU")
+    if seen:
+        return "cuda"
+    mps = torch.backends.mps.is_available()
+    if config.device == "mps" and not mps:
+        raise TopologyError(f"device=mps, but torch {torch.__version__} sees none")
+    if config.device == "mps" and processes > 1:
+        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
+    return "mps" if mps and processes == 1 else "cpu"
+
+
+def local_processes(config: Config, container: Container, options: Options) -> int:
+    """How many processes this host runs: one per GPU, or as many as asked for on the CPU."""
+    device = choose_device(config, container, options.processes or 1)
+    if device != "cuda":
+        return options.processes or 1
+    gpus = torch.cuda.device_count()
+    if options.processes not in (0, gpus):
+        raise TopologyError(
+            f"processes={options.processes}, but the host has {gpus} GPUs and each takes one"
+            " process; CUDA_VISIBLE_DEVICES chooses among them"
+        )
+    return gpus
+
+
+def spawn(container: Container, n_local: int) -> int:
+    """Starts this script again as each of the host's ranks, and returns their exit status.
+
+    It is what torchrun does, less the elasticity: the first host's parent serves the store at
+    which all ranks of all hosts meet, so a host started alone waits for the others.
+    """
+    world_size = n_local * len(container.hosts)
+    if len(container.hosts) == 1:
+        address, port = "127.0.0.1", 0
+    else:
+        address = os.environ.get("MASTER_ADDR", container.hosts[0])
+        port = int(os.environ.get("MASTER_PORT", "7777"))
+    store = None
+    if container.host_index == 0:
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+        port = store.port
+    children = []
+    for local_rank in range(n_local):
+        env = dict(
+            os.environ,
+            RANK=str(container.host_index * n_local + local_rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(n_local),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
+            TORCHELASTIC_RESTART_COUNT="0",
+            SM_NANOGPT_LAUNCHER="train.py",
+        )
+        command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+        children.append(subprocess.Popen(command, env=env))
+
+    def forward(signum: int, frame: Any) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, forward)
+    # Ctrl-C reaches the children by itself; the parent only has to outlive them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status, deadline = 0, math.inf
+    while any(child.poll() is None for child in children):
+        failed = [child.returncode for child in children if child.returncode]
+        if failed and not status:
+            status, deadline = failed[0], time.monotonic() + 2
+            forward(signal.SIGTERM, None)
+        if time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    status = status or next((child.returncode for child in children if child.returncode), 0)
+    del store
+    return status if status >= 0 else 128 - status
+
+
+class Group:
+    """The processes that train together, and the few things they say to each other.
+
+    With one process there is nobody to talk to, and each method answers at once.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, container: Container) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.local_rank = ranks.local_rank
+        self.host_index = container.host_index if len(container.hosts) > 1 else 0
+        self.device = device
+        self.store: dist.Store | None = None
+        self.said = 0
+        if ranks.world_size == 1:
+            return
+        os.environ.setdefault("MASTER_ADDR", container.hosts[0])
+        os.environ.setdefault("MASTER_PORT", "7777")
+        if container.interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", container.interface)
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        timeout = timedelta(minutes=10)
+        try:
+            rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+            self.store = next(rendezvous)[0]
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=self.store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=timedelta(minutes=30),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise TopologyError(
+                f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
+                f" {str(error).splitlines()[0]}"
+            ) from None
+        # Flags travel on the host's side, so that asking never waits for a GPU.
+        self.flags = dist.new_group(backend="gloo") if device.type == "cuda" else None
+        self.check_hosts(container, ranks.local_world_size)
+
+    def check_hosts(self, container: Container, local_world_size: int) -> None:
+        """Raises TopologyError unless each host of the job brought the same number of ranks."""
+        ranks_of_host = torch.zeros(len(container.hosts), device=self.device)
+        ranks_of_host[self.host_index] = 1
+        self.sum_(ranks_of_host)
+        if any(count != self.world_size / len(container.hosts) for count in ranks_of_host.tolist()):
+            found = ", ".join(
+                f"{host}: {int(count)}"
+                for host, count in zip(container.hosts, ranks_of_host.tolist(), strict=True)
+            )
+            raise TopologyError(f"the hosts are not equally in the group of ranks: {found}")
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites each tensor with rank 0's."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        if self.world_size == 1:
+            return flag
+        tensor = torch.tensor(int(flag), dtype=torch.uint8)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags)
+        return bool(tensor)
+
+    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
+        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
+        if self.store is None:
+            return value
+        self.said += 1
+        key = f"sm-nanogpt/{within}/{self.said}"
+        if source:
+            self.store.set(key, json.dumps(value))
+            return value
+        return json.loads(self.store.get(key))
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------
+# Text: a vocabulary of characters, and ids in a memory map
+
+CHUNK_BYTES = 1 << 24
+CODE_POINTS = 0x110000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as ids.
+
+    train and val are 1-D, of the smallest integer type that holds the vocabulary.
+    vocabulary holds each character once, sorted by code point: the id is the place in it.
+    """
+
+    vocabulary: str
+    train: Tensor
+    val: Tensor
+    sha256: str
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file itself, or the *.txt files below a directory, sorted by path.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
+    if not files:
+        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
+        raise DataError(f"{path}: {there}")
+    return files
+
+
+def decoded_chunks(files: Sequence[Path], digest: Any = None) -> Iterator[bytes | Tensor]:
+    """The text in chunks of bounded size: ASCII as bytes, else code points as an int32 tensor [n].
+
+    Raises:
+        DataError: a file is not UTF-8.
+    """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        offset = 0
+        with path.open("rb") as file:
+            while True:
+                data = file.read(CHUNK_BYTES)
+                if digest is not None:
+                    digest.update(data)
+                pending = decoder.getstate()[0]
+                if data and not pending and data.isascii():
+                    yield data
+                else:
+                    try:
+                        text = decoder.decode(data, final=not data)
+                    except UnicodeDecodeError as error:
+                        at = offset - len(pending) + error.start
+                        raise DataError(f"{path}: not UTF-8 text (byte {at})") from None
+                    if text:
+                        codes = bytearray(text.encode("utf-32-le"))
+                        yield torch.frombuffer(codes, dtype=torch.int32)
+                offset += len(data)
+                if not data:
+                    break
+        if digest is not None:
+            digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
+
+
+def scan_text(files: Sequence[Path], seen: Tensor) -> tuple[int, str]:
+    """Marks each code point of the text in `seen` (bool [CODE_POINTS]).
+
+    Returns the number of characters and the SHA-256 of the files.
+    """
+    digest = hashlib.sha256()
+    length = 0
+    for chunk in decoded_chunks(files, digest):
+        length += len(chunk)
+        if isinstance(chunk, bytes):
+            codes = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+            seen[:256] |= torch.bincount(codes, minlength=256) > 0
+        else:
+            seen[chunk.long()] = True
+    return length, digest.hexdigest()
+
+
+def write_ids(files: Sequence[Path], vocabulary: str, out: Path) -> None:
+    """Writes the id of each character of the text to a file, as raw integers."""
+    table = torch.zeros(CODE_POINTS, dtype=id_dtype(vocabulary))
+    table[torch.tensor([ord(c) for c in vocabulary])] = torch.arange(len(vocabulary)).to(table)
+    ascii_table = bytes(table[:256].tolist()) if table.dtype == torch.uint8 else b""
+    with out.open("wb") as file:
+        for chunk in decoded_chunks(files):
+            if isinstance(chunk, bytes) and ascii_table:
+                file.write(chunk.translate(ascii_table))
+            else:
+                if isinstance(chunk, bytes):
+                    chunk = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+                file.write(raw_bytes(table[chunk.long()]))
+
+
+def id_dtype(vocabulary: str) -> torch.dtype:
+    if len(vocabulary) <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if len(vocabulary) <= 1 << 15 else torch.int32
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, shared, readable and writable."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
+    """Tokenises the text once per host into a file that the host's ranks map into memory.
+
+    Without a validation channel, the last part of the text is kept for validation, as in
+    nanoGPT's data/shakespeare_char/prepare.py.
+
+    Raises:
+        DataError: text is missing, not UTF-8, too short, or not the same on every host.
+    """
+    if container.training is None:
+        raise DataError("no text: name it with --data FILE")
+    first = group.local_rank == 0
+    directory, described = None, {}
+    try:
+        if first:
+            directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
+            described = tokenize(container, Path(directory))
+        described = group.share(described, source=first, within=f"host{group.host_index}")
+        chief = group.share(described, source=group.rank == 0)
+        if described["sha256"] != chief["sha256"]:
+            raise DataError(
+                f"host {container.current_host} has other text than {container.hosts[0]};"
+                " every host needs the whole channel (S3DataDistributionType FullyReplicated)"
+            )
+        dtype = id_dtype(described["vocabulary"])
+        parts = [
+            torch.from_file(path, shared=False, size=size, dtype=dtype)
+            for path, size in described["parts"]
+        ]
+        group.barrier()
+    finally:
+        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    if len(parts) == 1:
+        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
+        train, val = parts[0][:n_train], parts[0][n_train:]
+    else:
+        train, val = parts
+    for name, part in (("training", train), ("validation", val)):
+        if len(part) < config.block_size + 1:
+            raise DataError(
+                f"the {name} part has {len(part)} characters, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1};"
+                " bring more text, or set a smaller block_size"
+            )
+    return Corpus(described["vocabulary"], train, val, described["sha256"])
+
+
+def tokenize(container: Container, directory: Path) -> dict[str, Any]:
+    """Writes the ids of each channel into the directory and says what it found."""
+    channels = [c for c in (container.training, container.validation) if c is not None]
+    files = [text_files(channel) for channel in channels]
+    seen = torch.zeros(CODE_POINTS, dtype=torch.bool)
+    found = [scan_text(of_channel, seen) for of_channel in files]
+    if not all(length for length, _ in found):
+        empty = channels[[length for length, _ in found].index(0)]
+        raise DataError(f"{empty}: no text in it")
+    vocabulary = "".join(chr(code) for code in seen.nonzero().flatten().tolist())
+    parts = []
+    for index, (of_channel, (length, _)) in enumerate(zip(files, found, strict=True)):
+        path = directory / f"{index}.ids"
+        write_ids(of_channel, vocabulary, path)
+        parts.append((str(path), length))
+    sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
+    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that is a pure function of its parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+class Batches:
+    """Training windows. The batch of a step is a pure function of (seed, step).
+
+    An epoch cuts the text into windows that touch each other, from a random phase, and visits
+    each once in random order; so no character is seen twice before all have been seen.
+    """
+
+    def __init__(self, tokens: Tensor, config: Config) -> None:
+        self.tokens = tokens
+        self.block_size, self.batch_size, self.seed = (
+            config.block_size,
+            config.batch_size,
+            config.seed,
+        )
+        n = len(tokens) - 1  # the last character is only ever a target
+        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
+        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
+
+    def window_starts(self, step: int) -> Tensor:
+        """Where each window of the global batch begins: int64 [batch_size]."""
+        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
+        while index < end:
+            epoch, place = divmod(index, self.windows_per_epoch)
+            if epoch != self.epoch:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+                phase = torch.randint(self.phases, (), generator=generator)
+                order = torch.randperm(self.windows_per_epoch, generator=generator)
+                self.epoch, self.starts = epoch, order.mul_(self.block_size).add_(phase)
+            part = self.starts[place : place + end - index]
+            parts.append(part)
+            index += len(part)
+        return torch.cat(parts)
+
+    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
+        rows = self.batch_size // world_size
+        return gather_windows(
+            self.tokens, self.window_starts(step)[rank * rows : (rank + 1) * rows], self.block_size
+        )
+
+
+def gather_windows(tokens: Tensor, starts: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows at `starts` [n]: two int64 tensors [n, block_size]."""
+    windows = tokens[starts[:, None] + torch.arange(block_size + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+# ------------------------------------------------------------------------------------------------
+# The model: a pre-norm decoder in the layout of Qwen3 (arXiv:2505.09388): RMSNorm, rotary
+# positions, QK-norm, a gated MLP. The norms have no weights; Qwen3's are written out as ones.
+
+NORM_EPS = 1e-6
+ROPE_THETA = 10000.0
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+class Linear(nn.Linear):
+    """y = x W^T with fp32 master weights, computed in the type of x.
+
+    n_fused matrices of equal shape share the one weight, stacked along its rows.
+    """
+
+    def __init__(self, n_in: int, n_out: int, n_fused: int = 1) -> None:
+        super().__init__(n_in, n_out * n_fused, bias=False)
+        self.n_fused = n_fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles (arXiv:2104.09864), float32 [len(positions), head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * ROPE_THETA ** (-exponents / head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by their angles [T, head_dim / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class KeyValueCache:
+    """Keys and values of the last block_size positions, which new ones overwrite in turn.
+
+    k and v are [n_layer, B, n_head, block_size, head_dim]; position p lives in slot p % block_size.
+    Keys hold their rotary angle, so their slot does not matter, and the context slides.
+    """
+
+    def __init__(self, model: GPT, batch_size: int) -> None:
+        c = model.config
+        shape = (c.n_layer, batch_size, c.n_head, c.block_size, c.head_dim)
+        weight = model.embed.weight
+        self.k = torch.zeros(shape, device=weight.device, dtype=model.compute_dtype)
+        self.v = torch.zeros_like(self.k)
+        self.length = 0  # positions seen so far
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all that are kept.
+
+        T is 1, or the cache is empty and T is at most block_size.
+        """
+        block_size = self.k.size(3)
+        slot = self.length % block_size
+        self.k[layer, :, :, slot : slot + k.size(2)] = k
+        self.v[layer, :, :, slot : slot + v.size(2)] = v
+        kept = min(self.length + k.size(2), block_size)
+        return self.k[layer, :, :, :kept], self.v[layer, :, :, :kept]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
+    """Scaled dot-product attention over [B, n_head, T, head_dim]."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled():
+        # torch's fused kernel has a bf16 backward on the CPU that is several times slower than
+        # two plain batched products.
+        scores = q @ (k * k.size(-1) ** -0.5).transpose(-2, -1)
+        if causal:
+            ahead = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu_(1)
+            scores = scores.masked_fill(ahead, float("-inf"))
+        return F.dropout(scores.softmax(dim=-1), dropout) @ v
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.n_head, self.head_dim, self.layer = config.n_head, config.head_dim, layer
+        self.dropout = config.dropout
+        self.qkv = Linear(config.n_embd, config.n_embd, n_fused=3)
+        self.out = Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+        B, T, C = x.shape
+        heads = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, n_head, T, head_dim]
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+        y = attend(q, k, v, causal=T > 1, dropout=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.n_embd, config.hidden_dim, n_fused=2)
+        self.down = Linear(config.hidden_dim, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+        x = x + F.dropout(self.attention(norm(x), cos, sin, cache), self.dropout, self.training)
+        return x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    compute_dtype is the type of the matrix products and activations; weights stay float32.
+    """
+
+    def __init__(
+        self, config: Config, vocabulary_size: int, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.embed = nn.Embedding(vocabulary_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.head = None if config.tie_embeddings else Linear(config.n_embd, vocabulary_size)
+
+    def init_weights(self, seed: int) -> None:
+        """Draws the initial weights on the CPU, so that every device begins with the same.
+
+        Projections back into the residual stream begin at zero, so each block begins as the
+        identity (modded-nanogpt).
+        """
+        generator = torch.Generator().manual_seed(derive_seed(seed, "weights"))
+        for name, parameter in self.named_parameters():
+            n_in = parameter.size(-1)
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std = 0.0
+            elif name.startswith("embed") and self.head is not None:
+                std = 1.0
+            elif name.startswith(("embed", "head")):
+                std = 0.02
+            else:
+                std = n_in**-0.5
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Logits, float32 [B, T, vocabulary size], of ids [B, T]; with targets [B, T], the mean loss.
+
+        With a cache, idx continues what the cache has seen.
+        """
+        T, start = idx.size(1), cache.length if cache is not None else 0
+        positions = torch.arange(start, start + T, device=idx.device)
+        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions, self.config.head_dim))
+        x = self.embed(idx).to(self.compute_dtype)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x, cos, sin, cache)
+        if cache is not None:
+            cache.length += T
+        x = norm(x)
+        head = self.embed if self.head is None else self.head
+        logits = F.linear(x, head.weight.to(x.dtype)).float()
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers
+
+# Polar Express (arXiv:2505.16932, Algorithm 1): the polynomials a x + b x^3 + c x^5, in turn, that
+# bring all singular values in [0.001, 1] to 1 fastest.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+)
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest (semi-)orthogonal matrix, roughly, of each in [n, rows, columns], rows >= columns."""
+    x = matrices.to(dtype)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x.mT @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a)
+    return x
+
+
+class Muon:
+    """Momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Matrices of one shape, up to transposition, are stacked and updated in one go; the parts of a
+    fused matrix count as matrices of their own.
+    """
+
+    def __init__(self, weights: Mapping[str, tuple[nn.Parameter, int]], config: Config) -> None:
+        self.momentum, self.weight_decay = config.momentum, config.weight_decay
+        self.stacks: list[tuple[list[str], list[Tensor], Tensor]] = []
+        by_shape: dict[tuple[int, int], list[tuple[str, nn.Parameter, int]]] = {}
+        for name, (weight, n_fused) in weights.items():
+            rows, columns = weight.size(0) // n_fused, weight.size(1)
+            shape = (max(rows, columns), min(rows, columns))
+            by_shape.setdefault(shape, []).append((name, weight, n_fused))
+        self.groups = []
+        for (rows, columns), members in by_shape.items():
+            count = sum(n_fused for _, _, n_fused in members)
+            buffer = torch.zeros(count, rows, columns, device=members[0][1].device)
+            self.groups.append((members, buffer))
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, dtype: torch.dtype) -> None:
+        """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
+        for members, buffer in self.groups:
+            rows, columns = buffer.shape[1:]
+            gradients = []
+            for _, weight, n_fused in members:
+                assert weight.grad is not None
+                gradient = weight.grad.view(n_fused, -1, weight.size(1))
+                gradients.append(gradient if gradient.size(1) == rows else gradient.mT)
+            gradient = torch.cat(gradients)
+            buffer.lerp_(gradient, 1 - self.momentum)
+            update = orthogonalize(gradient.lerp_(buffer, self.momentum), dtype)  # Nesterov
+            first = 0
+            for _, weight, n_fused in members:
+                matrices = weight.view(n_fused, -1, weight.size(1))
+                part = update[first : first + n_fused]
+                first += n_fused
+                if matrices.size(1) != rows:
+                    part = part.mT
+                scale = max(1.0, matrices.size(1) / matrices.size(2)) ** 0.5
+                matrices.mul_(1 - learning_rate * self.weight_decay)
+                matrices.add_(part, alpha=-learning_rate * scale)
+
+    def state(self) -> dict[str, Tensor]:
+        state = {}
+        for members, buffer in self.groups:
+            first = 0
+            for name, _, n_fused in members:
+                state[f"momentum.{name}"] = buffer[first : first + n_fused]
+                first += n_fused
+        return state
+
+
+class Optimizer:
+    """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
+
+    def __init__(self, model: GPT, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.dtype = model.compute_dtype
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        matrices = {
+            f"{name}.weight": (module.weight, module.n_fused)
+            for name, module in model.blocks.named_modules(prefix="blocks")
+            if isinstance(module, Linear)
+        }
+        inner = [weight for weight, _ in matrices.values()]
+        outer = [p for p in model.parameters() if not any(p is weight for weight in inner)]
+        self.parameters = list(model.parameters())
+        peak = config.peak_learning_rate
+        groups: list[dict[str, Any]] = []
+        if config.optimizer == "muon":
+            self.muon = Muon(matrices, config)
+            for parameter in outer:
+                untied = parameter is model.embed.weight and model.head is not None
+                rate = config.embedding_learning_rate if untied else config.head_learning_rate
+                groups.append(dict(params=[parameter], peak=rate, weight_decay=0.0))
+        else:
+            self.muon = None
+            groups.append(dict(params=inner, peak=peak, weight_decay=config.weight_decay))
+            groups.append(dict(params=outer, peak=peak, weight_decay=0.0))
+        self.adamw = torch.optim.AdamW(
+            groups,
+            lr=peak,
+            betas=(config.beta1, config.beta2),
+            eps=1e-10,
+            fused=device.type in ("cuda", "cpu"),
+        )
+        # AdamW makes its state at its first step; made here, it has names and a place in checkpoints.
+        self.named_adamw = {}
+        for group in self.adamw.param_groups:
+            for parameter in group["params"]:
+                self.adamw.state[parameter] = state = {
+                    "step": torch.zeros((), device=device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+                self.named_adamw[names[id(parameter)]] = state
+
+    def step(self, scale: float) -> None:
+        """One update from the gradients, at `scale` times the peak learning rates."""
+        if self.config.grad_clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        if self.muon is not None:
+            self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
+        for group in self.adamw.param_groups:
+            group["lr"] = group["peak"] * scale
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name; its tensors are the live ones."""
+        state = dict(self.muon.state()) if self.muon is not None else {}
+        for name, tensors in self.named_adamw.items():
+            state.update({f"{kind}.{name}": tensor for kind, tensor in tensors.items()})
+        return state
+
+
+def learning_rate_scale(step: int, config: Config) -> float:
+    """The part of the peak learning rates at a step in [0, max_steps): warm-up, plateau, linear decay."""
+    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    decay_steps = config.decay_fraction * config.max_steps
+    left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
+    return warm * (config.final_learning_rate + (1 - config.final_learning_rate) * min(1.0, left))
+
+
+# ------------------------------------------------------------------------------------------------
+# safetensors files (huggingface.co/docs/safetensors): a length, a JSON header, raw tensors
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes the file whole or not at all: under another name first, flushed to disk, renamed.
+
+    A SHA-256 over header and tensors goes into the metadata.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in contents.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    digest = content_digest(header, metadata)
+    for tensor in contents.values():
+        digest.update(raw_bytes(tensor))
+    header["__metadata__"] = {**metadata, "sha256": digest.hexdigest()}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in contents.values():
+            file.write(raw_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
+    return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
+
+
+class replacing:
+    """Context that gives a temporary path and renames it to `path` when the body succeeds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.temporary.unlink(missing_ok=True)
+            return
+        os.replace(self.temporary, self.path)
+        if os.name == "posix":
+            directory = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+
+def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The tensors' descriptions, the metadata, and where the data begin.
+
+    Raises:
+        FormatError: the file is not safetensors, or shorter or longer than its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, 100_000_000):
+            raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", {})
+            end = 0
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
+                whole = all(isinstance(n, int) and n >= 0 for n in shape)
+                if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
+                    raise FormatError(f"{path.name} is damaged: bad size of {name!r}")
+                end = last
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise FormatError(f"{path.name} is damaged: its header cannot be read") from None
+    if size != 8 + length + end:
+        raise FormatError(
+            f"{path.name} is damaged: {size} bytes, where its header says {8 + length + end}"
+        )
+    return header, metadata, 8 + length
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
+
+    Raises:
+        FormatError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    header, metadata, start = read_safetensors_header(path)
+    sha256 = metadata.pop("sha256", None)
+    digest = content_digest(header, metadata)
+    tensors = {}
+    with path.open("rb") as file:
+        file.seek(start)
+        for name, entry in header.items():
+            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            if file.readinto(raw_bytes(tensor)) != tensor.numel() * tensor.element_size():  # type: ignore[arg-type]
+                raise FormatError(f"{path.name} is damaged: it ends early")
+            digest.update(raw_bytes(tensor))
+            tensors[name] = tensor
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
+    return tensors, metadata
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Checkpoints:
+    """The checkpoints of one training in one directory.
+
+    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed
+    training needs, its metrics so far included; best-STEP holds the weights with the lowest
+    validation loss. The last two checkpoints are kept, with the best weights they refer to, so a
+    newest one that is broken gives way to the one before.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, kind: str, step: int) -> Path:
+        return self.directory / f"{kind}-{step:08d}.safetensors"
+
+    def steps(self, kind: str) -> list[int]:
+        """The steps of the files of a kind, newest first."""
+        stems = (p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors"))
+        return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+
+    def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint and then drops the files that no kept checkpoint needs.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are untouched.
+        """
+        path = self.path(kind, state["step"])
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
+            if kind == "checkpoint":
+                self.prune()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
+    def prune(self) -> None:
+        kept = self.steps("checkpoint")[:2]
+        for step in self.steps("checkpoint")[2:]:
+            self.path("checkpoint", step).unlink()
+        needed = {self.state_of(step).get("best_step") for step in kept}
+        for step in self.steps("best"):
+            # A best that is newer than the newest checkpoint is about to be referred to.
+            if step not in needed and step < kept[0]:
+                self.path("best", step).unlink()
+        for leftover in self.directory.glob(".*.safetensors.tmp"):
+            leftover.unlink()
+
+    def state_of(self, step: int) -> dict[str, Any]:
+        """The state that a checkpoint holds, without its tensors; {} if it is damaged."""
+        try:
+            metadata = read_safetensors_header(self.path("checkpoint", step))[1]
+            return json.loads(metadata["state"])
+        except (FormatError, KeyError, ValueError):
+            return {}
+
+    def latest_state(self) -> dict[str, Any]:
+        """The state of the newest readable checkpoint. Raises CheckpointError without one."""
+        for step in self.steps("checkpoint"):
+            if state := self.state_of(step):
+                return state
+        raise CheckpointError(f"no checkpoint to resume from in {self.directory}")
+
+    def load(self, kind: str, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Raises FormatError or OSError when the file is damaged or missing."""
+        tensors, metadata = read_safetensors(self.path(kind, step))
+        if "state" not in metadata:
+            raise FormatError(f"{self.path(kind, step).name} is not a checkpoint of this script")
+        return tensors, json.loads(metadata["state"])
+
+    def load_latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest checkpoint that is whole and whose best weights are whole; None without any.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
+        """
+        reasons = []
+        for step in self.steps("checkpoint"):
+            try:
+                tensors, state = self.load("checkpoint", step)
+                if state["best_step"] is not None:
+                    self.load("best", state["best_step"])
+                return tensors, state
+            except (FormatError, OSError) as error:
+                reasons.append(str(error))
+                say(f"checkpoint of step {step} is passed over: {error}")
+        if reasons:
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {reasons[0]}")
+        return None
+
+
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, naming the difference, unless `now` may go on from `saved`."""
+    fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
+    differences = [
+        f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
+        for name in fixed
+        if saved["config"].get(name) != now["config"][name]
+    ]
+    if saved["corpus_sha256"] != now["corpus_sha256"]:
+        differences.append("the text is not the same")
+    if differences:
+        raise CheckpointError(
+            "the checkpoint belongs to another training: "
+            + "; ".join(differences)
+            + ". Start without it, or give what it was trained with"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The artefact: a Hugging Face model directory
+
+
+def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Our weights by Qwen3's names: fused matrices cut apart, norms written out as ones."""
+    out = {"model.embed_tokens.weight": weights["embed.weight"]}
+    for layer in range(config.n_layer):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        for name, part in zip("qkv", weights[ours + "attention.qkv.weight"].chunk(3), strict=True):
+            out[f"{theirs}self_attn.{name}_proj.weight"] = part
+        out[theirs + "self_attn.o_proj.weight"] = weights[ours + "attention.out.weight"]
+        gate, up = weights[ours + "mlp.gate_up.weight"].chunk(2)
+        out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+        out[theirs + "mlp.down_proj.weight"] = weights[ours + "mlp.down.weight"]
+        for name in ("q_norm", "k_norm"):
+            out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
+    out["model.norm.weight"] = torch.ones(config.n_embd)
+    if not config.tie_embeddings:
+        out["lm_head.weight"] = weights["head.weight"]
+    return out
+
+
+def from_hugging_face(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The inverse of to_hugging_face.
+
+    Raises:
+        FormatError: a tensor is missing, or a norm has weights.
+    """
+    try:
+        out = {"embed.weight": tensors["model.embed_tokens.weight"]}
+        for layer in range(config.n_layer):
+            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            qkv = [tensors[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv"]
+            gate_up = [tensors[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            out[ours + "attention.qkv.weight"] = torch.cat(qkv)
+            out[ours + "attention.out.weight"] = tensors[theirs + "self_attn.o_proj.weight"]
+            out[ours + "mlp.gate_up.weight"] = torch.cat(gate_up)
+            out[ours + "mlp.down.weight"] = tensors[theirs + "mlp.down_proj.weight"]
+        if not config.tie_embeddings:
+            out["head.weight"] = tensors["lm_head.weight"]
+    except KeyError as error:
+        raise FormatError(f"model.safetensors has no tensor {error}") from None
+    except RuntimeError:
+        raise FormatError("model.safetensors has tensors of wrong shapes") from None
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight") and not bool((tensor == 1).all()):
+            raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
+    return out
+
+
+def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
+    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocabulary_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_head,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": True,
+        "sliding_window": config.block_size,
+        "max_window_layers": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
+    """tokenizer.json: one token per character, given back exactly.
+
+    The format wants an unknown token that is in the vocabulary, or an unknown character raises
+    in other tools; a space is the least harmful. Our own sampler refuses such characters.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {character: index for index, character in enumerate(vocabulary)},
+            "unk_token": " " if " " in vocabulary else vocabulary[0],
+        },
+    }
+
+
+def write_artefact(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    config: Config,
+    vocabulary: str,
+    training: Mapping[str, Any],
+) -> None:
+    """Writes the model directory; config.json, without which nothing loads it, comes last."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = to_hugging_face(weights, config)
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    documents = {
+        "tokenizer.json": hugging_face_tokenizer(vocabulary),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.block_size,
+        },
+        "training.json": {"config": dataclasses.asdict(config), **training},
+        "config.json": hugging_face_config(config, len(vocabulary)),
+    }
+    for name, document in documents.items():
+        with replacing(directory / name) as temporary:
+            temporary.write_text(
+                json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+
+
+def load_artefact(directory: Path) -> tuple[GPT, str]:
+    """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
+
+    Raises:
+        FormatError: the directory is not one that write_artefact wrote, or is damaged.
+    """
+    try:
+        documents = {
+            name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+            for name in ("config", "tokenizer", "training")
+        }
+        config = make_config(documents["training"]["config"])
+        ids = documents["tokenizer"]["model"]["vocab"]
+        vocabulary = "".join(sorted(ids, key=ids.__getitem__))
+        shape = hugging_face_config(config, len(vocabulary))
+        tensors, _ = read_safetensors(directory / "model.safetensors")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{directory.name}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise FormatError(f"{directory.name}: not a model directory of this script ({error})") from None
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "head_dim"):
+        if documents["config"].get(key) != shape[key]:
+            raise FormatError(
+                f"config.json and training.json disagree:"
+                f" {key} is {documents['config'].get(key)!r}, not {shape[key]!r}"
+            )
+    with torch.device("meta"):
+        model = GPT(config, len(vocabulary))
+    return load_weights(model, from_hugging_face(tensors, config)), vocabulary
+
+
+def load_weights(model: GPT, weights: dict[str, Tensor]) -> GPT:
+    for name, parameter in model.named_parameters():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "nothing"
+            raise FormatError(f"{name} should be {tuple(parameter.shape)} and is {found}")
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
+    """Writes the newest whole checkpoint of a training as a model directory; returns its step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    loaded = Checkpoints(checkpoint_dir).load_latest()
+    if loaded is None:
+        raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
+    tensors, state = loaded
+    weights = model_tensors(tensors)
+    training = {"corpus_sha256": state["corpus_sha256"], "step": state["step"]}
+    write_artefact(model_dir, weights, make_config(state["config"]), state["vocabulary"], training)
+    return state["step"]
+
+
+def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "model."
+    return {
+        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all), and the nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> Iterator[Tensor]:
+    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one position at a time.
+
+    temperature 0 takes the most likely. The same seed gives the same ids. Of a prompt longer
+    than block_size the last block_size ids count; the context then slides on.
+    """
+    cache = KeyValueCache(model, prompt.size(0))
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt[:, -model.config.block_size :]
+    for _ in range(max_new_tokens):
+        logits = model(ids, cache=cache)[:, -1]
+        if temperature == 0:
+            ids = logits.argmax(dim=-1, keepdim=True)
+        else:
+            probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+            ids = torch.multinomial(probabilities, 1, generator=generator)
+        yield ids[:, 0]
+
+
+def sample_text(model: GPT, vocabulary: str, length: int) -> str:
+    """A text of `length` characters that begins after a line's end."""
+    was_training = model.training
+    model.eval()
+    start = max(0, vocabulary.find("\n"))
+    prompt = torch.tensor([[start]], device=model.embed.weight.device)
+    ids = [int(i) for i in generate(model, prompt, length)]
+    model.train(was_training)
+    return "".join(vocabulary[i] for i in ids)
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+
+def say(line: str) -> None:
+    """One line of the log in one write, so that lines of several ranks do not mix."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+METRICS = ("train_loss", "val_loss", "learning_rate", "tokens_per_second")
+
+
+def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
+    """`step=250/2000 train_loss=1.81234 val_loss=... ... time_left=0:12`, read by metric regexes."""
+    words = [f"step={row['step']}/{max_steps}"]
+    words += [
+        f"{name}={row[name]:.{0 if name == 'tokens_per_second' else 5}f}"
+        for name in METRICS
+        if name in row
+    ]
+    words.append(f"time_left={timedelta(seconds=round(seconds_left))}")
+    return " ".join(words)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type of matrix products; also switches TF32 on where it was chosen."""
+    cuda = device.type == "cuda"
+    if config.precision == "tf32":
+        if not cuda:
+            raise ConfigError(f"precision='tf32' needs a GPU, and this is {device.type}")
+        torch.set_float32_matmul_precision("high")
+        return torch.float32
+    if config.precision == "float32":
+        return torch.float32
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        fast = any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    else:
+        fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.precision == "bfloat16" or fast:
+        return torch.bfloat16
+    if cuda:
+        torch.set_float32_matmul_precision("high")
+    return torch.float32
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> float:
+    """Mean loss in nats per character over fixed windows of the validation part.
+
+    The windows do not overlap and are spread evenly. They are cut into chunks that do not depend
+    on the number of ranks, each chunk is computed by one rank, and the chunks are added up in
+    order, so any number of ranks gets the same loss from the same weights.
+    """
+    available = (len(val) - 1) // config.block_size
+    count = min(config.eval_windows or available, available)
+    starts = torch.arange(count) * available // count * config.block_size
+    chunks = starts.split(max(1, 8192 // config.block_size))
+    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
+    model.eval()
+    for index in range(group.rank, len(chunks), group.world_size):
+        x, y = gather_windows(val, chunks[index], config.block_size)
+        losses[index] = model(x.to(group.device), y.to(group.device))
+    model.train()
+    per_chunk = group.sum_(losses).tolist()
+    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
+
+
+class Trainer:
+    """One training: the model, its optimizer, its data, and where it stands."""
+
+    def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
+        self.config, self.container, self.group, self.corpus = config, container, group, corpus
+        self.chief = group.rank == 0
+        self.batches = Batches(corpus.train, config)
+        self.checkpoints = Checkpoints(container.checkpoint_dir)
+        self.stop_signal = False
+        self.step = 0
+        self.best_step: int | None = None
+        self.best_val_loss = math.inf
+        self.metrics: list[dict[str, Any]] = []
+
+        device = group.device
+        dtype = choose_precision(config, device)
+        self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
+        self.model.init_weights(config.seed)
+        self.optimizer = Optimizer(self.model, config, device)
+        compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+        self.net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
+        self.ddp: nn.Module = self.net
+        if group.world_size > 1:
+            self.ddp = DistributedDataParallel(
+                self.net,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+        self.machine = f"{str(dtype).removeprefix('torch.')}{', compiled' * compiled}"
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name; the live tensors."""
+        weights = {f"model.{name}": p for name, p in self.model.named_parameters()}
+        return {**weights, **{f"optimizer.{n}": t for n, t in self.optimizer.state().items()}}
+
+    def state(self) -> dict[str, Any]:
+        """Everything else that a checkpoint holds."""
+        return {
+            "step": self.step,
+            "best_step": self.best_step,
+            "best_val_loss": self.best_val_loss if self.best_step is not None else None,
+            "config": dataclasses.asdict(self.config),
+            "vocabulary": self.corpus.vocabulary,
+            "corpus_sha256": self.corpus.sha256,
+            "data": str(self.container.training),
+            "validation": str(self.container.validation or ""),
+            "metrics": self.metrics,
+        }
+
+    def save_checkpoint(self) -> None:
+        """Rank 0 writes; the other ranks hold the same weights and need not know.
+
+        Raises:
+            NonFiniteLossError: the weights are not finite, so nothing is written.
+        """
+        self.saved_at = time.monotonic()
+        if not self.chief:
+            return
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise NonFiniteLossError(self.diverged("the weights are"))
+        self.checkpoints.save("checkpoint", self.tensors(), self.state())
+
+    def restore(self) -> None:
+        """Takes rank 0's newest checkpoint, if there is one, on every rank."""
+        loaded = self.checkpoints.load_latest() if self.chief else None
+        if loaded is not None:
+            check_resumable(loaded[1], self.state())
+        state = self.group.share(loaded and loaded[1], source=self.chief)
+        if state is None:
+            return
+        if state["step"] > self.config.max_steps:
+            raise CheckpointError(
+                f"the checkpoint is at step {state['step']}, past max_steps={self.config.max_steps};"
+                " give a larger max_steps"
+            )
+        live = self.tensors()
+        if loaded is not None:
+            for name, tensor in live.items():
+                tensor.data.copy_(loaded[0][name].view(tensor.shape))
+        self.group.broadcast_([tensor.data for tensor in live.values()])
+        self.step, self.metrics = state["step"], state["metrics"]
+        if state["best_step"] is not None:
+            self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
+        if self.chief:
+            say(f"resumed from the checkpoint of step {self.step}")
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
+        config, group = self.config, self.group
+        x, y = self.batches.rows(step, group.rank, group.world_size)
+        if group.device.type == "cuda":
+            x, y = (t.pin_memory().to(group.device, non_blocking=True) for t in (x, y))
+        else:
+            x, y = x.to(group.device), y.to(group.device)
+        passes = config.gradient_accumulation_steps
+        total = torch.zeros((), device=group.device)
+        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
+            if config.dropout:
+                torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
+            # Only the last pass has to average gradients over the ranks.
+            alone = group.world_size > 1 and index < passes - 1
+            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator, union-attr]
+                loss = self.ddp(xs, ys) / passes
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def warm_up(self) -> None:
+        """Two steps whose gradients are thrown away, before any state is loaded.
+
+        DDP lays its buckets out anew after its first step, and the order in which gradients are
+        added up follows the layout; after this, a resumed run adds in the same order as one that
+        was never interrupted. Compilation happens here too, outside the measured time.
+        """
+        for _ in range(2):
+            self.forward_backward(0)
+            self.optimizer.zero_grad()
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Trains to max_steps and writes the artefact; False when a signal ended it before."""
+        config, group = self.config, self.group
+        self.saved_at = time.monotonic()
+        self.warm_up()
+        self.restore()
+        self.rewrite_metrics()
+        if self.chief and config.sample_length and self.step == 0:
+            self.say_sample("before training", config.sample_length // 3)
+        loss_sum = torch.zeros((), device=group.device)
+        steps_summed, seconds, started = 0, 0.0, time.perf_counter()
+        while self.step < config.max_steps:
+            loss_sum += self.forward_backward(self.step)
+            scale = learning_rate_scale(self.step, config)
+            self.optimizer.step(scale)
+            self.optimizer.zero_grad()
+            self.step += 1
+            steps_summed += 1
+
+            stop = group.any(self.stop_signal)
+            last = self.step == config.max_steps
+            evaluates = self.step % config.eval_interval == 0 or last
+            if self.step % config.log_interval == 0 or evaluates or stop:
+                train_loss = float(group.sum_(loss_sum)) / group.world_size / steps_summed
+                seconds = time.perf_counter() - started
+                tokens = steps_summed * config.batch_size * config.block_size
+                self.check_finite(train_loss)
+                row: dict[str, Any] = {"step": self.step, "train_loss": train_loss}
+                if evaluates:
+                    row["val_loss"] = evaluate(self.net, self.corpus.val, config, group)
+                    self.check_finite(row["val_loss"])
+                row["learning_rate"] = config.peak_learning_rate * scale
+                row["tokens_per_second"] = tokens / seconds
+                self.report(row, seconds / steps_summed)
+                if evaluates and row["val_loss"] < self.best_val_loss:
+                    self.best_step, self.best_val_loss = self.step, row["val_loss"]
+                    if self.chief:
+                        self.checkpoints.save("best", self.weights(), {"step": self.step})
+                loss_sum.zero_()
+                steps_summed, started = 0, time.perf_counter()
+            timed_out = time.monotonic() - self.saved_at > config.checkpoint_seconds
+            if evaluates or stop or timed_out:
+                before = time.perf_counter()
+                self.save_checkpoint()
+                started += time.perf_counter() - before
+            if stop and not last:
+                if self.chief:
+                    say(f"stopped by a signal; the checkpoint of step {self.step} is written")
+                return False
+        if self.chief:
+            self.finish()
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+
+    def check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(self.diverged(f"the loss is {loss}"))
+
+    def diverged(self, what: str) -> str:
+        kept = self.checkpoints.steps("checkpoint") if self.chief else []
+        where = f"the checkpoint of step {kept[0]} is kept" if kept else "there is no checkpoint yet"
+        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
+
+    def report(self, row: dict[str, Any], seconds_per_step: float) -> None:
+        """The metric line, and the same numbers as a JSON line beside the checkpoints."""
+        if self.chief:
+            left = (self.config.max_steps - self.step) * seconds_per_step
+            say(metric_line(row, self.config.max_steps, left))
+            self.metrics.append(row)
+            with (self.checkpoints.directory / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def rewrite_metrics(self) -> None:
+        """The curve up to the checkpoint; later lines belong to steps that will be made again."""
+        if self.chief:
+            self.checkpoints.directory.mkdir(parents=True, exist_ok=True)
+            with replacing(self.checkpoints.directory / "metrics.jsonl") as temporary:
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.metrics))
+
+    def say_sample(self, when: str, length: int) -> None:
+        text = sample_text(self.model, self.corpus.vocabulary, length)
+        say(f"--- sample {when} ---\n{text}\n---")
+
+    def finish(self) -> None:
+        """Writes the artefact of the best validation loss, and shows what it says."""
+        assert self.best_step is not None
+        tensors, _ = self.checkpoints.load("best", self.best_step)
+        best = model_tensors(tensors)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(best[name])
+        training = {
+            "step": self.best_step,
+            "val_loss": self.best_val_loss,
+            "metrics": self.metrics[-1],
+            "corpus_sha256": self.corpus.sha256,
+            "world_size": self.group.world_size,
+            "torch_version": torch.__version__,
+        }
+        write_artefact(
+            self.container.model_dir, best, self.config, self.corpus.vocabulary, training
+        )
+        self.container.output_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copy(self.checkpoints.directory / "metrics.jsonl", self.container.output_dir)
+        if self.config.sample_length:
+            self.say_sample("after training", self.config.sample_length)
+        say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
+        say(f"model written to {self.container.model_dir}")
+
+
+def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
+    """One rank's whole life; returns its exit status."""
+    kind = choose_device(config, container, ranks.world_size)
+    if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        if ranks.local_world_size != gpus:
+            raise TopologyError(
+                f"this host has {gpus} GPUs, and {ranks.launcher} started"
+                f" {ranks.local_world_size} process{'es' * (ranks.local_world_size > 1)} on it;"
+                " each GPU takes one"
+            )
+        torch.cuda.set_device(ranks.local_rank)
+        device = torch.device("cuda", ranks.local_rank)
+    else:
+        device = torch.device(kind)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_world_size))
+    config.check_world_size(ranks.world_size)
+
+    if ranks.rank == 0 and not container.inside:
+        earlier = Checkpoints(container.checkpoint_dir).steps("checkpoint")
+        if earlier and not options.resume:
+            raise ConfigError(
+                f"{container.checkpoint_dir.parent} holds a training already;"
+                " go on with it by --resume, or choose another --out"
+            )
+
+    group = Group(ranks, device, container)
+    corpus = load_corpus(container, config, group)
+    trainer = Trainer(config, container, group, corpus)
+
+    def on_signal(signum: int, frame: Any) -> None:
+        if signum == signal.SIGINT and trainer.stop_signal:
+            os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
+        trainer.stop_signal = True
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if trainer.chief:
+        where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
+        say(
+            f"running on {len(container.hosts)} host{'s' * (len(container.hosts) > 1)} x"
+            f" {ranks.local_world_size} {where} = {ranks.world_size}"
+            f" process{'es' * (ranks.world_size > 1)} in one group"
+            f" (launched by {ranks.launcher}; {trainer.machine};"
+            f" {torch.get_num_threads()} CPU threads each)"
+        )
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        say(
+            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
+            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
+        )
+    done = trainer.run()
+    group.close()
+    return 0 if done else 128 + signal.SIGTERM
+
+
+def failure_report(error: BaseException) -> str:
+    """What is printed of an error: `ErrorName: cause` on one last line.
+
+    SageMaker takes the reason of a failure from the first line that names any exception, so an
+    error that we did not foresee comes after its places in the code, without their text.
+    """
+    cause = " ".join(str(error).split()) or "no further word"
+    line = f"{type(error).__name__}: {cause}"
+    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    return "\n".join([*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line])
+
+
+def main(argv: Sequence[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(usage())
+        return 0
+    # A warning would name an exception class, and SageMaker would take it for the failure.
+    warnings.showwarning = lambda message, *_, **__: say(f"note: {' '.join(str(message).split())}")
+    config, options = parse_argv(argv)
+    container = read_container(os.environ, options)
+    ranks = read_ranks(os.environ, len(container.hosts))
+    if ranks is None:
+        n_local = local_processes(config, container, options)
+        config.check_world_size(n_local * len(container.hosts))
+        if n_local * len(container.hosts) > 1:
+            return spawn(container, n_local)
+        ranks = Ranks(0, 1, 0, 1, "hand")
+    elif options.processes not in (0, ranks.local_world_size):
+        raise TopologyError(
+            f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
+        )
+    return train(config, options, container, ranks)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process without the interpreter's teardown, in which threads of gloo may abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except BaseException as error:
+        sys.stdout.flush()
+        sys.stderr.write(failure_report(error) + "\n")
+        status = 2 if isinstance(error, (ConfigError, DataError)) else 1
+    leave(status)
