@@ -2,17 +2,18 @@
 
 One file; it needs torch and the standard library alone. Copy it anywhere and run it:
 
-    python train.py --data input.txt                                       # this machine, all its GPUs
-    python train.py --data input.txt --processes 2                         # two processes on the CPU
-    torchrun --nproc_per_node 4 train.py --data input.txt --preset baby    # one host with four GPUs
+    python train.py --data input.txt                                      # all GPUs of this machine
+    python train.py --data input.txt --processes 2                        # two processes on the CPU
+    torchrun --nproc_per_node 4 train.py --data input.txt --preset baby   # one host with four GPUs
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
         train.py --data input.txt                                          # the first of two hosts
     torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
         train.py --data input.txt                                          # the second
 
 In a SageMaker container it needs no arguments but hyperparameters: it reads the text from the
-`training` channel (and the `validation` channel, if there is one), resumes from /opt/ml/checkpoints,
-and leaves a Hugging Face model directory in /opt/ml/model. `python train.py --help` lists the rest.
+`training` channel (and the `validation` channel, if there is one), resumes from
+/opt/ml/checkpoints, and leaves a Hugging Face model directory in /opt/ml/model.
+`python train.py --help` lists the rest.
 
 The parts, in order: configuration, the container, the group of processes, text, batches, the model,
 its optimizers, safetensors files, checkpoints, the artefact, sampling, and the training loop.
@@ -36,7 +37,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,7 +52,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # ------------------------------------------------------------------------------------------------
-# Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows as the reason.
+# Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows.
 
 
 class TrainingError(Exception):
@@ -150,7 +151,10 @@ class Config:
         fixed=True,
     )
     learning_rate: float = hyperparameter(
-        0.0, "peak, of the matrices (0: 0.02 with muon, 0.001 with adamw)", group="schedule", least=0
+        0.0,
+        "peak, of the matrices (0: 0.02 with muon, 0.001 with adamw)",
+        group="schedule",
+        least=0,
     )
     embedding_learning_rate: float = hyperparameter(
         0.1, "peak, of the embedding with muon", group="schedule", least=0
@@ -251,7 +255,7 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     # nanoGPT's configuration for a CPU: about a minute of training on two cores.
     "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_steps=2000),
-    # nanoGPT's train_shakespeare_char, the model of most tutorials: minutes on a GPU, hours on a CPU.
+    # nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU.
     "baby": dict(
         n_layer=6,
         n_head=6,
@@ -289,11 +293,19 @@ def allowed(f: dataclasses.Field[Any]) -> str:
     return kind if m["least"] is None else f"{kind}, at least {m['least']}"
 
 
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
 def check_range(f: dataclasses.Field[Any], value: Any) -> None:
     m = f.metadata
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     wrong = (
-        not isinstance(value, {"int": int, "float": (int, float), "bool": bool, "str": str}[f.type])  # type: ignore[index]
+        not isinstance(value, FIELD_TYPES[str(f.type)])
         or (f.type in ("int", "float") and not number)
         or (number and not math.isfinite(value))
         or (m["choices"] and value not in m["choices"])
@@ -510,7 +522,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     current_host = env.get("SM_CURRENT_HOST")
     if hosts is not None and current_host not in hosts:
         current_host = resources.get("current_host")
-    if not hosts or current_host not in hosts:
+    if not hosts or current_host is None or current_host not in hosts:
         raise TopologyError(
             f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
             f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
@@ -674,7 +686,7 @@ def spawn(container: Container, n_local: int) -> int:
             TORCHELASTIC_RESTART_COUNT="0",
             SM_NANOGPT_LAUNCHER="train.py",
         )
-        command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
         children.append(subprocess.Popen(command, env=env))
 
     def forward(signum: int, frame: Any) -> None:
@@ -766,13 +778,21 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
+    def any_soon(self, flag: bool) -> Callable[[], bool]:
+        """Starts to ask whether the flag is set on some rank; calling the result gives the answer.
+
+        What is computed in between hides the time that asking takes.
+        """
         if self.world_size == 1:
-            return flag
+            return lambda: flag
         tensor = torch.tensor(int(flag), dtype=torch.uint8)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags)
-        return bool(tensor)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(tensor)
+
+        return answer
 
     def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
         """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
@@ -1063,14 +1083,14 @@ class Linear(nn.Linear):
 
 
 def rotary(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (arXiv:2104.09864), float32 [len(positions), head_dim / 2]."""
+    """cos and sin of the rotary angles (arXiv:2104.09864), float32 [positions, head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[:, None] * ROPE_THETA ** (-exponents / head_dim)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by their angles [T, head_dim / 2]."""
+    """Turns the pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by angles [T, head_dim / 2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -1091,7 +1111,7 @@ class KeyValueCache:
         self.length = 0  # positions seen so far
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all that are kept.
+        """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all kept.
 
         T is 1, or the cache is empty and T is at most block_size.
         """
@@ -1199,7 +1219,7 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Logits, float32 [B, T, vocabulary size], of ids [B, T]; with targets [B, T], the mean loss.
+        """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
         With a cache, idx continues what the cache has seen.
         """
@@ -1233,7 +1253,7 @@ POLAR_EXPRESS = (
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly, of each in [n, rows, columns], rows >= columns."""
+    """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
     x = matrices.to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
@@ -1250,10 +1270,9 @@ class Muon:
     fused matrix count as matrices of their own.
     """
 
-    def __init__(self, weights: Mapping[str, tuple[nn.Parameter, int]], config: Config) -> None:
+    def __init__(self, weights: Mapping[str, tuple[Tensor, int]], config: Config) -> None:
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
-        self.stacks: list[tuple[list[str], list[Tensor], Tensor]] = []
-        by_shape: dict[tuple[int, int], list[tuple[str, nn.Parameter, int]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[str, Tensor, int]]] = {}
         for name, (weight, n_fused) in weights.items():
             rows, columns = weight.size(0) // n_fused, weight.size(1)
             shape = (max(rows, columns), min(rows, columns))
@@ -1268,7 +1287,7 @@ class Muon:
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
         """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
         for members, buffer in self.groups:
-            rows, columns = buffer.shape[1:]
+            rows = buffer.size(1)
             gradients = []
             for _, weight, n_fused in members:
                 assert weight.grad is not None
@@ -1316,7 +1335,7 @@ class Optimizer:
         peak = config.peak_learning_rate
         groups: list[dict[str, Any]] = []
         if config.optimizer == "muon":
-            self.muon = Muon(matrices, config)
+            self.muon: Muon | None = Muon(matrices, config)
             for parameter in outer:
                 untied = parameter is model.embed.weight and model.head is not None
                 rate = config.embedding_learning_rate if untied else config.head_learning_rate
@@ -1332,7 +1351,7 @@ class Optimizer:
             eps=1e-10,
             fused=device.type in ("cuda", "cpu"),
         )
-        # AdamW makes its state at its first step; made here, it has names and a place in checkpoints.
+        # AdamW makes its state at its first step; made here, it has names, for checkpoints.
         self.named_adamw = {}
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
@@ -1366,7 +1385,7 @@ class Optimizer:
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
-    """The part of the peak learning rates at a step in [0, max_steps): warm-up, plateau, linear decay."""
+    """The part of the peak learning rates at a step: warm-up, plateau, linear decay."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     decay_steps = config.decay_fraction * config.max_steps
     left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
@@ -1436,7 +1455,7 @@ class replacing:
         if kind is not None:
             self.temporary.unlink(missing_ok=True)
             return
-        os.replace(self.temporary, self.path)
+        self.temporary.replace(self.path)
         if os.name == "posix":
             directory = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -1491,7 +1510,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         file.seek(start)
         for name, entry in header.items():
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            if file.readinto(raw_bytes(tensor)) != tensor.numel() * tensor.element_size():  # type: ignore[arg-type]
+            if file.readinto(raw_bytes(tensor)) != tensor.numel() * tensor.element_size():
                 raise FormatError(f"{path.name} is damaged: it ends early")
             digest.update(raw_bytes(tensor))
             tensors[name] = tensor
@@ -1521,7 +1540,9 @@ class Checkpoints:
 
     def steps(self, kind: str) -> list[int]:
         """The steps of the files of a kind, newest first."""
-        stems = (p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors"))
+        stems = (
+            p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors")
+        )
         return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
     def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -1769,7 +1790,9 @@ def load_artefact(directory: Path) -> tuple[GPT, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{directory.name}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise FormatError(f"{directory.name}: not a model directory of this script ({error})") from None
+        raise FormatError(
+            f"{directory.name}: not a model directory of this script ({error})"
+        ) from None
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "head_dim"):
         if documents["config"].get(key) != shape[key]:
             raise FormatError(
@@ -1808,9 +1831,7 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = "model."
-    return {
-        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1820,7 +1841,7 @@ def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def logits_to_probabilities(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Probabilities [B, V] after temperature, the top_k most likely (0: all), and the nucleus top_p.
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
 
     The nucleus is the smallest set of most likely tokens with at least top_p of the probability
     (arXiv:1904.09751).
@@ -1850,7 +1871,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 1337,
 ) -> Iterator[Tensor]:
-    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one position at a time.
+    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
     temperature 0 takes the most likely. The same seed gives the same ids. Of a prompt longer
     than block_size the last block_size ids count; the context then slides on.
@@ -1893,7 +1914,7 @@ METRICS = ("train_loss", "val_loss", "learning_rate", "tokens_per_second")
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
-    """`step=250/2000 train_loss=1.81234 val_loss=... ... time_left=0:12`, read by metric regexes."""
+    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
     words = [f"step={row['step']}/{max_steps}"]
     words += [
         f"{name}={row[name]:.{0 if name == 'tokens_per_second' else 5}f}"
@@ -2022,8 +2043,8 @@ class Trainer:
             return
         if state["step"] > self.config.max_steps:
             raise CheckpointError(
-                f"the checkpoint is at step {state['step']}, past max_steps={self.config.max_steps};"
-                " give a larger max_steps"
+                f"the checkpoint is at step {state['step']}, past"
+                f" max_steps={self.config.max_steps}; give a larger max_steps"
             )
         live = self.tensors()
         if loaded is not None:
@@ -2053,7 +2074,7 @@ class Trainer:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
-            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator, union-attr]
+            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = self.ddp(xs, ys) / passes
                 loss.backward()
             total += loss.detach()
@@ -2084,6 +2105,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=group.device)
         steps_summed, seconds, started = 0, 0.0, time.perf_counter()
         while self.step < config.max_steps:
+            stopping = group.any_soon(self.stop_signal)
             loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)
             self.optimizer.step(scale)
@@ -2091,7 +2113,7 @@ class Trainer:
             self.step += 1
             steps_summed += 1
 
-            stop = group.any(self.stop_signal)
+            stop = stopping()
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates or stop:
@@ -2134,7 +2156,9 @@ class Trainer:
 
     def diverged(self, what: str) -> str:
         kept = self.checkpoints.steps("checkpoint") if self.chief else []
-        where = f"the checkpoint of step {kept[0]} is kept" if kept else "there is no checkpoint yet"
+        where = (
+            f"the checkpoint of step {kept[0]} is kept" if kept else "there is no checkpoint yet"
+        )
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
 
     def report(self, row: dict[str, Any], seconds_per_step: float) -> None:
@@ -2252,7 +2276,9 @@ def failure_report(error: BaseException) -> str:
     if isinstance(error, (TrainingError, KeyboardInterrupt)):
         return line
     frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join([*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line])
+    return "\n".join(
+        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
+    )
 
 
 def main(argv: Sequence[str]) -> int:
