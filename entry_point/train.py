@@ -303,11 +303,11 @@ FIELD_TYPES: dict[str, tuple[type, ...]] = {
 
 def check_range(f: dataclasses.Field[Any], value: Any) -> None:
     m = f.metadata
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    infinite = isinstance(value, float) and not math.isfinite(value)
     wrong = (
-        not isinstance(value, FIELD_TYPES[str(f.type)])
-        or (f.type in ("int", "float") and not number)
-        or (number and not math.isfinite(value))
+        infinite
+        or (isinstance(value, bool) and f.type != "bool")
+        or not isinstance(value, FIELD_TYPES[str(f.type)])
         or (m["choices"] and value not in m["choices"])
         or (m["least"] is not None and value < m["least"])
         or (m["most"] is not None and value > m["most"])
@@ -1090,7 +1090,7 @@ def rotary(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by angles [T, head_dim / 2]."""
+    """Turns pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by angles [T, head_dim / 2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
