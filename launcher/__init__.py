@@ -1,0 +1,76 @@
+"""Train a GPT of your own in three calls, on Amazon SageMaker or on this machine.
+
+    from launcher import TrainingJob, launch, sample, upload_data, wait
+
+    data = upload_data("input.txt")
+    job_id = launch(TrainingJob(instance="local", data=data.uri, preset="cpu"))
+    wait(job_id)
+    print(sample(job_id, prompt="ROMEO:")[0])
+
+`jobs`, `describe`, `logs` and `stop` look after jobs that exist, and `fetch_model` gives the
+directory of a trained model, which `transformers` loads too. Each takes a `Settings` where the
+defaults (environment, then config file) are not wanted. What the caller got wrong raises
+`InputError`; what failed on the way raises `ServiceError`. Nothing here prints.
+
+Names are imported when they are first used, so importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launcher.artefacts import fetch_model
+    from launcher.backends import JobDescription, describe, jobs, launch, logs, stop, wait
+    from launcher.corpus import Upload, upload_data
+    from launcher.errors import InputError, ServiceError
+    from launcher.job import TrainingJob
+    from launcher.sampling import load_model, sample, stream_samples
+    from launcher.settings import Settings
+
+_HOME = {
+    "fetch_model": "artefacts",
+    "JobDescription": "backends",
+    "describe": "backends",
+    "jobs": "backends",
+    "launch": "backends",
+    "logs": "backends",
+    "stop": "backends",
+    "wait": "backends",
+    "Upload": "corpus",
+    "upload_data": "corpus",
+    "InputError": "errors",
+    "ServiceError": "errors",
+    "TrainingJob": "job",
+    "load_model": "sampling",
+    "sample": "sampling",
+    "stream_samples": "sampling",
+    "Settings": "settings",
+}
+
+__all__ = [
+    "InputError",
+    "JobDescription",
+    "ServiceError",
+    "Settings",
+    "TrainingJob",
+    "Upload",
+    "describe",
+    "fetch_model",
+    "jobs",
+    "launch",
+    "load_model",
+    "logs",
+    "sample",
+    "stop",
+    "stream_samples",
+    "upload_data",
+    "wait",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'launcher' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"launcher.{_HOME[name]}"), name)

@@ -1,0 +1,164 @@
+"""What a job leaves, on its way back: fetched, unpacked with suspicion, and checked.
+
+A fetched model is a directory HOME/models/JOB-ID/WHICH: it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from launcher import storage
+from launcher.backends import JobDescription, find
+from launcher.errors import ServiceError
+from launcher.settings import Settings, load_settings
+from launcher.storage import Progress
+
+# Weights hardly compress (by 1.1; up to 1.5 where some are still zero). What unpacks to much more
+# than it was is not a model.
+LARGEST_RATIO = 20
+RATIO_FREE_BYTES = 1 << 26
+
+
+def fetch_model(
+    job_id: str, settings: Settings | None = None, progress: Progress = lambda n: None
+) -> Path:
+    """The directory of a job's model, fetched unless it is here already.
+
+    Of a job that failed or was stopped, the model of its newest checkpoint; `describe` tells which.
+
+    Raises:
+        ServiceError: no such job, it still runs or left nothing, or the archive is not a model.
+    """
+    settings = settings or load_settings()
+    _, description = find(job_id, settings)
+    if description.model_uri is not None:
+        return fetch_archive(description, settings, progress)
+    if description.is_running:
+        raise ServiceError(
+            f"job {job_id} is still {description.status}: `sm-nanogpt logs {job_id} --follow` shows"
+            f" how far it is, `sm-nanogpt stop {job_id}` ends it with a checkpoint"
+        )
+    if description.checkpoint_uri is not None:
+        return fetch_checkpoint(description, settings, progress)
+    reason = f": {description.failure_reason}" if description.failure_reason else ""
+    raise ServiceError(
+        f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
+        f" `sm-nanogpt logs {job_id}` shows what happened"
+    )
+
+
+def fetch_archive(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+    """Fetches and unpacks model.tar.gz."""
+    assert description.model_uri is not None
+    parent = settings.models_dir / description.job_id
+    with scratch(parent) as directory:
+        (archive,) = storage.fetch(description.model_uri, directory / "archive", progress)
+        with archive.open("rb") as file:
+            target = parent / hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        if not target.exists():
+            extract(archive, directory / "model")
+            check_model(directory / "model", description.model_uri)
+            keep(directory / "model", target)
+    return target
+
+
+def fetch_checkpoint(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+    """Fetches the newest checkpoint and writes it out as a model directory."""
+    from entry_point import train
+
+    assert description.checkpoint_uri is not None
+    parent = settings.models_dir / description.job_id
+    with scratch(parent) as directory:
+        storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress)
+        try:
+            step = train.export_checkpoint(directory / "checkpoints", directory / "model")
+        except train.TrainingError as error:
+            raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
+        target = parent / f"step-{step:08d}"
+        keep(directory / "model", target)
+    return target
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A directory to work in, beside where the result will lie, that leaves no trace."""
+    parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=".fetch-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def keep(directory: Path, target: Path) -> None:
+    """Moves a finished directory into place; who comes second finds the same content there."""
+    try:
+        directory.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def extract(archive: Path, target: Path) -> None:
+    """Unpacks regular files and directories; anything else in the archive refuses it whole.
+
+    Raises:
+        ServiceError: the archive is damaged, or holds what a model archive never holds: absolute
+            paths, `..`, links, devices, or far more bytes than its size allows.
+    """
+    allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
+    target.mkdir()
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            total = 0
+            for member in tar:
+                place = safe_place(member, archive.name)
+                total += member.size
+                if total > allowed:
+                    raise ServiceError(
+                        f"{archive.name} is refused: it unpacks to {LARGEST_RATIO} times its size"
+                    )
+                path = target / place
+                if member.isdir():
+                    path.mkdir(parents=True, exist_ok=True)
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                source = tar.extractfile(member)
+                assert source is not None
+                with path.open("xb") as file:
+                    shutil.copyfileobj(source, file)
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ServiceError(f"{archive.name} is damaged: {error}") from None
+    except (FileExistsError, NotADirectoryError, ValueError) as error:
+        raise ServiceError(f"{archive.name} is refused: {error}") from None
+    except OSError as error:
+        raise ServiceError(f"{archive.name}: {error.strerror or error}") from None
+
+
+def safe_place(member: tarfile.TarInfo, archive: str) -> PurePosixPath:
+    """The member's path below the target."""
+    place = PurePosixPath(member.name)
+    if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
+        raise ServiceError(f"{archive} is refused: {member.name!r} would lie outside of the model")
+    if not (member.isreg() or member.isdir()):
+        kind = "a link" if member.issym() or member.islnk() else "not a regular file"
+        raise ServiceError(f"{archive} is refused: {member.name!r} is {kind}")
+    return place
+
+
+def check_model(directory: Path, uri: str) -> None:
+    """Raises ServiceError unless the directory holds a model that loads."""
+    from entry_point import train
+
+    try:
+        train.load_artefact(directory)
+    except train.TrainingError as error:
+        raise ServiceError(f"{uri}: {error}") from None

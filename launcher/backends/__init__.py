@@ -1,0 +1,250 @@
+"""Jobs, wherever they run: one small protocol, and the homes behind it.
+
+A job is known by its id alone; the functions here find the home that it runs in.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from launcher import corpus, storage
+from launcher.errors import InputError, ServiceError
+from launcher.job import TrainingJob
+from launcher.settings import Settings, load_settings
+
+RUNNING = ("InProgress", "Stopping")
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """A job as it stands.
+
+    status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. created, started and
+    ended are seconds since the epoch. metrics holds the newest numbers of the curve.
+    model_uri and checkpoint_uri are None as long as nothing is there.
+    """
+
+    job_id: str
+    status: str
+    secondary_status: str
+    instance: str
+    instance_count: int
+    created: float
+    data: str
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    failure_reason: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    metrics: dict[str, Any] | None = None
+    model_uri: str | None = None
+    checkpoint_uri: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+
+class Backend(Protocol):
+    """A home for jobs."""
+
+    def submit(self, job_id: str, job: TrainingJob) -> None:
+        """Starts a job whose data is a URI. Raises InputError for what this home cannot do."""
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        """None when the job is not of this home."""
+
+    def job(self, job_id: str) -> TrainingJob:
+        """What was submitted."""
+
+    def list(self) -> Iterator[JobDescription]:
+        """Newest first."""
+
+    def stop(self, job_id: str) -> None:
+        """Asks the job to stop, and returns at once."""
+
+    def logs(self, job_id: str, follow: bool) -> Iterator[str]:
+        """Lines of all hosts, without line ends; with follow, until the job ends."""
+
+
+def all_backends(settings: Settings) -> tuple[Backend, ...]:
+    from launcher.backends.local import LocalBackend
+
+    return (LocalBackend(settings),)
+
+
+def backend_for(instance: str, settings: Settings) -> Backend:
+    """Raises InputError when nothing here runs such an instance."""
+    if instance == "local":
+        return all_backends(settings)[0]
+    raise InputError(f"--instance {instance}: this version runs jobs on --instance local alone")
+
+
+def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
+    """The home of a job, and the job as it stands.
+
+    Raises:
+        ServiceError: no home knows the id.
+    """
+    for backend in all_backends(settings):
+        description = backend.describe(job_id)
+        if description is not None:
+            return backend, description
+    raise ServiceError(f"there is no job {job_id!r}: `sm-nanogpt jobs` lists those there are")
+
+
+def new_job_id() -> str:
+    """Unique and valid as a SageMaker job name: letters, digits and dashes, 63 at most."""
+    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def launch(job: TrainingJob, settings: Settings | None = None) -> str:
+    """Starts a training and returns its id at once.
+
+    Without data it trains on the last upload; a path is uploaded first. With `resume`, what the job
+    does not say is taken over from the earlier one.
+
+    Raises:
+        InputError: the job asks for something impossible; nothing was started.
+        ServiceError: the store or the service refuses.
+    """
+    settings = settings or load_settings()
+    backend = backend_for(job.instance, settings)
+    return submit(prepare(job, settings), backend)
+
+
+def submit(job: TrainingJob, backend: Backend) -> str:
+    job_id = new_job_id()
+    backend.submit(job_id, job)
+    return job_id
+
+
+def prepare(
+    job: TrainingJob, settings: Settings, progress: storage.Progress = lambda n: None
+) -> TrainingJob:
+    """The job with everything filled in: what it takes over from another, and data as URIs.
+
+    Raises:
+        InputError, ServiceError: as launch.
+    """
+    if job.resume is not None:
+        job = take_over(job, settings)
+    job.config(1)  # a misspelt hyperparameter is told before anything is uploaded
+    updates: dict[str, Any] = {}
+    if job.data is None:
+        updates["data"] = corpus.last_upload(settings).uri
+    # A path given to a local job goes no further than this machine.
+    near = settings.model_copy(update={"store": ""}) if job.instance == "local" else settings
+    for channel in ("data", "validation"):
+        location = getattr(job, channel)
+        if location is not None:
+            updates[channel] = to_upload(location, near, progress)
+    if job.entry_point is not None:
+        updates["entry_point"] = job.entry_point.expanduser().absolute()
+    return job.model_copy(update=updates)
+
+
+def to_upload(location: str, settings: Settings, progress: storage.Progress) -> str:
+    """A URI for what the user named: as it is when remote or uploaded before, else uploaded now."""
+    path = storage.local_path(location)
+    if path is None or corpus.find_upload(storage.to_uri(path)) is not None:
+        return storage.to_uri(location)
+    return corpus.upload_data(path, settings, progress).uri
+
+
+def take_over(job: TrainingJob, settings: Settings) -> TrainingJob:
+    """The job on top of the one it resumes: what it does not say itself is as it was there."""
+    assert job.resume is not None
+    backend, earlier = find(job.resume, settings)
+    if earlier.is_running:
+        raise ServiceError(
+            f"job {job.resume} is {earlier.status}; stop it first: `sm-nanogpt stop {job.resume}`"
+        )
+    if earlier.checkpoint_uri is None:
+        raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
+    before = backend.job(job.resume)
+    said = {
+        name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
+    }
+    hyperparameters = {
+        **before.explicit_hyperparameters(),
+        **(job.explicit_hyperparameters()),
+    }
+    kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"})
+    return TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
+
+
+def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
+    """A job as it stands. Raises ServiceError when there is no such job."""
+    return find(job_id, settings or load_settings())[1]
+
+
+def jobs(settings: Settings | None = None) -> list[JobDescription]:
+    """All jobs, newest first."""
+    found = [d for backend in all_backends(settings or load_settings()) for d in backend.list()]
+    return sorted(found, key=lambda description: description.created, reverse=True)
+
+
+def logs(job_id: str, follow: bool = False, settings: Settings | None = None) -> Iterator[str]:
+    """The lines of a job's log. Raises ServiceError when there is no such job."""
+    backend, _ = find(job_id, settings or load_settings())
+    return backend.logs(job_id, follow)
+
+
+def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
+    """Asks a running job to write a checkpoint and stop; returns at once.
+
+    Raises:
+        ServiceError: there is no such job, or it has ended.
+    """
+    backend, description = find(job_id, settings or load_settings())
+    if not description.is_running:
+        raise ServiceError(f"job {job_id} has ended already: {description.status}")
+    backend.stop(job_id)
+    return description
+
+
+def wait(
+    job_id: str, settings: Settings | None = None, timeout: float | None = None
+) -> JobDescription:
+    """Waits for a job's end and returns what became of it.
+
+    Raises:
+        ServiceError: there is no such job, or it still runs after `timeout` seconds.
+    """
+    settings = settings or load_settings()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while (description := describe(job_id, settings)).is_running:
+        if deadline is not None and time.monotonic() > deadline:
+            raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
+        time.sleep(0.2)
+    return description
+
+
+def explain(description: JobDescription) -> str:
+    """Why a job that has ended is not Completed, and what to do next, in one line."""
+    job_id, reason = description.job_id, description.failure_reason
+    told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
+    if description.checkpoint_uri is not None:
+        return (
+            f"{told}; go on from its checkpoint: `sm-nanogpt launch --instance"
+            f" {description.instance} --resume {job_id}`"
+        )
+    return f"{told}; its log: `sm-nanogpt logs {job_id}`"
+
+
+__all__ = [
+    "Backend",
+    "JobDescription",
+    "describe",
+    "explain",
+    "find",
+    "jobs",
+    "launch",
+    "logs",
+    "stop",
+    "wait",
+]

@@ -1,0 +1,246 @@
+"""Jobs on this machine: real training in the container's own layout, without Docker.
+
+A job is a directory, HOME/jobs/JOB-ID:
+
+    job.json                what was submitted
+    state.json              how it stands, written by its runner alone
+    lock                    held by the runner as long as it lives
+    stop                    there when somebody asked the job to stop
+    hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
+    logs/algo-1.log         what each host printed; job.log has all of them in order
+    output/model.tar.gz     where S3 would have them
+    output/output.tar.gz
+
+The runner (launcher.backends.local_runner) is a process of its own that outlives the command which
+started it. Its lock tells whether it lives: the kernel frees it however the runner ends, so a job
+whose processes are gone is never taken for a running one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher import storage
+from launcher.backends import RUNNING, JobDescription
+from launcher.errors import InputError, ServiceError
+from launcher.job import TrainingJob
+from launcher.settings import Settings
+
+GONE = "its processes are gone: the machine was switched off, or they were killed"
+
+
+class LocalBackend:
+    """The Backend of `--instance local`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.jobs_dir = settings.jobs_dir
+
+    def submit(self, job_id: str, job: TrainingJob) -> None:
+        processes, gpus = plan_processes(job)
+        config = job.config(job.instance_count * processes)
+        check_length(job, config)
+        directory = self.jobs_dir / job_id
+        directory.mkdir(parents=True)
+        record = {
+            "job": job.model_dump(mode="json"),
+            "hyperparameters": job.explicit_hyperparameters(),
+            "created": time.time(),
+            "processes_per_host": processes,
+            "gpus_per_host": gpus,
+            "max_steps": config.max_steps,
+            "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
+        }
+        (directory / "code").mkdir()
+        (directory / "code" / "train.py").write_bytes(job.script.read_bytes())
+        write_json(directory / "job.json", record)
+        # The lock is taken here and handed on, so that it is held without a gap.
+        with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "launcher.backends.local_runner",
+                    str(directory),
+                    str(lock.fileno()),
+                ],
+                cwd=directory,  # nothing here can be imported by mistake
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock.fileno(),),
+                start_new_session=True,  # Ctrl-C in the terminal is for the command alone
+            )
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        directory = self.jobs_dir / job_id
+        record = read_json(directory / "job.json") if job_id and "/" not in job_id else None
+        if record is None:
+            return None
+        alive = is_held(directory / "lock")
+        state = read_json(directory / "state.json") or {}
+        status, reason = state.get("status", "InProgress"), state.get("reason")
+        if status in RUNNING and not alive:
+            status, reason = "Failed", GONE
+        elif status == "InProgress" and (directory / "stop").exists():
+            status = "Stopping"
+        model = directory / "output" / "model.tar.gz"
+        checkpoints = directory / CHECKPOINTS
+        job = record["job"]
+        return JobDescription(
+            job_id=job_id,
+            status=status,
+            secondary_status=state.get("secondary", "Starting") if status in RUNNING else status,
+            instance=job["instance"],
+            instance_count=job["instance_count"],
+            created=record["created"],
+            data=job["data"],
+            hyperparameters=record["hyperparameters"],
+            failure_reason=reason,
+            started=state.get("started"),
+            ended=state.get("ended"),
+            metrics=last_metrics(checkpoints / "metrics.jsonl", record["max_steps"]),
+            model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
+            checkpoint_uri=(
+                storage.to_uri(checkpoints)
+                if any(checkpoints.glob("checkpoint-*.safetensors"))
+                else None
+            ),
+        )
+
+    def job(self, job_id: str) -> TrainingJob:
+        record = read_json(self.jobs_dir / job_id / "job.json")
+        if record is None:
+            raise ServiceError(f"there is no job {job_id!r}")
+        values = record["job"]
+        if values["entry_point"] is not None:  # the copy that was run, not what became of the file
+            values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
+        return TrainingJob(**values)
+
+    def list(self) -> Iterator[JobDescription]:
+        names = sorted(
+            (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
+        )
+        for name in names:
+            description = self.describe(name)
+            if description is not None:
+                yield description
+
+    def stop(self, job_id: str) -> None:
+        (self.jobs_dir / job_id / "stop").touch()
+
+    def logs(self, job_id: str, follow: bool) -> Iterator[str]:
+        path = self.jobs_dir / job_id / "logs" / "job.log"
+        position, pending = 0, ""
+        while True:
+            description = self.describe(job_id)
+            ended = description is None or not description.is_running
+            if path.exists():
+                with path.open(encoding="utf-8", errors="replace") as file:
+                    file.seek(position)
+                    pending += file.read()
+                    position = file.tell()
+                *lines, pending = pending.split("\n")
+                yield from lines
+            if ended or not follow:
+                break
+            time.sleep(0.1)
+        if pending:
+            yield pending
+
+
+CHECKPOINTS = "hosts/algo-1/checkpoints"
+
+
+def plan_processes(job: TrainingJob) -> tuple[int, int]:
+    """Processes and GPUs per host.
+
+    The hosts of a local job share the machine's GPUs evenly, each GPU with one process; without
+    GPUs there are as many processes as asked for.
+
+    Raises:
+        InputError: it does not come out even.
+    """
+    import torch
+
+    device = job.config(1).device
+    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    if not gpus:
+        return job.processes_per_instance or 1, 0
+    if gpus % job.instance_count:
+        raise InputError(
+            f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
+            " --set device=cpu trains without them"
+        )
+    per_host = gpus // job.instance_count
+    if job.processes_per_instance not in (None, per_host):
+        raise InputError(
+            f"--processes-per-instance {job.processes_per_instance}: each host has {per_host} GPUs,"
+            " and each takes one process; --set device=cpu trains without them"
+        )
+    return per_host, per_host
+
+
+def check_length(job: TrainingJob, config: Any) -> None:
+    """Raises InputError when an uploaded text is too short for the job's context."""
+    from launcher.corpus import find_upload
+
+    assert job.data is not None
+    upload = find_upload(job.data)
+    if upload is None:
+        return
+    part = upload.characters - int(upload.characters * (1 - config.validation_fraction))
+    if job.validation is not None:
+        part = upload.characters
+    if part < config.block_size + 1:
+        raise InputError(
+            f"{job.data}: its validation part has {part} characters, and one window of block_size="
+            f"{config.block_size} needs {config.block_size + 1}; bring more text, or set a smaller"
+            " block_size"
+        )
+
+
+def is_held(lock: Path) -> bool:
+    """Whether some process holds the lock. Askers share it, so they do not disturb each other."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
+    """The newest numbers of the curve; the newest val_loss is carried on between evaluations."""
+    rows: dict[str, Any] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.update(json.loads(line))
+            except ValueError:  # a line that is being written
+                continue
+    return {**rows, "max_steps": max_steps} if rows else None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all, as somebody may be reading."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

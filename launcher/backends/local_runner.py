@@ -1,0 +1,342 @@
+"""The process that runs one local job: what the SageMaker service and its container toolkit do.
+
+It lays out /opt/ml for each host, starts the ranks as mpirun would (variables, argv, working
+directory), keeps their output, ends the job when a rank fails, and packs what they leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from launcher import storage
+from launcher.backends.local import read_json, write_json
+from launcher.errors import InputError, ServiceError
+from launcher.job import command_line
+
+STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
+PEER_GRACE_SECONDS = 2  # the same when a rank has failed, as mpirun has it
+FAILURE_REASON_CHARACTERS = 1024
+ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
+
+
+class Rank:
+    """One process of the training, and what it said."""
+
+    def __init__(self, host: str, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.host, self.rank, self.process = host, rank, process
+        self.error: tuple[float, str] | None = None  # when it named an error, and its last words
+
+    def describe_exit(self) -> str:
+        code = self.process.returncode
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"rank {self.rank} on {self.host} was killed by {name}"
+        return f"rank {self.rank} on {self.host} ended with exit code {code}"
+
+
+class LocalRun:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        record = read_json(directory / "job.json")
+        self.job: dict[str, Any] = record["job"]
+        self.record: dict[str, Any] = record
+        self.hosts = [f"algo-{i + 1}" for i in range(self.job["instance_count"])]
+        self.stop_requested = False
+        self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
+        self.log_lock = threading.Lock()
+
+    def tell(self, **changes: Any) -> None:
+        self.state.update(changes)
+        write_json(self.directory / "state.json", self.state)
+
+    def run(self) -> None:
+        """The job's life; every way out leaves a state that says what happened."""
+        try:
+            self.tell(secondary="Downloading")
+            self.lay_out()
+            self.tell(secondary="Training")
+            failure = self.train()
+            if self.stopping():
+                self.tell(status="Stopped", ended=time.time())
+                return
+            if failure is None:
+                self.tell(secondary="Uploading")
+                failure = self.pack()
+        except (InputError, ServiceError, OSError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        if failure is None:
+            self.tell(status="Completed", ended=time.time())
+        else:
+            reason = failure[:FAILURE_REASON_CHARACTERS]
+            self.tell(status="Failed", reason=reason, ended=time.time())
+
+    def stopping(self) -> bool:
+        return self.stop_requested or (self.directory / "stop").exists()
+
+    # -- before -----------------------------------------------------------------------------------
+
+    def base(self, host: str) -> Path:
+        """What /opt/ml is in the host's container."""
+        return self.directory / "hosts" / host
+
+    def lay_out(self) -> None:
+        (self.directory / "logs").mkdir()
+        (self.directory / "output").mkdir()
+        channels = {"training": self.job["data"]}
+        if self.job["validation"] is not None:
+            channels["validation"] = self.job["validation"]
+        for host in self.hosts:
+            base = self.base(host)
+            for name in ("input/config", "model", "output/data", "checkpoints"):
+                (base / name).mkdir(parents=True)
+            shutil.copytree(self.directory / "code", base / "code")
+            for channel, uri in channels.items():
+                storage.fetch(uri, base / "input" / "data" / channel)
+            self.write_config(host, list(channels))
+        if self.record["resume_from"] is not None:
+            source = Path(self.record["resume_from"])
+            for path in sorted(source.glob("*.safetensors")):
+                shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
+
+    def write_config(self, host: str, channels: list[str]) -> None:
+        config = self.base(host) / "input" / "config"
+        values = self.record["hyperparameters"]
+        write_json(
+            config / "hyperparameters.json", {name: json.dumps(values[name]) for name in values}
+        )
+        write_json(
+            config / "resourceconfig.json",
+            {
+                "current_host": host,
+                "hosts": self.hosts,
+                "current_instance_type": "local",
+                "network_interface_name": "lo",
+            },
+        )
+        write_json(
+            config / "inputdataconfig.json",
+            {
+                channel: {
+                    "TrainingInputMode": "File",
+                    "S3DistributionType": "FullyReplicated",
+                    "RecordWrapperType": "None",
+                }
+                for channel in channels
+            },
+        )
+
+    def environment(self, host: str, port: int) -> dict[str, str]:
+        """The container's variables; nothing of SageMaker or a launcher leaks in from outside."""
+        base = self.base(host)
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SM_", "OMPI_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON"))
+            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        }
+        gpus, index = self.record["gpus_per_host"], self.hosts.index(host)
+        if gpus:
+            first = index * gpus
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(gpus))
+        if "OMP_NUM_THREADS" not in kept and len(self.hosts) > 1:
+            # Each host of a job believes that the machine is its own.
+            ranks = len(self.hosts) * self.record["processes_per_host"]
+            kept["OMP_NUM_THREADS"] = str(max(1, available_cpus() // ranks))
+        channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
+        arguments = command_line(self.record["hyperparameters"])
+        return {
+            **kept,
+            "SAGEMAKER_BASE_DIR": str(base),
+            "TRAINING_JOB_NAME": self.directory.name,
+            "SM_HOSTS": json.dumps(self.hosts),
+            "SM_CURRENT_HOST": host,
+            "SM_NUM_GPUS": str(gpus),
+            "SM_NUM_CPUS": str(available_cpus()),
+            "SM_NETWORK_INTERFACE_NAME": "lo",
+            "SM_MODEL_DIR": str(base / "model"),
+            "SM_INPUT_DIR": str(base / "input"),
+            "SM_INPUT_CONFIG_DIR": str(base / "input" / "config"),
+            "SM_OUTPUT_DIR": str(base / "output"),
+            "SM_OUTPUT_DATA_DIR": str(base / "output" / "data"),
+            "SM_CHANNELS": json.dumps(list(channels)),
+            **{f"SM_CHANNEL_{name.upper()}": path for name, path in channels.items()},
+            "SM_HPS": json.dumps(self.record["hyperparameters"]),
+            "SM_USER_ARGS": json.dumps(arguments),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def start(self) -> list[Rank]:
+        per_host = self.record["processes_per_host"]
+        port = reserve_port()
+        command = [sys.executable, "train.py", *command_line(self.record["hyperparameters"])]
+        ranks = []
+        for index, host in enumerate(self.hosts):
+            environment = self.environment(host, port)
+            for local_rank in range(per_host):
+                rank = index * per_host + local_rank
+                process = subprocess.Popen(
+                    command,
+                    cwd=self.base(host) / "code",
+                    env={
+                        **environment,
+                        "OMPI_COMM_WORLD_RANK": str(rank),
+                        "OMPI_COMM_WORLD_SIZE": str(len(self.hosts) * per_host),
+                        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+                        "OMPI_COMM_WORLD_LOCAL_SIZE": str(per_host),
+                    },
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=die_with_parent,
+                )
+                ranks.append(Rank(host, rank, process))
+        return ranks
+
+    def train(self) -> str | None:
+        """Runs the ranks to their end; returns why the training failed, or None."""
+        ranks = self.start()
+        readers = [threading.Thread(target=self.keep_output, args=(rank,)) for rank in ranks]
+        for reader in readers:
+            reader.start()
+        failed: list[Rank] = []
+        kill_at: float | None = None
+        while any(rank.process.poll() is None for rank in ranks):
+            if kill_at is None:
+                failed = [rank for rank in ranks if rank.process.returncode]
+                if failed or self.stopping():
+                    grace = PEER_GRACE_SECONDS if failed else STOP_GRACE_SECONDS
+                    kill_at = time.monotonic() + grace
+                    if not failed:
+                        self.tell(status="Stopping", secondary="Stopping")
+                    signal_all(ranks, signal.SIGTERM)
+            elif time.monotonic() > kill_at:
+                signal_all(ranks, signal.SIGKILL)
+            time.sleep(0.05)
+        for reader in readers:
+            reader.join()
+        failed = failed or [rank for rank in ranks if rank.process.returncode]
+        if not failed or self.stopping():
+            return None
+        reason = find_reason(failed, ranks)
+        for host in {rank.host for rank in failed}:
+            (self.base(host) / "output" / "failure").write_text(reason)
+        return reason
+
+    def keep_output(self, rank: Rank) -> None:
+        """Copies what a rank prints into its host's log and the job's, line by line."""
+        assert rank.process.stdout is not None
+        host_log = self.directory / "logs" / f"{rank.host}.log"
+        job_log = self.directory / "logs" / "job.log"
+        speaker = f"{rank.host}: " if len(self.hosts) > 1 else ""
+        for raw in rank.process.stdout:
+            line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+            if ERROR_LINE.match(line):
+                rank.error = (time.monotonic(), line)
+            with self.log_lock:
+                with host_log.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+                with job_log.open("a", encoding="utf-8") as file:
+                    file.write(f"{speaker}{line}\n")
+
+    # -- after ------------------------------------------------------------------------------------
+
+    def pack(self) -> str | None:
+        """Packs the first host's model and output; returns why that failed, or None."""
+        base = self.base(self.hosts[0])
+        if not any((base / "model").iterdir()):
+            return "ServiceError: the training ended well but left nothing in its model directory"
+        for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
+            target = self.directory / "output" / f"{name}.tar.gz"
+            temporary = target.with_name(f".{target.name}.tmp")
+            with tarfile.open(temporary, "w:gz", compresslevel=1) as tar:
+                for path in sorted(source.rglob("*")):
+                    tar.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
+            temporary.replace(target)
+        return None
+
+
+def find_reason(failed: list[Rank], ranks: list[Rank]) -> str:
+    """The first cause: a rank that was killed, else the first error that a rank named.
+
+    When one rank dies the others lose their connection and fail too, a moment later.
+    """
+    killed = [rank for rank in failed if rank.process.returncode < 0]
+    if killed:
+        return f"RankError: {killed[0].describe_exit()}"
+    errors = sorted(rank.error for rank in ranks if rank.error is not None)
+    return errors[0][1] if errors else f"RankError: {failed[0].describe_exit()}"
+
+
+def signal_all(ranks: list[Rank], signum: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signum)
+
+
+def reserve_port() -> int:
+    """A port on loopback that nobody else is given for a minute.
+
+    A connection that was closed leaves its port in TIME_WAIT: the kernel gives such a port to
+    nobody who asks for any port, but lets it be bound by name, as rank 0's store will do.
+    """
+    with socket.socket() as listener, socket.socket() as client:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        client.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        accepted.close()  # closed first, so the port's end of the connection is the one that waits
+        client.recv(1)
+        return int(listener.getsockname()[1])
+
+
+def available_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+LIBC = ctypes.CDLL(None)
+
+
+def die_with_parent() -> None:
+    """On Linux, has the kernel kill a rank whose runner was killed (PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        LIBC.prctl(1, signal.SIGKILL)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])  # argv[2], the lock's descriptor, is held by being open
+    run = LocalRun(directory)
+
+    def on_signal(signum: int, frame: Any) -> None:
+        run.stop_requested = True
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        run.run()
+    except BaseException as error:
+        run.tell(status="Failed", reason=f"{type(error).__name__}: {error}", ended=time.time())
+        raise
+
+
+if __name__ == "__main__":
+    main()

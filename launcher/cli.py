@@ -1,0 +1,505 @@
+"""The command line: words, progress, exit codes. Each command is a few lines over the library.
+
+stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job or a service failed,
+2 the user's words are off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.backends import JobDescription
+    from launcher.settings import Settings
+
+RECONNECT = "`sm-nanogpt logs {id} --follow` follows it"
+
+
+def note(text: str) -> None:
+    """Something for the person at the terminal."""
+    click.echo(text, err=True)
+
+
+@contextmanager
+def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr, counted in bytes."""
+    from tqdm import tqdm
+
+    # Only where somebody watches, and only when it takes long enough to watch.
+    quiet = not sys.stderr.isatty()
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
+        yield bar.update
+
+
+def settings_of(context: click.Context) -> Settings:
+    from launcher.settings import load_settings
+
+    return load_settings(context.obj["store"])
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
+JOB_ID = click.argument("job_id", metavar="JOB-ID")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="sm-nanogpt")
+@click.option(
+    "--store",
+    metavar="URL",
+    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else ~/.sm-nanogpt/store).",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(context: click.Context, store: str | None, debug: bool) -> None:
+    """Train a GPT of your own, and sample from it, in three commands.
+
+    \b
+    Example:
+      sm-nanogpt upload-data input.txt
+      sm-nanogpt launch --instance local
+      sm-nanogpt fetch-and-sample JOB-ID
+    """
+    context.obj = {"store": store, "debug": debug}
+
+
+@cli.command("upload-data")
+@click.argument("path", required=False)
+@click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
+@JSON
+@click.pass_context
+def upload_data_command(
+    context: click.Context, path: str | None, corpus: str | None, as_json: bool
+) -> None:
+    """Put text into the store and print its URI.
+
+    PATH is a text file, or a directory of *.txt files. Without one, tiny Shakespeare is fetched, or
+    the Python reference where that cannot be had. Text that is there already is not sent again.
+
+    \b
+    Example:
+      sm-nanogpt upload-data input.txt
+    """
+    from dataclasses import asdict
+
+    from launcher.corpus import upload_data
+
+    if path is not None and corpus is not None:
+        raise InputError("give a PATH or --corpus, not both")
+    settings = settings_of(context)
+    if path is None:
+        path = str(built_in_text(corpus, settings))
+    source = Path(path).expanduser()
+    total = sum(p.stat().st_size for p in text_below(source))
+    with byte_progress("upload", total) as progress:
+        upload = upload_data(source, settings, progress)
+    note(
+        f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
+        f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
+    )
+    if not upload.uploaded:
+        note("unchanged since it was uploaded; nothing was sent")
+    if as_json:
+        print_json(asdict(upload))
+    else:
+        click.echo(upload.uri)
+    note("next: sm-nanogpt launch --instance local")
+
+
+def text_below(source: Path) -> list[Path]:
+    from launcher.corpus import find_text
+
+    return [path for _, path in find_text(source)]
+
+
+def built_in_text(corpus: str | None, settings: Settings) -> Path:
+    """The named corpus; without a name Shakespeare, or what every Python holds."""
+    from launcher.corpus import get_corpus
+
+    with byte_progress("download") as progress:
+        try:
+            return get_corpus(corpus or "shakespeare", settings, progress)
+        except ServiceError as error:
+            if corpus is not None:
+                raise
+            reason = error
+    note(f"tiny Shakespeare cannot be had ({reason}); taking the Python reference instead")
+    return get_corpus("python-docs", settings)
+
+
+@cli.command("launch")
+@click.option("--instance", metavar="TYPE", required=True, help="local: this machine.")
+@click.option("--instance-count", metavar="N", type=int, default=None, help="Hosts (default: 1).")
+@click.option(
+    "--processes-per-instance",
+    metavar="K",
+    type=int,
+    help="Processes on each host without GPUs (default: 1); with GPUs there is one for each.",
+)
+@click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
+@click.option(
+    "--validation", metavar="URI|PATH", help="Text to validate on (default: the last tenth)."
+)
+@click.option("--preset", metavar="NAME", help="cpu (a minute; the default) or baby (wants a GPU).")
+@click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="A hyperparameter.")
+@click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
+@click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
+@click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
+@click.option(
+    "--follow/--detach",
+    default=True,
+    help="Show the log until the end (default), or come back at once.",
+)
+@click.pass_context
+def launch_command(
+    context: click.Context,
+    instance: str,
+    instance_count: int | None,
+    processes_per_instance: int | None,
+    data: str | None,
+    validation: str | None,
+    preset: str | None,
+    assignments: tuple[str, ...],
+    config_file: str | None,
+    entry_point: str | None,
+    resume: str | None,
+    follow: bool,
+) -> None:
+    """Start a training and print its id.
+
+    Ctrl-C while following stops the job; it leaves a checkpoint to go on from.
+
+    \b
+    Example:
+      sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
+    """
+    from launcher.backends import backend_for, prepare, submit
+    from launcher.job import TrainingJob, parse_assignments, read_hyperparameters
+
+    values = {
+        "instance": instance,
+        "instance_count": instance_count,
+        "processes_per_instance": processes_per_instance,
+        "data": data,
+        "validation": validation,
+        "preset": preset,
+        "entry_point": entry_point,
+        "resume": resume,
+        "hyperparameters": {
+            **(read_hyperparameters(Path(config_file)) if config_file else {}),
+            **parse_assignments(assignments),
+        },
+    }
+    settings = settings_of(context)
+    backend = backend_for(instance, settings)
+    job = TrainingJob(**{name: value for name, value in values.items() if value is not None})
+    with byte_progress("upload") as progress:
+        job = prepare(job, settings, progress)
+    note(f"data: {job.data}{' (the last upload)' if data is None and resume is None else ''}")
+    job_id = submit(job, backend)
+    click.echo(job_id)
+    sys.stdout.flush()
+    if follow:
+        follow_job(job_id, settings)
+    else:
+        note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
+
+
+def follow_job(job_id: str, settings: Settings) -> None:
+    """Shows a job's log on stderr to its end; Ctrl-C stops the job."""
+    from launcher.backends import describe, explain, logs, stop
+
+    try:
+        for line in logs(job_id, follow=True, settings=settings):
+            note(line)
+    except KeyboardInterrupt:
+        note("stopping the job; it writes a checkpoint first")
+        if describe(job_id, settings).is_running:
+            stop(job_id, settings)
+        for _ in poll(job_id, settings):
+            pass
+    description = describe(job_id, settings)
+    if description.status != "Completed":
+        raise ServiceError(explain(description))
+    note(f"next: sm-nanogpt fetch-and-sample {job_id}")
+
+
+def poll(job_id: str, settings: Settings) -> Iterator[JobDescription]:
+    """The job as it stands, again and again until it has ended."""
+    from launcher.backends import describe
+
+    while (description := describe(job_id, settings)).is_running:
+        yield description
+        time.sleep(0.2)
+
+
+@cli.command("fetch-and-sample")
+@JOB_ID
+@click.option("--prompt", metavar="TEXT", help="What the text begins with (default: a new line).")
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=int,
+    default=500,
+    show_default=True,
+    help="Characters to make.",
+)
+@click.option(
+    "--num-samples", metavar="N", type=int, default=1, show_default=True, help="Texts to make."
+)
+@click.option(
+    "--temperature",
+    metavar="T",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="0: always the most likely.",
+)
+@click.option(
+    "--top-k",
+    metavar="K",
+    type=int,
+    default=0,
+    help="Choose among the K most likely (default: all).",
+)
+@click.option(
+    "--top-p",
+    metavar="P",
+    type=float,
+    default=1.0,
+    help="Choose among the likeliest P of probability (default: 1).",
+)
+@click.option(
+    "--seed",
+    metavar="S",
+    type=int,
+    default=1337,
+    show_default=True,
+    help="The same seed, the same text.",
+)
+@JSON
+@click.pass_context
+def fetch_and_sample_command(
+    context: click.Context,
+    job_id: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    num_samples: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Fetch a job's model and print text that it makes, as it makes it.
+
+    \b
+    Example:
+      sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
+    """
+    from launcher.artefacts import fetch_model
+    from launcher.backends import describe
+
+    settings = settings_of(context)
+    description = describe(job_id, settings)
+    with byte_progress("fetch") as progress:
+        directory = fetch_model(job_id, settings, progress)
+    if description.model_uri is None:
+        note(
+            f"job {job_id} is {description.status}; this is its latest checkpoint, {directory.name}"
+        )
+    note(f"model: {directory}")
+    from launcher.sampling import load_model, stream_samples
+
+    model, vocabulary = load_model(directory)
+    columns = stream_samples(
+        model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+    )
+    if as_json:
+        texts = ["".join(text) for text in zip(*columns, strict=True)]
+        print_json([(prompt or "") + text for text in texts])
+        return
+    # The first text is shown as it is made; the others, made beside it, follow.
+    others = [prompt or ""] * (num_samples - 1)
+    click.echo(prompt or "", nl=False)
+    for column in columns:
+        click.echo(column[0], nl=False)
+        others = [text + character for text, character in zip(others, column[1:], strict=True)]
+    click.echo()
+    for text in others:
+        click.echo(f"---\n{text}")
+
+
+@cli.command("jobs")
+@JSON
+@click.pass_context
+def jobs_command(context: click.Context, as_json: bool) -> None:
+    """List the jobs, newest first.
+
+    \b
+    Example:
+      sm-nanogpt jobs
+    """
+    from dataclasses import asdict
+
+    from launcher.backends import jobs
+
+    found = jobs(settings_of(context))
+    if as_json:
+        print_json([asdict(description) for description in found])
+        return
+    if not found:
+        note("no jobs yet: sm-nanogpt launch --instance local")
+        return
+    row = "{:<36} {:<11} {:<10} {:<17} {:>13} {:>9}"
+    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS"))
+    for d in found:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
+        step, loss = progress_words(d)
+        instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
+        click.echo(row.format(d.job_id, d.status, instance, created, step, loss))
+
+
+def progress_words(description: JobDescription) -> tuple[str, str]:
+    metrics = description.metrics or {}
+    step = f"{metrics['step']}/{metrics['max_steps']}" if metrics else "-"
+    return step, f"{metrics['val_loss']:.4f}" if "val_loss" in metrics else "-"
+
+
+@cli.command("status")
+@JOB_ID
+@JSON
+@click.pass_context
+def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
+    """Show how a job stands.
+
+    \b
+    Example:
+      sm-nanogpt status JOB-ID
+    """
+    from dataclasses import asdict
+
+    from launcher.backends import describe
+
+    description = describe(job_id, settings_of(context))
+    if as_json:
+        print_json(asdict(description))
+        return
+    d = description
+    step, loss = progress_words(d)
+    lines = {
+        "job": d.job_id,
+        "state": d.status
+        if d.status == d.secondary_status
+        else f"{d.status} ({d.secondary_status})",
+        "reason": d.failure_reason,
+        "instance": f"{d.instance_count} x {d.instance}",
+        "created": moment(d.created),
+        "started": moment(d.started),
+        "ended": moment(d.ended),
+        "data": d.data,
+        "step": step,
+        "val loss": loss,
+        "model": d.model_uri,
+        "checkpoints": d.checkpoint_uri,
+    }
+    for name, value in lines.items():
+        if value is not None:
+            click.echo(f"{name + ':':<13}{value}")
+
+
+def moment(seconds: float | None) -> str | None:
+    return seconds and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))  # type: ignore[return-value]
+
+
+@cli.command("logs")
+@JOB_ID
+@click.option("--follow", is_flag=True, help="Go on until the job ends.")
+@click.pass_context
+def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
+    """Print what a job printed.
+
+    \b
+    Example:
+      sm-nanogpt logs JOB-ID --follow
+    """
+    from launcher.backends import logs
+
+    try:
+        for line in logs(job_id, follow, settings_of(context)):
+            click.echo(line)
+    except KeyboardInterrupt:
+        note("the job goes on")
+
+
+@cli.command("stop")
+@JOB_ID
+@click.pass_context
+def stop_command(context: click.Context, job_id: str) -> None:
+    """Stop a running job; it writes a checkpoint first.
+
+    \b
+    Example:
+      sm-nanogpt stop JOB-ID
+    """
+    from launcher.backends import describe, explain, stop
+
+    settings = settings_of(context)
+    stop(job_id, settings)
+    note("stopping; the job writes a checkpoint first")
+    for _ in poll(job_id, settings):
+        pass
+    note(explain(describe(job_id, settings)))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = cli.main(arguments, prog_name="sm-nanogpt", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            note(error.format_message())
+        else:
+            note(f"error: {' '.join(error.format_message().split())}")
+        return 2
+    except InputError as error:
+        if debug:
+            raise
+        note(f"error: {error}")
+        return 2
+    except ServiceError as error:
+        if debug:
+            raise
+        note(f"error: {error}")
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        note("interrupted")
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has left, as `| head` does; that is no failure.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def main() -> NoReturn:
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

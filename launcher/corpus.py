@@ -1,0 +1,249 @@
+"""Text on its way into a store: is it text, is it there already, and where the last one went.
+
+A data set is a prefix of its own, `STORE/data/NAME-HASH/`, named after its content, so that a job's
+data never change under it. Its manifest lies beside it, `STORE/data/NAME-HASH.json`, and is written
+last: without it, a prefix is not a data set.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher import storage
+from launcher.errors import InputError, ServiceError
+from launcher.settings import Settings, load_settings
+from launcher.storage import Progress
+
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+CORPORA = ("shakespeare", "python-docs")
+
+# The shortest context of any preset: text that cannot fill one window of it, in its last tenth too,
+# trains nothing. A launch checks the context that was really asked for.
+SHORTEST_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A data set in a store. size is in bytes; uploaded is False when it was there already."""
+
+    uri: str
+    size: int
+    characters: int
+    vocabulary_size: int
+    sha256: str
+    files: tuple[str, ...]
+    uploaded: bool = True
+
+
+@dataclass(frozen=True)
+class Text:
+    """What reading the files showed."""
+
+    size: int
+    characters: int
+    vocabulary_size: int
+    sha256: str
+
+
+def upload_data(
+    path: str | Path, settings: Settings | None = None, progress: Progress = lambda n: None
+) -> Upload:
+    """Puts a text file, or the *.txt files below a directory, into the store as one data set.
+
+    What is there already, unchanged, is not sent again. It becomes the last upload, which a launch
+    without data takes.
+
+    Raises:
+        InputError: it is not text, or too short to train on.
+        ServiceError: the store refuses.
+    """
+    settings = settings or load_settings()
+    root = Path(path).expanduser()
+    files = find_text(root)
+    text = check_text(root, [source for _, source in files])
+    slug = re.sub(r"[^a-z0-9]+", "-", root.absolute().stem.lower()).strip("-")[:40] or "text"
+    name = f"{slug}-{text.sha256[:12]}"
+    uri = storage.to_uri(storage.join(settings.data_store, "data", name))
+    upload = Upload(
+        uri=uri,
+        size=text.size,
+        characters=text.characters,
+        vocabulary_size=text.vocabulary_size,
+        sha256=text.sha256,
+        files=tuple(name for name, _ in files),
+    )
+    if find_upload(uri) is not None:
+        upload = Upload(**{**asdict(upload), "files": upload.files, "uploaded": False})
+    else:
+        for relative, source in files:
+            storage.write_file(source, storage.join(uri, relative), progress)
+        manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
+        storage.write_text(f"{uri}.json", json.dumps(manifest, indent=2) + "\n")
+    storage.write_text(latest_uri(settings), json.dumps({"uri": uri}) + "\n")
+    return upload
+
+
+def latest_uri(settings: Settings) -> str:
+    return storage.join(settings.data_store, "data", "latest.json")
+
+
+def find_upload(uri: str) -> Upload | None:
+    """The data set at a URI, if its manifest is there and every file has its size."""
+    uri = uri.rstrip("/")
+    manifest = storage.read_text(f"{uri}.json")
+    if manifest is None:
+        return None
+    try:
+        upload = Upload(**json.loads(manifest))
+    except (ValueError, TypeError):
+        return None
+    there = storage.list_files(uri)
+    complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
+    return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
+
+
+def last_upload(settings: Settings) -> Upload:
+    """Raises InputError when nothing was uploaded yet."""
+    pointer = storage.read_text(latest_uri(settings))
+    upload = find_upload(json.loads(pointer)["uri"]) if pointer else None
+    if upload is None:
+        raise InputError(
+            f"nothing was uploaded to {settings.data_store} yet: run `sm-nanogpt upload-data FILE`,"
+            " or name the text with --data"
+        )
+    return upload
+
+
+def find_text(root: Path) -> list[tuple[str, Path]]:
+    """The files to upload, as (name in the data set, path); a lone file becomes NAME.txt.
+
+    Raises:
+        InputError: nothing is there.
+    """
+    if root.is_file():
+        return [(f"{root.stem}.txt", root)]
+    if not root.exists():
+        raise InputError(f"{root}: no such file or directory")
+    if not root.is_dir():
+        raise InputError(f"{root}: neither a file nor a directory")
+    files = sorted(path for path in root.rglob("*.txt") if path.is_file())
+    if not files:
+        raise InputError(f"{root}: there is no *.txt file in this directory")
+    return [(path.relative_to(root).as_posix(), path) for path in files]
+
+
+def check_text(root: Path, files: Sequence[Path]) -> Text:
+    """Reads every file as a training would.
+
+    Raises:
+        InputError: a file is empty, binary or not UTF-8, or all are too short together.
+    """
+    digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        position = 0
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(storage.CHUNK_BYTES):
+                    if not position and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                        raise InputError(f"{path}: is UTF-16 text; save it as UTF-8")
+                    if (zero := chunk.find(0)) >= 0:
+                        raise InputError(
+                            f"{path}: is a binary file (a zero at byte {position + zero}), not text"
+                        )
+                    pending = len(decoder.getstate()[0])
+                    try:
+                        text = decoder.decode(chunk)
+                    except UnicodeDecodeError as error:
+                        at = position - pending + error.start
+                        raise InputError(f"{path}: is not UTF-8 text (byte {at})") from None
+                    digest.update(chunk)
+                    vocabulary.update(text)
+                    characters += len(text)
+                    position += len(chunk)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from None
+        if decoder.getstate()[0]:
+            raise InputError(f"{path}: is not UTF-8 text (it ends inside a character)")
+        if not position:
+            raise InputError(f"{path}: is empty")
+        digest.update(position.to_bytes(8, "little"))
+        size += position
+    needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
+    if characters < needed:
+        raise InputError(
+            f"{root}: {characters} characters are shorter than one window of training; bring at"
+            f" least {needed}, and better a million"
+        )
+    return Text(size, characters, len(vocabulary), digest.hexdigest())
+
+
+def get_corpus(
+    name: str, settings: Settings | None = None, progress: Progress = lambda n: None
+) -> Path:
+    """A text to begin with, as a file in the cache.
+
+    `shakespeare` is downloaded from its public home and held against its SHA-256; `python-docs` is
+    the language reference inside every CPython.
+
+    Raises:
+        InputError: there is no such corpus.
+        ServiceError: it cannot be had.
+    """
+    settings = settings or load_settings()
+    if name == "shakespeare":
+        return download(
+            SHAKESPEARE_URL, SHAKESPEARE_SHA256, settings.cache_dir / "shakespeare.txt", progress
+        )
+    if name == "python-docs":
+        return python_docs(settings.cache_dir / "python-docs.txt")
+    raise InputError(f"corpus {name!r}: must be one of {', '.join(CORPORA)}")
+
+
+def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
+    """The file behind a URL, from the cache when it is there and whole."""
+    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == sha256:
+        return target
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            while chunk := response.read(1 << 16):
+                content += chunk
+                progress(len(chunk))
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServiceError(f"{url}: {reason}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ServiceError(f"{url}: its SHA-256 is {found}, not {sha256}; the download is dropped")
+    replace_file(target, bytes(content))
+    return target
+
+
+def python_docs(target: Path) -> Path:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ServiceError("python-docs: this Python was installed without pydoc_data") from None
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    replace_file(target, text.encode())
+    return target
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(target)

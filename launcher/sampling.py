@@ -1,0 +1,103 @@
+"""Text from a fetched model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from entry_point import train
+from launcher.artefacts import fetch_model
+from launcher.errors import InputError, ServiceError
+from launcher.settings import Settings
+
+
+def load_model(directory: Path) -> tuple[train.GPT, str]:
+    """The model (CPU, float32) and its vocabulary, in which a character's place is its id.
+
+    Raises:
+        ServiceError: the directory holds no model of ours.
+    """
+    try:
+        return train.load_artefact(directory)
+    except train.TrainingError as error:
+        raise ServiceError(str(error)) from None
+
+
+def stream_samples(
+    model: train.GPT,
+    vocabulary: str,
+    prompt: str | None = None,
+    max_new_tokens: int = 500,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> Iterator[str]:
+    """Yields, position by position, the next character of each sample, as one string of them.
+
+    The prompt (default: a line's end) is not repeated. The same arguments give the same text.
+    temperature 0 takes the most likely character; top_k 0 and top_p 1 leave all in play.
+
+    Raises:
+        InputError: the prompt is empty or has characters that the model never saw, or a number is
+            out of its range.
+    """
+    start = "\n" if "\n" in vocabulary else vocabulary[0]
+    text = start if prompt is None else prompt
+    if not text:
+        raise InputError("the prompt is empty; leave it out to begin at a line's start")
+    unknown = sorted(set(text) - set(vocabulary))
+    if unknown:
+        raise InputError(
+            "the prompt has characters that the model has never seen:"
+            f" {', '.join(map(repr, unknown))}"
+        )
+    for name, good in (
+        ("max_new_tokens", max_new_tokens >= 1),
+        ("num_samples", num_samples >= 1),
+        ("temperature", 0 <= temperature < float("inf")),
+        ("top_k", top_k >= 0),
+        ("top_p", 0 < top_p <= 1),
+        ("seed", 0 <= seed < 1 << 63),
+    ):
+        if not good:
+            raise InputError(f"{name} is out of its range")
+    ids = torch.tensor([[vocabulary.index(character) for character in text]])
+    steps = train.generate(
+        model,
+        ids.expand(num_samples, -1),
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    return ("".join(vocabulary[i] for i in step.tolist()) for step in steps)
+
+
+def sample(
+    job_id: str,
+    prompt: str | None = None,
+    max_new_tokens: int = 500,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    settings: Settings | None = None,
+) -> list[str]:
+    """num_samples texts of a job's model, each beginning with the prompt.
+
+    Raises:
+        InputError: as stream_samples.
+        ServiceError: as fetch_model.
+    """
+    model, vocabulary = load_model(fetch_model(job_id, settings))
+    columns = stream_samples(
+        model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+    )
+    texts = zip(*columns, strict=True)
+    return [(prompt or "") + "".join(text) for text in texts]

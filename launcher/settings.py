@@ -1,0 +1,95 @@
+"""Where things are kept: command line, then SM_NANOGPT_*, then the config file, then defaults."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from launcher.errors import InputError
+
+
+def default_home() -> Path:
+    return Path(os.environ.get("SM_NANOGPT_HOME", "~/.sm-nanogpt")).expanduser()
+
+
+class Settings(BaseSettings):
+    """Places of this installation.
+
+    home holds everything that is kept on this machine: jobs/, models/, cache/, config.toml, and
+    store/ as long as no other store is set. store is `s3://bucket/prefix` or a local directory.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SM_NANOGPT_", extra="ignore", frozen=True)
+
+    home: Path = Field(default_factory=default_home)
+    store: str = ""
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
+        return init_settings, env_settings, file
+
+    @property
+    def local_store(self) -> str:
+        return str(self.home / "store")
+
+    @property
+    def data_store(self) -> str:
+        """Where uploads go."""
+        return self.store or self.local_store
+
+    @property
+    def jobs_dir(self) -> Path:
+        return self.home / "jobs"
+
+    @property
+    def models_dir(self) -> Path:
+        return self.home / "models"
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.home / "cache"
+
+
+def load_settings(store: str | None = None) -> Settings:
+    """The settings in force, with what the command line says over the rest.
+
+    Raises:
+        InputError: a value or the config file cannot be read, or home cannot be written.
+    """
+    try:
+        settings = Settings(store=store) if store else Settings()
+        settings.home.mkdir(parents=True, exist_ok=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "_".join(str(part) for part in first["loc"])
+        raise InputError(f"setting {name}: {first['msg']}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{default_home() / 'config.toml'}: {error}") from None
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}; SM_NANOGPT_HOME names another directory to keep"
+            " things in"
+        ) from None
+    return settings

@@ -1,0 +1,158 @@
+"""Bytes in and out of a store: `s3://bucket/prefix` or a local directory, through one code path."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from launcher.errors import InputError, ServiceError
+
+CHUNK_BYTES = 1 << 22
+
+Progress = Callable[[int], object]  # told the number of bytes that were moved since the last call
+
+
+def to_uri(location: str | Path) -> str:
+    """A URI for a path; a URI stays as it is."""
+    text = str(location)
+    return text if "://" in text else Path(text).expanduser().absolute().as_uri()
+
+
+def local_path(location: str) -> Path | None:
+    """The path behind a local location, or None for a remote one."""
+    parts = urlsplit(location)
+    if "://" not in location:
+        return Path(location).expanduser().absolute()
+    return Path(fsspec.core.strip_protocol(location)) if parts.scheme == "file" else None
+
+
+def join(uri: str, *parts: str) -> str:
+    return "/".join([uri.rstrip("/"), *parts])
+
+
+@contextmanager
+def reported(uri: str) -> Iterator[None]:
+    """Turns what a file system raises into one line about `uri`."""
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"{uri}: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{uri}: {error}; use s3://bucket/prefix or a local directory") from None
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        raise ServiceError(f"{uri}: {reason}") from None
+    except Exception as error:
+        # botocore's errors share no base with anything in fsspec, and importing botocore to name
+        # it would cost every local command a quarter of a second.
+        if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
+            raise
+        raise ServiceError(f"{uri}: {' '.join(str(error).split())}") from None
+
+
+def file_system(uri: str) -> tuple[Any, str]:
+    """The fsspec file system of a URI and the path in it.
+
+    Raises:
+        InputError: the kind of store is not known.
+    """
+    with reported(uri):
+        return url_to_fs(uri, use_listings_cache=False)
+
+
+def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> str:
+    """Copies a local file into the store, whole or not at all; returns its SHA-256.
+
+    Raises:
+        ServiceError: the store refuses.
+    """
+    fs, path = file_system(uri)
+    digest = hashlib.sha256()
+    with reported(uri), source.open("rb") as file:
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        target = fs.open(path, "wb", autocommit=False)
+        try:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                target.write(chunk)
+                progress(len(chunk))
+            target.close()
+            target.commit()
+        except BaseException:
+            target.discard()
+            raise
+    return digest.hexdigest()
+
+
+def write_text(uri: str, text: str) -> None:
+    """Writes a small document, whole or not at all."""
+    fs, path = file_system(uri)
+    with reported(uri):
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        target = fs.open(path, "wb", autocommit=False)
+        try:
+            target.write(text.encode())
+            target.close()
+            target.commit()
+        except BaseException:
+            target.discard()
+            raise
+
+
+def read_text(uri: str) -> str | None:
+    """A small document, or None where there is none."""
+    fs, path = file_system(uri)
+    with reported(uri):
+        try:
+            return fs.cat_file(path).decode()
+        except FileNotFoundError:
+            return None
+
+
+def list_files(uri: str) -> dict[str, int]:
+    """The files at or below a URI, by path relative to it, with their sizes in bytes."""
+    fs, path = file_system(uri)
+    with reported(uri):
+        try:
+            found = fs.find(path, detail=True)
+        except FileNotFoundError:
+            return {}
+    if set(found) == {path}:
+        return {path.rsplit("/", 1)[-1]: found[path]["size"]}
+    return {name[len(path) :].lstrip("/"): info["size"] for name, info in sorted(found.items())}
+
+
+def fetch(uri: str, directory: Path, progress: Progress = lambda n: None) -> list[Path]:
+    """Copies the file, or all files below a prefix, into a local directory; returns their paths.
+
+    Raises:
+        ServiceError: nothing is there, or the store refuses.
+    """
+    fs, path = file_system(uri)
+    files = list_files(uri)
+    if not files:
+        raise ServiceError(f"{uri}: nothing is there")
+    copied = []
+    with reported(uri):
+        single = fs.isfile(path)
+        for name in files:
+            target = directory / name
+            if not target.resolve().is_relative_to(directory.resolve()):
+                raise ServiceError(f"{uri}: refuses to write {name!r} outside of {directory}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                fs.open(path if single else f"{path}/{name}", "rb") as file,
+                target.open("wb") as out,
+            ):
+                while chunk := file.read(CHUNK_BYTES):
+                    out.write(chunk)
+                    progress(len(chunk))
+            copied.append(target)
+    return copied
