@@ -480,6 +480,12 @@ class Container:
         return self.hosts.index(self.current_host)
 
 
+def host_names(value: Any) -> list[str]:
+    """The value, if it is a list of names; else none."""
+    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if whole else []
+
+
 def read_container(env: Mapping[str, str], options: Options) -> Container:
     """Reads SM_* variables; resourceconfig.json stands in for those missing or broken.
 
@@ -496,7 +502,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = not options.data and not options.resume and (inside or config_file.exists())
     if not inside:
-        out = Path(options.resume or options.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
+        out = Path(options.resume or options.out or new)
         return Container(
             inside=False,
             hosts=("localhost",),
@@ -510,23 +517,23 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
             checkpoint_dir=out / "checkpoints",
         )
 
-    resources: dict[str, Any] = {}
-    if config_file.exists():
-        resources = json.loads(config_file.read_text())
     try:
-        hosts = json.loads(env["SM_HOSTS"])
-        if not hosts or not all(isinstance(host, str) for host in hosts):
-            raise ValueError
-    except (KeyError, ValueError, TypeError):
-        hosts = resources.get("hosts")
+        resources = json.loads(config_file.read_text())
+        hosts_there = host_names(resources["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        resources, hosts_there = {}, []
+    try:
+        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
+    except (KeyError, ValueError):
+        hosts = hosts_there
     current_host = env.get("SM_CURRENT_HOST")
-    if hosts is not None and current_host not in hosts:
+    if current_host not in hosts:
         current_host = resources.get("current_host")
-    if not hosts or current_host is None or current_host not in hosts:
+    if current_host is None or current_host not in hosts:
         raise TopologyError(
             f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
             f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'does not settle it' if resources else 'is missing'}"
+            f" {'does not settle it' if config_file.exists() else 'is missing'}"
         )
 
     def channel(name: str) -> Path | None:
@@ -689,27 +696,41 @@ def spawn(container: Container, n_local: int) -> int:
         command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
         children.append(subprocess.Popen(command, env=env))
 
-    def forward(signum: int, frame: Any) -> None:
+    told_to_stop = False
+
+    def terminate() -> None:
         for child in children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
+
+    def forward(signum: int, frame: Any) -> None:
+        nonlocal told_to_stop
+        told_to_stop = True
+        terminate()
 
     signal.signal(signal.SIGTERM, forward)
     # Ctrl-C reaches the children by itself; the parent only has to outlive them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status, deadline = 0, math.inf
-    while any(child.poll() is None for child in children):
-        failed = [child.returncode for child in children if child.returncode]
+    while None in (codes := [child.poll() for child in children]):
+        failed = [code for code in codes if code]
         if failed and not status:
             status, deadline = failed[0], time.monotonic() + 2
-            forward(signal.SIGTERM, None)
+            terminate()
         if time.monotonic() > deadline:
             for child in children:
                 child.kill()
         time.sleep(0.05)
-    status = status or next((child.returncode for child in children if child.returncode), 0)
+    status = status or next((code for code in codes if code), 0)
     del store
-    return status if status >= 0 else 128 - status
+    if status >= 0:
+        return status
+    if not told_to_stop:  # a killed rank says nothing itself
+        rank = next(i for i, child in enumerate(children) if child.returncode == status)
+        name = f"rank {container.host_index * n_local + rank}"
+        killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
+        sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
+    return 128 - status
 
 
 class Group:
@@ -722,7 +743,9 @@ class Group:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank = ranks.local_rank
-        self.host_index = container.host_index if len(container.hosts) > 1 else 0
+        # torchrun may have brought together hosts that no container names.
+        named = len(container.hosts) > 1
+        self.host_index = container.host_index if named else ranks.rank // ranks.local_world_size
         self.device = device
         self.store: dist.Store | None = None
         self.said = 0
@@ -752,9 +775,10 @@ class Group:
             ) from None
         # Flags travel on the host's side, so that asking never waits for a GPU.
         self.flags = dist.new_group(backend="gloo") if device.type == "cuda" else None
-        self.check_hosts(container, ranks.local_world_size)
+        if named:
+            self.check_hosts(container)
 
-    def check_hosts(self, container: Container, local_world_size: int) -> None:
+    def check_hosts(self, container: Container) -> None:
         """Raises TopologyError unless each host of the job brought the same number of ranks."""
         ranks_of_host = torch.zeros(len(container.hosts), device=self.device)
         ranks_of_host[self.host_index] = 1
@@ -1979,6 +2003,7 @@ class Trainer:
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = False
         self.step = 0
+        self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
         self.best_val_loss = math.inf
         self.metrics: list[dict[str, Any]] = []
@@ -2028,10 +2053,12 @@ class Trainer:
         """
         self.saved_at = time.monotonic()
         if not self.chief:
+            self.kept_step = self.step
             return
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
         self.checkpoints.save("checkpoint", self.tensors(), self.state())
+        self.kept_step = self.step
 
     def restore(self) -> None:
         """Takes rank 0's newest checkpoint, if there is one, on every rank."""
@@ -2052,6 +2079,7 @@ class Trainer:
                 tensor.data.copy_(loaded[0][name].view(tensor.shape))
         self.group.broadcast_([tensor.data for tensor in live.values()])
         self.step, self.metrics = state["step"], state["metrics"]
+        self.kept_step = self.step
         if state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
         if self.chief:
@@ -2155,9 +2183,11 @@ class Trainer:
             raise NonFiniteLossError(self.diverged(f"the loss is {loss}"))
 
     def diverged(self, what: str) -> str:
-        kept = self.checkpoints.steps("checkpoint") if self.chief else []
+        kept = self.kept_step
         where = (
-            f"the checkpoint of step {kept[0]} is kept" if kept else "there is no checkpoint yet"
+            "there is no checkpoint yet"
+            if kept is None
+            else f"the checkpoint of step {kept} is kept"
         )
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
 
@@ -2314,6 +2344,11 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
     except BaseException as error:
+        if dist.is_initialized() and not isinstance(error, TrainingError):
+            # Perhaps the mere echo of another rank's failure. That rank speaks first, and its
+            # launcher then ends this one, 2 seconds later at most.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
         sys.stdout.flush()
         sys.stderr.write(failure_report(error) + "\n")
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1

@@ -1,0 +1,203 @@
+"""Real trainings for the tests: train.py as processes, in time limits, with nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entry_point import train
+
+SCRIPT = Path(train.__file__).resolve()
+LIMIT = 120.0  # seconds until a training counts as hung; some test machines are slow
+
+SMALL: dict[str, Any] = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    block_size=32,
+    batch_size=12,
+    max_steps=10,
+    log_interval=5,
+    eval_interval=5,
+    eval_windows=64,
+    sample_length=0,
+    device="cpu",
+)
+
+
+def words(**values: Any) -> list[str]:
+    """A command line, as the SageMaker toolkit writes it."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This environment without a trace of a launcher, with one thread per process and no GPU."""
+    foreign = re.compile(
+        r"(SM_|OMPI_|PMIX_|TORCHELASTIC_|SAGEMAKER_)"
+        r"|(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
+    )
+    kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def make_hosts(base: Path, text: str | Sequence[str], n_hosts: int = 1) -> list[dict[str, str]]:
+    """Hosts laid out as SageMaker lays out its containers; returns the environment of each.
+
+    Several texts are those of the hosts in turn.
+    """
+    names = [f"algo-{i + 1}" for i in range(n_hosts)]
+    port = str(free_port())
+    environments = []
+    for index, name in enumerate(names):
+        root = base / name
+        training = root / "input/data/training"
+        training.mkdir(parents=True)
+        own = text if isinstance(text, str) else text[index]
+        (training / "input.txt").write_text(own, encoding="utf-8", newline="")
+        config = root / "input/config"
+        config.mkdir()
+        (config / "resourceconfig.json").write_text(
+            json.dumps({"current_host": name, "hosts": names})
+        )
+        environments.append(
+            environment(
+                SAGEMAKER_BASE_DIR=str(root),
+                SM_HOSTS=json.dumps(names),
+                SM_CURRENT_HOST=name,
+                SM_NUM_GPUS="0",
+                SM_CHANNEL_TRAINING=str(training),
+                SM_MODEL_DIR=str(root / "model"),
+                SM_OUTPUT_DATA_DIR=str(root / "output/data"),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            )
+        )
+    return environments
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended: its exit status and all it printed."""
+
+    status: int
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        return self.output.rstrip("\n").rpartition("\n")[2]
+
+
+@contextlib.contextmanager
+def started(
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, str(SCRIPT)),
+) -> Iterator[subprocess.Popen[str]]:
+    """A running training, whose processes are all gone afterwards."""
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=cwd,
+        env=dict(env or environment()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a training and all the processes that it started, as of a power cut."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def ended(process: subprocess.Popen[str], limit: float = LIMIT) -> Ended:
+    output, _ = process.communicate(timeout=limit)
+    return Ended(process.returncode, output)
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, str(SCRIPT)),
+) -> Ended:
+    with started(arguments, cwd=cwd, env=env, command=command) as process:
+        return ended(process)
+
+
+def run_hosts(
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    envs: Sequence[Mapping[str, str]],
+    command: Sequence[str] = (sys.executable, str(SCRIPT)),
+) -> list[Ended]:
+    """The same training started on each host, alone."""
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(arguments, cwd=cwd, env=env, command=command))
+            for env in envs
+        ]
+        return [ended(process) for process in processes]
+
+
+def wait_for_line(process: subprocess.Popen[str], start: str) -> list[str]:
+    """Reads the output up to the first line that begins so; returns the lines so far."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith(start):
+            return seen
+    raise AssertionError(f"it ended without a line {start!r}:\n{''.join(seen)}")
+
+
+def wait_for_file(directory: Path, pattern: str, limit: float = LIMIT) -> Path:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        for path in directory.glob(pattern):
+            return path
+        time.sleep(0.01)
+    raise AssertionError(f"no {pattern} in {directory}")
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in a directory."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def edited_script(path: Path, *edits: tuple[str, str]) -> tuple[str, str]:
+    """The command of a copy of train.py with replaced pieces, each of which must be there once."""
+    source = SCRIPT.read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, f"not there once: {old}"
+        source = source.replace(old, new)
+    path.write_text(source)
+    return sys.executable, str(path)

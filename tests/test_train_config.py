@@ -1,0 +1,283 @@
+"""Hyperparameters: how they are read, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import SCRIPT, environment
+
+from entry_point import train
+from entry_point.train import Config, ConfigError, make_config, parse_argv
+
+FIELDS = dataclasses.fields(Config)
+
+
+def config_of(*argv: str) -> Config:
+    return parse_argv(argv)[0]
+
+
+# -- what the toolkit writes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said, meant", [("True", True), ("False", False), ("true", True)])
+def test_a_flag_takes_its_value_from_the_next_word(said: str, meant: bool) -> None:
+    assert config_of("--tie_embeddings", said).tie_embeddings is meant
+
+
+def test_a_bare_flag_means_true() -> None:
+    assert config_of("--tie_embeddings", "--n_layer", "3") == Config(tie_embeddings=True, n_layer=3)
+    assert config_of("--n_layer", "3", "--tie_embeddings") == Config(tie_embeddings=True, n_layer=3)
+
+
+def test_an_empty_value_means_the_default() -> None:
+    empty = [word for f in FIELDS for word in (f"--{f.name}", "")]
+    assert config_of(*empty) == Config()
+
+
+def test_an_empty_option_means_the_default() -> None:
+    empty = [word for f in dataclasses.fields(train.Options) for word in (f"--{f.name}", "")]
+    assert parse_argv(empty) == (Config(), train.Options())
+
+
+def test_scientific_notation_is_a_number() -> None:
+    assert config_of("--learning_rate", "1e-05").learning_rate == 1e-5
+
+
+def test_a_whole_number_in_scientific_notation_is_an_int() -> None:
+    steps = config_of("--max_steps", "1e5").max_steps
+    assert (steps, type(steps)) == (100_000, int)
+
+
+@pytest.mark.parametrize("argv", [("--n-layer", "3"), ("--n_layer", "3"), ("--n-layer=3",)])
+def test_names_take_a_dash_or_an_underscore(argv: tuple[str, ...]) -> None:
+    assert config_of(*argv).n_layer == 3
+
+
+def test_a_negative_number_is_a_value_and_not_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate=-1\.0: must be a number, at least 0"):
+        config_of("--learning_rate", "-1")
+
+
+def test_typed_values_are_taken_as_they_are() -> None:
+    values = {"n-layer": 3, "dropout": 0, "tie_embeddings": True, "device": None}
+    assert make_config(values) == Config(n_layer=3, dropout=0, tie_embeddings=True)
+
+
+def test_every_value_survives_its_way_through_argv() -> None:
+    config = Config(**train.PRESETS["baby"], learning_rate=1e-5, tie_embeddings=True, seed=2**40)
+    argv = [w for k, v in dataclasses.asdict(config).items() for w in (f"--{k}", str(v))]
+    assert config_of(*argv) == config
+
+
+# -- errors name the name, the value, what is allowed, and the nearest that is ---------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, nearest",
+    [
+        ("n_layers", "8", "n_layer"),
+        ("learning-rat", "0.1", "learning_rate"),
+        ("batchsize", "12", "batch_size"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest_name(
+    name: str, value: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}': .*did you mean {nearest}"):
+        make_config({name: value})
+    with pytest.raises(ConfigError, match=f"--{name}={value}: .*did you mean {nearest}"):
+        config_of(f"--{name}", value)
+
+
+def test_a_name_like_no_other_gets_no_guess() -> None:
+    with pytest.raises(ConfigError, match=r"xyzzy='1': there is no such hyperparameter$"):
+        make_config({"xyzzy": "1"})
+
+
+def test_a_word_without_a_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^input\.txt: there is no such option"):
+        config_of("input.txt")
+
+
+def test_a_name_without_a_value_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--n_layer: a value is missing"):
+        config_of("--n_layer")
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("n_layer", "four", "a whole number, at least 1"),
+        ("n_layer", "4.5", "a whole number, at least 1"),
+        ("max_steps", "inf", "a whole number, at least 1"),
+        ("dropout", "much", r"a number from 0 to 0\.95"),
+        ("tie_embeddings", "maybe", "True or False"),
+        ("device", "gpu", "one of auto, cuda, mps, cpu"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_an_error(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}': must be {allowed}"):
+        make_config({name: value})
+
+
+@pytest.mark.parametrize("value", [True, 1.5, [1], {"a": 1}])
+def test_a_typed_value_of_the_wrong_kind_is_an_error(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"n_layer=.*: must be a whole number, at least 1"):
+        make_config({"n_layer": value})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("n_layer", 0),
+        ("dropout", 0.96),
+        ("dropout", -0.1),
+        ("beta2", 1.0),
+        ("validation_fraction", 0.0),
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+    ],
+)
+def test_a_value_out_of_range_is_an_error(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: must be "):
+        Config(**{name: value})
+
+
+def test_a_choice_with_a_typing_error_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer='muom': .*did you mean muon\?"):
+        make_config({"optimizer": "muom"})
+
+
+def test_the_same_name_twice_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"n.layer: given twice \('3' and '4'\)"):
+        config_of("--n_layer", "3", "--n-layer", "4")
+
+
+def test_heads_must_divide_the_width_and_the_nearest_widths_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"n_embd=100 .*n_head=6; .*n_embd=96 or 102"):
+        Config(n_embd=100, n_head=6)
+
+
+def test_heads_must_be_of_even_width_and_the_nearest_widths_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"odd width 3.*n_embd=8 or 16"):
+        Config(n_embd=12, n_head=4)
+
+
+@pytest.mark.parametrize(
+    "batch_size, passes, world_size, nearest",
+    [(12, 1, 8, "8 or 16"), (12, 2, 4, "8 or 16"), (3, 1, 4, "4")],
+)
+def test_processes_and_passes_must_share_the_batch_and_the_nearest_sizes_are_named(
+    batch_size: int, passes: int, world_size: int, nearest: str
+) -> None:
+    config = Config(batch_size=batch_size, gradient_accumulation_steps=passes)
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} .*batch_size={nearest}$"):
+        config.check_world_size(world_size)
+
+
+def test_passes_alone_must_share_the_batch() -> None:
+    with pytest.raises(ConfigError, match="batch_size=10 or 15"):
+        Config(batch_size=12, gradient_accumulation_steps=5)
+
+
+def test_the_warm_up_must_fit_into_the_training() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps=20 is more than max_steps=10"):
+        Config(warmup_steps=20, max_steps=10)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_processes_must_be_a_positive_whole_number(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"processes='{value}': must be a whole number"):
+        parse_argv(["--processes", value])
+
+
+# -- presets, help, the dataclass itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", train.PRESETS)
+def test_every_preset_is_valid(preset: str) -> None:
+    make_config({}, preset)
+
+
+def test_values_go_over_the_preset_and_the_preset_over_the_base() -> None:
+    config = make_config({"n_layer": "2"}, "baby", {"n_embd": 12, "seed": 5})
+    assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)
+
+
+def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"preset='babe': .*cpu, baby.*did you mean baby\?"):
+        config_of("--preset", "babe")
+
+
+@pytest.mark.parametrize("f", FIELDS, ids=lambda f: f.name)
+def test_every_hyperparameter_is_explained_by_help(f: dataclasses.Field[object]) -> None:
+    assert f.metadata["help"]
+    line = next(line for line in train.usage().splitlines() if line.startswith(f"  --{f.name} "))
+    assert f.metadata["help"] in line
+    assert repr(f.default) in line
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().n_layer = 5  # type: ignore[misc]
+
+
+def test_resuming_takes_what_is_not_given_from_the_checkpoint(tmp_path: Path) -> None:
+    saved = dataclasses.asdict(Config(n_layer=7, max_steps=50))
+    state = {"step": 5, "best_step": None, "config": saved, "data": "/a.txt", "validation": ""}
+    train.Checkpoints(tmp_path / "checkpoints").save("checkpoint", {}, state)
+    config, options = parse_argv(["--resume", str(tmp_path), "--max_steps", "80"])
+    assert (config.n_layer, config.max_steps, options.data) == (7, 80, "/a.txt")
+
+
+def test_resuming_from_a_directory_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(train.CheckpointError, match="no checkpoint to resume from"):
+        parse_argv(["--resume", str(tmp_path)])
+
+
+# -- the file as a whole ---------------------------------------------------------------------------
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    probe = (
+        "import importlib.util, sys, torch, signal\n"
+        "before = torch.get_rng_state(), signal.getsignal(signal.SIGTERM)\n"
+        f"spec = importlib.util.spec_from_file_location('train', {str(SCRIPT)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['train'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert torch.equal(before[0], torch.get_rng_state())\n"
+        "assert before[1] == signal.getsignal(signal.SIGTERM)\n"
+    )
+    env = environment(PYTHONDONTWRITEBYTECODE="1", SM_HOSTS="broken", RANK="7", WORLD_SIZE="9")
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=tmp_path, env=env, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_imports_torch_and_the_standard_library_alone() -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module
+            imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch"}
+
+
+def test_help_lists_the_commands_of_the_docstring() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "torchrun --nproc_per_node 4 train.py --data input.txt" in done.stdout
+    assert not done.stderr

@@ -1,0 +1,433 @@
+"""Hosts, ranks and devices: one group of all of them, or a failure that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SCRIPT, SMALL, environment, free_port, make_hosts, run, run_hosts, words
+
+from entry_point import train
+from entry_point.train import Config, Container, DataError, Options, TopologyError
+
+TWO_HOSTS = ["algo-1", "algo-2"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """An /opt/ml of the second of two hosts, with resourceconfig.json."""
+    (tmp_path / "input/data/training").mkdir(parents=True)
+    (tmp_path / "input/config").mkdir()
+    resources = dict(current_host="algo-2", hosts=TWO_HOSTS, network_interface_name="eth0")
+    (tmp_path / "input/config/resourceconfig.json").write_text(json.dumps(resources))
+    return tmp_path
+
+
+def container_of(base: Path, **env: str) -> Container:
+    return train.read_container({"SAGEMAKER_BASE_DIR": str(base), **env}, Options())
+
+
+def some_container(**changes: Any) -> Container:
+    values: dict[str, Any] = dict(
+        inside=True,
+        hosts=("algo-1",),
+        current_host="algo-1",
+        num_gpus=None,
+        interface=None,
+        training=None,
+        validation=None,
+        model_dir=Path("model"),
+        output_dir=Path("output"),
+        checkpoint_dir=Path("checkpoints"),
+    )
+    return Container(**{**values, **changes})
+
+
+# -- the container ---------------------------------------------------------------------------------
+
+
+def test_the_variables_say_where_things_are(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    container = container_of(
+        base,
+        SM_HOSTS='["a", "b", "c"]',
+        SM_CURRENT_HOST="c",
+        SM_NUM_GPUS="4",
+        SM_CHANNEL_VALIDATION=str(tmp_path / "val"),
+        SM_MODEL_DIR="/somewhere/model",
+        SM_OUTPUT_DATA_DIR="/somewhere/output",
+    )
+    assert container == Container(
+        inside=True,
+        hosts=("a", "b", "c"),
+        current_host="c",
+        num_gpus=4,
+        interface="eth0",
+        training=base / "input/data/training",
+        validation=tmp_path / "val",
+        model_dir=Path("/somewhere/model"),
+        output_dir=Path("/somewhere/output"),
+        checkpoint_dir=base / "checkpoints",
+    )
+    assert container.host_index == 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"SM_HOSTS": "[algo-1,algo-2]", "SM_CURRENT_HOST": "algo-2"},  # quotes stripped
+        {"SM_HOSTS": '["algo-1","al', "SM_CURRENT_HOST": "algo-2"},  # cut
+        {"SM_HOSTS": "", "SM_CURRENT_HOST": ""},
+        {"SM_HOSTS": "[]", "SM_CURRENT_HOST": "algo-2"},
+        {"SM_HOSTS": "2", "SM_CURRENT_HOST": "algo-2"},
+        {"SM_HOSTS": '"algo-2"', "SM_CURRENT_HOST": "algo-2"},
+        {"SM_HOSTS": '{"algo-2": 1}', "SM_CURRENT_HOST": "algo-2"},
+        {"SM_HOSTS": "[1, 2]", "SM_CURRENT_HOST": "algo-2"},
+        {"SM_HOSTS": '["algo-1", "algo-2"]'},
+        {"SM_CURRENT_HOST": "algo-2"},
+        {"SM_NUM_GPUS": "", "SM_MODEL_DIR": ""},
+    ],
+)
+def test_resourceconfig_stands_in_for_variables_missing_or_broken(
+    base: Path, broken: dict[str, str]
+) -> None:
+    container = container_of(base, **broken)
+    assert (container.hosts, container.current_host) == (("algo-1", "algo-2"), "algo-2")
+    assert container.num_gpus is None
+
+
+def test_directories_have_their_places_without_variables(base: Path) -> None:
+    container = container_of(base)
+    assert container.model_dir == base / "model"
+    assert container.output_dir == base / "output/data"
+    assert container.checkpoint_dir == base / "checkpoints"
+    assert container.validation is None
+
+
+@pytest.mark.parametrize("resources", [None, "{}", "{broken", "[]", '{"hosts": "algo-1"}'])
+def test_hosts_that_nothing_tells_are_an_error(base: Path, resources: str | None) -> None:
+    file = base / "input/config/resourceconfig.json"
+    file.unlink()
+    if resources is not None:
+        file.write_text(resources)
+    with pytest.raises(TopologyError, match=r"cannot tell the hosts.*SM_HOSTS='\[algo-1\]'"):
+        container_of(base, SM_HOSTS="[algo-1]", SM_CURRENT_HOST="algo-1")
+
+
+def test_a_host_that_is_not_among_the_hosts_is_an_error(base: Path) -> None:
+    with pytest.raises(TopologyError, match="SM_CURRENT_HOST='algo-9'"):
+        container_of(base, SM_HOSTS='["algo-3", "algo-4"]', SM_CURRENT_HOST="algo-9")
+
+
+def test_a_missing_training_channel_is_an_error_that_names_those_there_are(base: Path) -> None:
+    (base / "input/data/training").rmdir()
+    with pytest.raises(DataError, match="'training' is missing; the job's channels: none"):
+        container_of(base)
+    for name in ("train", "text"):
+        (base / "input/data" / name).mkdir()
+    with pytest.raises(DataError, match="'training' is missing; the job's channels: text, train"):
+        container_of(base)
+
+
+def test_a_file_named_by_hand_goes_before_a_container_around(base: Path) -> None:
+    env = {"SAGEMAKER_BASE_DIR": str(base)}
+    container = train.read_container(env, Options(data="input.txt", out="here"))
+    assert not container.inside
+    assert container.training == Path("input.txt").absolute()
+    assert container.checkpoint_dir == Path("here/checkpoints")
+
+
+def test_outside_of_a_container_each_training_gets_a_directory_of_its_own(
+    text_file: Path, tmp_path: Path
+) -> None:
+    arguments = words(**{**SMALL, "max_steps": 1}, data=text_file)
+    for done in [*run_hosts(arguments, cwd=tmp_path, envs=[environment()] * 2)]:
+        assert done.status == 0, done.output
+    assert len(list(tmp_path.glob("runs/*/model/config.json"))) == 2
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+def test_ranks_come_from_torchrun() -> None:
+    assert train.read_ranks(TORCHRUN, 2) == train.Ranks(5, 8, 1, 4, "torchrun")
+
+
+def test_ranks_come_from_open_mpi() -> None:
+    assert train.read_ranks(OPEN_MPI, 2) == train.Ranks(5, 8, 1, 4, "mpirun")
+
+
+def test_torchrun_goes_before_open_mpi() -> None:
+    ranks = train.read_ranks({**OPEN_MPI, **TORCHRUN, "RANK": "4", "LOCAL_RANK": "0"}, 2)
+    assert ranks is not None and (ranks.rank, ranks.local_rank) == (4, 0)
+
+
+def test_smddprun_tells_no_local_size_and_its_hosts_share_evenly() -> None:
+    env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    ranks = train.read_ranks(env, 2)
+    assert ranks is not None and ranks.local_world_size == 4
+    ranks = train.read_ranks({**env, **OPEN_MPI}, 2)
+    assert ranks is not None and ranks.local_world_size == 4
+
+
+def test_an_address_alone_is_no_sign_of_a_launcher() -> None:
+    assert train.read_ranks({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, 2) is None
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI], ids=["torchrun", "mpirun"])
+def test_a_group_that_does_not_cover_the_hosts_is_an_error(env: dict[str, str]) -> None:
+    with pytest.raises(TopologyError, match=r"group of 8 with 4 on this host, but .* 3 hosts"):
+        train.read_ranks(env, 3)
+
+
+def test_a_group_of_one_host_among_two_is_an_error() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(TopologyError, match="each would train a model of its own"):
+        train.read_ranks(env, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "x"},
+        {"RANK": "8"},
+        {"RANK": "-1"},
+        {"LOCAL_RANK": "4"},
+        {"LOCAL_RANK": ""},
+        {"WORLD_SIZE": "0"},
+    ],
+)
+def test_impossible_ranks_are_an_error(change: dict[str, str]) -> None:
+    with pytest.raises(TopologyError):
+        train.read_ranks({**TORCHRUN, **change}, 2)
+
+
+def test_a_missing_local_rank_is_an_error() -> None:
+    with pytest.raises(TopologyError, match="LOCAL_RANK=None must be a whole number"):
+        train.read_ranks({"RANK": "0", "WORLD_SIZE": "1"}, 1)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+    return pretend
+
+
+def test_gpus_that_torch_does_not_see_are_an_error(gpus: Any) -> None:
+    gpus(0)
+    with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 0"):
+        train.choose_device(Config(), some_container(num_gpus=4), 1)
+
+
+def test_a_part_of_the_gpus_is_an_error(gpus: Any) -> None:
+    gpus(1)
+    with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 1"):
+        train.choose_device(Config(), some_container(num_gpus=4), 4)
+
+
+def test_the_cpu_can_be_asked_for_in_spite_of_gpus(gpus: Any) -> None:
+    gpus(0)
+    assert train.choose_device(Config(device="cpu"), some_container(num_gpus=4), 1) == "cpu"
+
+
+def test_a_gpu_asked_for_where_there_is_none_is_an_error(gpus: Any) -> None:
+    gpus(0)
+    with pytest.raises(TopologyError, match=r"device=cuda, but torch .* sees no GPU"):
+        train.choose_device(Config(device="cuda"), some_container(), 1)
+
+
+def test_mps_asked_for_where_there_is_none_is_an_error(gpus: Any) -> None:
+    gpus(0)
+    with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
+        train.choose_device(Config(device="mps"), some_container(), 1)
+
+
+def test_each_gpu_gets_a_process(gpus: Any) -> None:
+    gpus(4)
+    container = some_container(num_gpus=4)
+    assert train.local_processes(Config(), container, Options()) == 4
+    with pytest.raises(TopologyError, match="processes=2, but the host has 4 GPUs"):
+        train.local_processes(Config(), container, Options(processes=2))
+
+
+def test_a_launcher_that_uses_a_part_of_the_gpus_is_an_error(gpus: Any) -> None:
+    gpus(4)
+    ranks = train.Ranks(0, 1, 0, 1, "mpirun")
+    with pytest.raises(TopologyError, match="4 GPUs, and mpirun started 1 process on it"):
+        train.train(Config(), Options(), some_container(num_gpus=4), ranks)
+
+
+def test_the_cpu_runs_as_many_processes_as_asked_for(gpus: Any) -> None:
+    gpus(0)
+    assert train.local_processes(Config(), some_container(num_gpus=0), Options()) == 1
+    assert train.local_processes(Config(), some_container(), Options(processes=3)) == 3
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def test_hosts_started_alone_form_one_group_and_leave_one_model(text: str, tmp_path: Path) -> None:
+    first, second = run_hosts(
+        words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", text, n_hosts=2)
+    )
+    assert (first.status, second.status) == (0, 0), first.output + second.output
+    assert "running on 2 hosts x 1 CPU = 2 processes in one group" in first.output
+    assert second.output == ""
+    models = [p.relative_to(tmp_path / "ml") for p in tmp_path.rglob("model.safetensors")]
+    assert models == [Path("algo-1/model/model.safetensors")]
+
+
+def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> None:
+    texts = [text, text.replace("Python", "Pythons", 1)]
+    ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2))
+    assert all(end.status for end in ends)
+    assert ends[1].last_line.startswith("DataError: host algo-2 has other text than algo-1;")
+    assert not list(tmp_path.rglob("model.safetensors"))
+
+
+def test_each_host_shares_its_own_things_when_torchrun_started_the_hosts(tmp_path: Path) -> None:
+    """Outside of SageMaker nothing but the ranks tells one host from another."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        "container = train.read_container({}, train.Options(data='x'))\n"
+        "ranks = train.read_ranks(os.environ, 1)\n"
+        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+        "first, within = ranks.local_rank == 0, f'host{group.host_index}'\n"
+        "if first:\n"
+        "    group.share(ranks.rank, source=True, within=within)\n"
+        "group.barrier()\n"
+        "if not first:\n"
+        "    host = group.share(source=False, within=within)\n"
+        "    assert host == ranks.rank - ranks.local_rank, (host, ranks)\n"
+        "group.close()\n"
+        "train.leave(0)\n"
+    )
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    envs = [
+        {**env, "RANK": str(r), "WORLD_SIZE": "4", "LOCAL_RANK": str(r % 2)}
+        | {"LOCAL_WORLD_SIZE": "2"}
+        for r in range(4)
+    ]
+    command = (sys.executable, str(probe))
+    for end in run_hosts([], cwd=tmp_path, envs=envs, command=command):
+        assert end.status == 0, end.output
+
+
+@pytest.fixture
+def lone_copy(text_file: Path, tmp_path: Path) -> Path:
+    """A directory with a copy of the one file and a text, and nothing else."""
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    shutil.copy(text_file, tmp_path / "input.txt")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command, processes",
+    [
+        (["python", "train.py"], 1),
+        (["torchrun", "--nproc_per_node", "2", "train.py"], 2),
+    ],
+    ids=["python", "torchrun"],
+)
+def test_a_copy_of_the_one_file_trains(lone_copy: Path, command: list[str], processes: int) -> None:
+    env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if command[0] == "torchrun":
+        # Any free port, so that tests side by side do not meet at torchrun's usual one.
+        command = ["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *command[1:]]
+    end = run(
+        ["--data", "input.txt", *words(max_steps=3, eval_windows=32)],
+        cwd=lone_copy,
+        env=env,
+        command=command,
+    )
+    assert end.status == 0, end.output
+    assert f"= {processes} process" in end.output
+    assert list(lone_copy.glob("runs/*/model/model.safetensors"))
+
+
+def test_without_a_text_it_says_how_to_name_one(tmp_path: Path) -> None:
+    end = run([], cwd=tmp_path, env=environment(SAGEMAKER_BASE_DIR=str(tmp_path)))
+    assert (end.status, end.last_line) == (2, "DataError: no text: name it with --data FILE")
+
+
+def test_a_batch_that_the_processes_cannot_share_stops_at_once(
+    text_file: Path, tmp_path: Path
+) -> None:
+    end = run([*words(data=text_file, processes=5)], cwd=tmp_path)
+    assert end.status == 2
+    assert end.last_line.startswith("ConfigError: batch_size=12 cannot be shared by 5 processes")
+    assert end.last_line.endswith("batch_size=10 or 15")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_failure_of_any_rank_ends_the_job_with_its_reason_last(
+    text_file: Path, tmp_path: Path, rank: int
+) -> None:
+    copy = tmp_path / "train.py"
+    source = SCRIPT.read_text()
+    line = "            self.step += 1\n"
+    assert source.count(line) == 1
+    failing = (
+        f"            if self.step == 3 and self.group.rank == {rank}:\n"
+        "                raise DataError('the dog ate it')\n"
+    )
+    copy.write_text(source.replace(line, line + failing))
+    command = (sys.executable, str(copy))
+    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
+    assert end.status == 2
+    assert end.last_line == "DataError: the dog ate it"
+
+
+def test_an_unforeseen_failure_says_where_it_was_without_the_words_of_the_code(
+    text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").write_text("a file where a directory should be")
+    end = run(words(**SMALL, data=text_file, out="out"), cwd=tmp_path)
+    assert end.status == 1
+    assert end.last_line.startswith("NotADirectoryError: ")
+    assert "Traceback" not in end.output
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "train.py"
+    source = SCRIPT.read_text()
+    line = "            self.step += 1\n"
+    killing = (
+        "            if self.step == 3 and self.group.rank == 1:\n"
+        "                os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    copy.write_text(source.replace(line, line + killing))
+    command = (sys.executable, str(copy))
+    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
+    assert end.status == 137
+    assert end.last_line == "TrainingError: rank 1 was killed by signal 9 (SIGKILL)"
+
+
+def test_the_line_of_a_failure_is_one_line() -> None:
+    line = train.failure_report(DataError("two\nlines"))
+    assert line == "DataError: two lines"
