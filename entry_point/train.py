@@ -951,7 +951,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # which else may be gone before the view
+    return memoryview(array).cast("B")
 
 
 def load_corpus(container: Container, config: Config, group: Group) -> Corpus:

@@ -1,0 +1,87 @@
+"""What examples/ holds runs, and the wheel works away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An empty home, and no settings from outside."""
+    for name in list(os.environ):
+        if name.startswith(("SM_", "AWS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("MAX_STEPS", "20")
+    (tmp_path / "home").mkdir()
+    return dict(os.environ)
+
+
+def run(
+    command: list[str | Path], cwd: Path, environment: dict[str, str], timeout: float = 120
+) -> str:
+    """What a command prints on stdout; it has to succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_script_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+    out = run([ROOT / "examples" / "local_loop.sh"], tmp_path, environment)
+    assert "step:        30/30" in out  # it went on from step 20
+
+
+def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+    notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    assert "val_loss" in str(notebook.cells)
+
+
+def test_committed_notebooks_hold_no_output() -> None:
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        assert not any(cell.get("outputs") for cell in cells)
+
+
+def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    source = tmp_path / "source"  # building leaves files beside the sources
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("launcher", "entry_point"):
+        shutil.copytree(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], tmp_path, environment, 300)
+    (wheel,) = tmp_path.glob("*.whl")
+    run([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)
+    python = tmp_path / "clean" / "bin" / "python"
+    install = [python, *pip[1:], "install", "-c", ROOT / "constraints.txt", wheel]
+    run(install, tmp_path, environment, 900)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    sm_nanogpt = tmp_path / "clean" / "bin" / "sm-nanogpt"
+    environment = {**environment, "PATH": os.defpath}
+    run([sm_nanogpt, "upload-data", "--corpus", "python-docs"], elsewhere, environment)
+    launch = [sm_nanogpt, "launch", "--instance", "local", "--set", "max_steps=5"]
+    job_id = run([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
+    sample = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
+    assert len(run(sample, elsewhere, environment)) >= 20
+    assert not list(elsewhere.iterdir())

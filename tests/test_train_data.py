@@ -1,0 +1,312 @@
+"""Text as ids, and batches of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SCRIPT, environment
+
+from entry_point import train
+from entry_point.train import Batches, Config, Corpus, DataError
+
+STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀\x00\x7f\u2028 end\n" * 40
+
+
+def corpus_of(training: Path, validation: Path | None = None, **hyperparameters: Any) -> Corpus:
+    options = train.Options(data=str(training), validation=str(validation or ""))
+    container = train.read_container({}, options)
+    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    return train.load_corpus(container, Config(**{"block_size": 8, **hyperparameters}), group)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return path
+
+
+def text_of(corpus: Corpus, *parts: torch.Tensor) -> str:
+    return "".join(corpus.vocabulary[i] for part in parts for i in part.tolist())
+
+
+# -- tokenisation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 5, 64, 1 << 24])
+def test_ids_give_the_text_back_wherever_chunks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(train, "CHUNK_BYTES", chunk_bytes)
+    corpus = corpus_of(write(tmp_path / "a.txt", STRANGE))
+    assert text_of(corpus, corpus.train, corpus.val) == STRANGE
+
+
+def test_plain_and_other_chunks_of_one_text_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "CHUNK_BYTES", 16)
+    text = "plain words, all of ASCII; " * 5 + "é🙂" + "and again plain words " * 5
+    corpus = corpus_of(write(tmp_path / "a.txt", text))
+    assert text_of(corpus, corpus.train, corpus.val) == text
+
+
+@pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int16)])
+def test_ids_are_of_the_smallest_type_that_holds_the_vocabulary(
+    tmp_path: Path, n_characters: int, dtype: torch.dtype
+) -> None:
+    text = "".join(chr(0x4E00 + i) for i in range(n_characters - 26)) + "abcdefghijklmnopqrstuvwxyz"
+    corpus = corpus_of(write(tmp_path / "a.txt", text))
+    assert len(corpus.vocabulary) == n_characters
+    assert corpus.train.dtype == corpus.val.dtype == dtype
+    assert text_of(corpus, corpus.train, corpus.val) == text
+
+
+def test_a_vocabulary_beyond_int16_is_kept(tmp_path: Path) -> None:
+    text = "".join(chr(0x20000 + i) for i in range(40_000))
+    corpus = corpus_of(write(tmp_path / "a.txt", text))
+    assert corpus.train.dtype == torch.int32
+    assert text_of(corpus, corpus.train, corpus.val) == text
+
+
+def test_the_vocabulary_is_sorted_as_in_nanogpt(tmp_path: Path) -> None:
+    corpus = corpus_of(write(tmp_path / "a.txt", STRANGE))
+    assert corpus.vocabulary == "".join(sorted(set(STRANGE)))
+
+
+def test_the_last_tenth_is_for_validation_as_in_nanogpt(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(1237))
+    corpus = corpus_of(write(tmp_path / "a.txt", text))
+    n = int(len(text) * 0.9)
+    assert text_of(corpus, corpus.train) == text[:n]
+    assert text_of(corpus, corpus.val) == text[n:]
+
+
+def test_a_validation_channel_leaves_the_training_text_whole(tmp_path: Path) -> None:
+    training = write(tmp_path / "a.txt", "abcdefgh" * 5)
+    corpus = corpus_of(training, write(tmp_path / "v.txt", "hijklmno" * 3))
+    assert text_of(corpus, corpus.train) == "abcdefgh" * 5
+    assert text_of(corpus, corpus.val) == "hijklmno" * 3
+
+
+def test_a_directory_is_all_its_txt_files_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "d/b.txt", "bbbb" * 20)
+    write(tmp_path / "d/a/z.txt", "zzzz" * 20)
+    write(tmp_path / "d/notes.md", "not this")
+    corpus = corpus_of(tmp_path / "d")
+    assert text_of(corpus, corpus.train, corpus.val) == "z" * 80 + "b" * 80
+
+
+def test_the_hash_changes_with_the_text(tmp_path: Path) -> None:
+    text = "abcdefgh" * 20
+    one = corpus_of(write(tmp_path / "1.txt", text)).sha256
+    same = corpus_of(write(tmp_path / "2.txt", text)).sha256
+    other = corpus_of(write(tmp_path / "3.txt", text[:-1] + "g")).sha256
+    assert one == same != other
+
+
+def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
+    write(tmp_path / "one/a.txt", "a" * 50)
+    write(tmp_path / "one/b.txt", "a" * 150)
+    write(tmp_path / "two/a.txt", "a" * 150)
+    write(tmp_path / "two/b.txt", "a" * 50)
+    assert corpus_of(tmp_path / "one").sha256 != corpus_of(tmp_path / "two").sha256
+
+
+def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    corpus_of(write(tmp_path / "a.txt", STRANGE))
+    with pytest.raises(DataError):
+        corpus_of(write(tmp_path / "b.txt", b"\xff"))
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_the_memory_of_a_tensor_outlives_its_name() -> None:
+    view = train.raw_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
+    others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
+    assert len(others) == 8
+    assert bytes(view) == b"\7" * (1 << 20)
+
+
+# -- text that will not do -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 1 << 24])
+@pytest.mark.parametrize(
+    "content, offset",
+    [
+        (b"\xff" + b"a" * 50, 0),
+        (b"a" * 50 + "é".encode() + b"\xe2\x28\xa1", 52),
+        (b"a" * 50 + "🙂".encode()[:3], 50),
+        (b"a" * 20 + b"\xed\xa0\x80" + b"a" * 20, 20),
+    ],
+)
+def test_invalid_utf8_is_an_error_with_the_file_and_the_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
+    offset: int,
+    chunk_bytes: int,
+) -> None:
+    monkeypatch.setattr(train, "CHUNK_BYTES", chunk_bytes)
+    path = write(tmp_path / "a.txt", content)
+    with pytest.raises(DataError) as caught:
+        corpus_of(path)
+    assert str(caught.value) == f"{path}: not UTF-8 text (byte {offset})"
+
+
+def test_the_invalid_file_is_named_among_many(tmp_path: Path) -> None:
+    write(tmp_path / "d/a.txt", "good " * 20)
+    bad = write(tmp_path / "d/b.txt", b"good \xff")
+    with pytest.raises(DataError, match=rf"{bad}: not UTF-8 text \(byte 5\)"):
+        corpus_of(tmp_path / "d")
+
+
+def test_an_empty_text_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "")
+    with pytest.raises(DataError, match=f"{path}: no text in it"):
+        corpus_of(path)
+
+
+def test_a_directory_without_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{tmp_path}: no \*\.txt file in it"):
+        corpus_of(tmp_path)
+
+
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.txt: no such file or directory"):
+        corpus_of(tmp_path / "none.txt")
+
+
+def test_a_part_shorter_than_one_window_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "a" * 85)
+    with pytest.raises(DataError, match=r"validation part has 9 .* block_size=9 needs 10"):
+        corpus_of(path, block_size=9)
+    corpus_of(path, block_size=8)
+    with pytest.raises(DataError, match=r"training part has 8 .* block_size=8 needs 9"):
+        corpus_of(write(tmp_path / "b.txt", "a" * 8), path)
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    probe = (
+        "import resource, sys, tempfile, pathlib\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        "files, out = [pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2])\n"
+        "seen = train.torch.zeros(train.CODE_POINTS, dtype=train.torch.bool)\n"
+        "train.scan_text(files, seen)\n"
+        "vocabulary = ''.join(map(chr, seen.nonzero().flatten().tolist()))\n"
+        "train.write_ids(files, vocabulary, out)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    peaks = []
+    for millions in (0, 25, 80):
+        # The first chunk is one that has to be decoded, which takes the most memory.
+        plain = b"some words of plain text.\n" * (millions * 40_000)
+        path = write(tmp_path / "large.txt", "é".encode() + plain)
+        done = subprocess.run(
+            [sys.executable, "-c", probe, str(path), str(tmp_path / "ids")],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert (tmp_path / "ids").stat().st_size == path.stat().st_size - 1
+        peaks.append(int(done.stdout) * (1 if sys.platform == "darwin" else 1024) / 1e6)
+    assert peaks[2] - peaks[1] < 30, f"{peaks} MB"
+    assert peaks[2] - peaks[0] < 400, f"{peaks} MB"
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def batches(n: int, **hyperparameters: Any) -> Batches:
+    """Over a text whose ids are their own places, so that a window shows where it is from."""
+    config = Config(**{"block_size": 8, "batch_size": 4, **hyperparameters})
+    return Batches(torch.arange(n, dtype=torch.int32), config)
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
+    forward, backward = batches(1000), batches(1000)
+    there = [forward.rows(step, 0, 1)[0] for step in range(100)]
+    back = [backward.rows(step, 0, 1)[0] for step in reversed(range(100))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
+
+
+def test_a_batch_does_not_depend_on_the_random_state() -> None:
+    torch.manual_seed(1)
+    one = batches(1000).rows(7, 0, 1)[0]
+    torch.manual_seed(2)
+    assert torch.equal(one, batches(1000).rows(7, 0, 1)[0])
+
+
+def test_seeds_and_steps_give_other_batches() -> None:
+    b = batches(10_000)
+    assert not torch.equal(b.rows(0, 0, 1)[0], b.rows(1, 0, 1)[0])
+    assert not torch.equal(b.rows(0, 0, 1)[0], batches(10_000, seed=1).rows(0, 0, 1)[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_slices_of_the_ranks_are_the_global_batch(world_size: int) -> None:
+    b = batches(1000)
+    for step in (0, 1, 50):
+        whole = b.rows(step, 0, 1)
+        parts = [b.rows(step, rank, world_size) for rank in range(world_size)]
+        for one, cut in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(one, torch.cat(cut))
+
+
+@pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 24, 25, 100, 1001])
+def test_no_character_is_seen_twice_in_an_epoch(n: int) -> None:
+    b = batches(n, batch_size=1)
+    for epoch in range(5):
+        steps = range(epoch * b.windows_per_epoch, (epoch + 1) * b.windows_per_epoch)
+        seen = torch.cat([b.rows(step, 0, 1)[0].flatten() for step in steps]).tolist()
+        assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("n", [100, 1001])
+def test_an_epoch_leaves_out_less_than_two_windows(n: int) -> None:
+    b = batches(n)
+    assert n - b.windows_per_epoch * b.block_size <= 2 * b.block_size
+
+
+def test_epochs_cut_the_text_at_other_places() -> None:
+    b = batches(1000, batch_size=1)
+    phases = {int(b.window_starts(e * b.windows_per_epoch)[0]) % 8 for e in range(100)}
+    assert phases == set(range(8))
+
+
+@pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
+def test_windows_lie_in_the_text_and_targets_are_inputs_one_on(n: int) -> None:
+    b = batches(n)
+    for step in range(30):
+        x, y = b.rows(step, 0, 1)
+        assert x.shape == y.shape == (4, 8)
+        assert x.dtype == y.dtype == torch.int64
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert torch.equal(y, x + 1)
+        assert int(y.max()) < n
+
+
+@pytest.mark.parametrize("n", [9, 17, 30, 100])
+def test_every_character_is_trained_on_in_time_but_for_the_last_few(n: int) -> None:
+    b = batches(n)
+    seen = {i for step in range(100) for i in b.rows(step, 0, 1)[0].flatten().tolist()}
+    assert seen == set(range(len(seen)))
+    assert n - len(seen) <= b.block_size
+
+
+def test_training_never_touches_the_validation_part(tmp_path: Path) -> None:
+    corpus = corpus_of(write(tmp_path / "a.txt", "a" * 900 + "b" * 100))
+    b = Batches(corpus.train, Config(block_size=8, batch_size=4))
+    a = corpus.vocabulary.index("a")
+    for step in range(200):
+        x, y = b.rows(step, 0, 1)
+        assert bool((x == a).all()) and bool((y == a).all())
