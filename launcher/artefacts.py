@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import shutil
 import tarfile
 import tempfile
@@ -59,7 +60,7 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
     """Fetches and unpacks model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
-    with scratch(parent) as directory:
+    with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress)
         with archive.open("rb") as file:
             target = parent / hashlib.file_digest(file, "sha256").hexdigest()[:12]
@@ -76,7 +77,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
 
     assert description.checkpoint_uri is not None
     parent = settings.models_dir / description.job_id
-    with scratch(parent) as directory:
+    with scratch(settings.models_dir) as directory:
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress)
         try:
             step = train.export_checkpoint(directory / "checkpoints", directory / "model")
@@ -89,7 +90,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A directory to work in, beside where the result will lie, that leaves no trace."""
+    """A directory to work in, near where the result will lie, that leaves no trace."""
     parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=".fetch-", dir=parent))
     try:
@@ -100,6 +101,7 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 def keep(directory: Path, target: Path) -> None:
     """Moves a finished directory into place; who comes second finds the same content there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.rename(target)
     except OSError:
@@ -117,15 +119,14 @@ def extract(archive: Path, target: Path) -> None:
     allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
     target.mkdir()
     try:
-        with tarfile.open(archive, "r:gz") as tar:
-            total = 0
+        with (
+            gzip.open(archive) as file,
+            Bounded(file, allowed, archive.name) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as tar,
+        ):
             for member in tar:
                 place = safe_place(member, archive.name)
-                total += member.size
-                if total > allowed:
-                    raise ServiceError(
-                        f"{archive.name} is refused: it unpacks to {LARGEST_RATIO} times its size"
-                    )
+                stream.check(member.size)
                 path = target / place
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
@@ -133,14 +134,35 @@ def extract(archive: Path, target: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 source = tar.extractfile(member)
                 assert source is not None
-                with path.open("xb") as file:
-                    shutil.copyfileobj(source, file)
+                with path.open("xb") as out:
+                    shutil.copyfileobj(source, out)
+            while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
+                pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ServiceError(f"{archive.name} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError, ValueError) as error:
         raise ServiceError(f"{archive.name} is refused: {error}") from None
     except OSError as error:
         raise ServiceError(f"{archive.name}: {error.strerror or error}") from None
+
+
+class Bounded(io.RawIOBase):
+    """What an archive unpacks to, headers included, up to as much as a model may have."""
+
+    def __init__(self, file: gzip.GzipFile, allowed: int, name: str) -> None:
+        self.file, self.left, self.name = file, allowed, name
+
+    def check(self, n: int) -> None:
+        if not 0 <= n <= self.left:
+            raise ServiceError(
+                f"{self.name} is refused: it unpacks to over {LARGEST_RATIO} times its size"
+            )
+
+    def read(self, n: int = -1) -> bytes:
+        content = self.file.read(n if 0 <= n <= storage.CHUNK_BYTES else storage.CHUNK_BYTES)
+        self.check(len(content))
+        self.left -= len(content)
+        return content
 
 
 def safe_place(member: tarfile.TarInfo, archive: str) -> PurePosixPath:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,18 +254,23 @@ def poll(job_id: str, settings: Settings) -> Iterator[JobDescription]:
 @click.option(
     "--max-new-tokens",
     metavar="N",
-    type=int,
+    type=click.IntRange(min=1),
     default=500,
     show_default=True,
     help="Characters to make.",
 )
 @click.option(
-    "--num-samples", metavar="N", type=int, default=1, show_default=True, help="Texts to make."
+    "--num-samples",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Texts to make.",
 )
 @click.option(
     "--temperature",
     metavar="T",
-    type=float,
+    type=click.FloatRange(min=0),
     default=0.8,
     show_default=True,
     help="0: always the most likely.",
@@ -272,21 +278,21 @@ def poll(job_id: str, settings: Settings) -> Iterator[JobDescription]:
 @click.option(
     "--top-k",
     metavar="K",
-    type=int,
+    type=click.IntRange(min=0),
     default=0,
     help="Choose among the K most likely (default: all).",
 )
 @click.option(
     "--top-p",
     metavar="P",
-    type=float,
+    type=click.FloatRange(min=0, max=1, min_open=True),
     default=1.0,
     help="Choose among the likeliest P of probability (default: 1).",
 )
 @click.option(
     "--seed",
     metavar="S",
-    type=int,
+    type=click.IntRange(min=0, max=2**63 - 1),
     default=1337,
     show_default=True,
     help="The same seed, the same text.",
@@ -468,26 +474,18 @@ def stop_command(context: click.Context, job_id: str) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        result = cli.main(arguments, prog_name="sm-nanogpt", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except click.ClickException as error:
-        if isinstance(error, click.exceptions.NoArgsIsHelpError):
-            note(error.format_message())
-        else:
-            note(f"error: {' '.join(error.format_message().split())}")
+        # Not cli.main, which makes a failure of a pipe whose reader has left.
+        with cli.make_context("sm-nanogpt", list(words)) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        note(error.format_message())
         return 2
-    except InputError as error:
-        if debug:
-            raise
-        note(f"error: {error}")
-        return 2
-    except ServiceError as error:
-        if debug:
-            raise
-        note(f"error: {error}")
-        return 1
     except (KeyboardInterrupt, click.Abort):
         note("interrupted")
         return 1
@@ -495,6 +493,19 @@ def run(arguments: list[str] | None = None) -> int:
         # The reader of our output has left, as `| head` does; that is no failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        note(f"error: {' '.join(told(error).splitlines())}")
+        return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+def told(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        return " ".join(error.format_message().split())
+    if isinstance(error, (InputError, ServiceError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
 
 
 def main() -> NoReturn:

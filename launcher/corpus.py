@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import http.client
 import json
 import os
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -70,6 +70,18 @@ def upload_data(
         ServiceError: the store refuses.
     """
     settings = settings or load_settings()
+    upload, sources = survey(path, settings)
+    send(upload, sources, progress)
+    storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n")
+    return upload
+
+
+def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
+    """The data set that this text makes in the store, and its files here; nothing is sent.
+
+    Raises:
+        InputError: as upload_data.
+    """
     root = Path(path).expanduser()
     files = find_text(root)
     text = check_text(root, [source for _, source in files])
@@ -83,16 +95,19 @@ def upload_data(
         vocabulary_size=text.vocabulary_size,
         sha256=text.sha256,
         files=tuple(name for name, _ in files),
+        uploaded=find_upload(uri) is None,
     )
-    if find_upload(uri) is not None:
-        upload = Upload(**{**asdict(upload), "files": upload.files, "uploaded": False})
-    else:
-        for relative, source in files:
-            storage.write_file(source, storage.join(uri, relative), progress)
-        manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
-        storage.write_text(f"{uri}.json", json.dumps(manifest, indent=2) + "\n")
-    storage.write_text(latest_uri(settings), json.dumps({"uri": uri}) + "\n")
-    return upload
+    return upload, [source for _, source in files]
+
+
+def send(upload: Upload, sources: Sequence[Path], progress: Progress = lambda n: None) -> None:
+    """Puts a surveyed data set into the store, unless it is there."""
+    if not upload.uploaded:
+        return
+    for name, source in zip(upload.files, sources, strict=True):
+        storage.write_file(source, storage.join(upload.uri, name), progress)
+    manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
+    storage.write_text(f"{upload.uri}.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def latest_uri(settings: Settings) -> str:
@@ -222,7 +237,7 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
             while chunk := response.read(1 << 16):
                 content += chunk
                 progress(len(chunk))
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ServiceError(f"{url}: {reason}") from None
     found = hashlib.sha256(content).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import tomllib
@@ -41,7 +42,12 @@ class TrainingJob(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
+            name, *inner = (str(part) for part in first["loc"])
+            if name == "hyperparameters" and inner:
+                value = values[name][inner[0]]
+                raise InputError(
+                    f"{inner[0]}={value!r}: must be a number, true, false or text"
+                ) from None
             raise InputError(f"{name}={first['input']!r}: {first['msg']}") from None
 
     @property
@@ -64,13 +70,14 @@ class TrainingJob(BaseModel):
             from entry_point import train
 
             return train
+        spec = importlib.util.spec_from_file_location("user_train", self.entry_point)
+        if spec is None or spec.loader is None:
+            raise InputError(f"{self.entry_point}: not a Python file (*.py)")
+        module = importlib.util.module_from_spec(spec)
         try:
-            spec = importlib.util.spec_from_file_location("user_train", self.entry_point)
-            if spec is None or spec.loader is None:
-                raise InputError(f"{self.entry_point}: not a Python file")
-            module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # dataclasses look their module up there
-            spec.loader.exec_module(module)
+            with contextlib.redirect_stdout(sys.stderr):
+                spec.loader.exec_module(module)
             _ = module.make_config, module.PRESETS
         except FileNotFoundError:
             raise InputError(f"{self.entry_point}: no such file") from None
@@ -78,19 +85,27 @@ class TrainingJob(BaseModel):
             raise InputError(
                 f"{self.entry_point}: not an edited copy of train.py ({error})"
             ) from None
-        except (SyntaxError, ImportError) as error:
+        except SyntaxError as error:
             raise InputError(f"{self.entry_point}: {error}") from None
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self.entry_point}: cannot be imported ({type(error).__name__}: {error})"
+            ) from None
         return module
 
     def explicit_hyperparameters(self) -> dict[str, Scalar]:
         """What is sent: the preset's values and those given over them, under the fields' names."""
-        presets = self.script_module().PRESETS
+        module = self.script_module()
+        try:
+            module.make_config({}, self.preset)
+        except module.ConfigError as error:
+            raise InputError(str(error)) from None
         given = {
             name.replace("-", "_"): value
             for name, value in self.hyperparameters.items()
             if value != ""
         }
-        return {**(presets[self.preset] if self.preset else {}), **given}
+        return {**(module.PRESETS[self.preset] if self.preset else {}), **given}
 
     def config(self, world_size: int) -> Any:
         """The script's Config of this job.
@@ -129,6 +144,7 @@ def parse_assignments(words: tuple[str, ...]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise InputError(f"--set {word}: must be name=value")
+        name = name.replace("-", "_")
         if name in values:
             raise InputError(f"--set {name}: given twice ({values[name]!r} and {value!r})")
         values[name] = value

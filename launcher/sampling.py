@@ -55,16 +55,16 @@ def stream_samples(
             "the prompt has characters that the model has never seen:"
             f" {', '.join(map(repr, unknown))}"
         )
-    for name, good in (
-        ("max_new_tokens", max_new_tokens >= 1),
-        ("num_samples", num_samples >= 1),
-        ("temperature", 0 <= temperature < float("inf")),
-        ("top_k", top_k >= 0),
-        ("top_p", 0 < top_p <= 1),
-        ("seed", 0 <= seed < 1 << 63),
+    for name, value, good, allowed in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("num_samples", num_samples, num_samples >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < float("inf"), "a number, at least 0"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0: all)"),
+        ("top_p", top_p, 0 < top_p <= 1, "over 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1"),
     ):
         if not good:
-            raise InputError(f"{name} is out of its range")
+            raise InputError(f"{name}={value}: must be {allowed}")
     ids = torch.tensor([[vocabulary.index(character) for character in text]])
     steps = train.generate(
         model,

@@ -18,7 +18,7 @@ from launcher.errors import InputError
 
 
 def default_home() -> Path:
-    return Path(os.environ.get("SM_NANOGPT_HOME", "~/.sm-nanogpt")).expanduser()
+    return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
 
 
 class Settings(BaseSettings):
@@ -28,7 +28,9 @@ class Settings(BaseSettings):
     store/ as long as no other store is set. store is `s3://bucket/prefix` or a local directory.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SM_NANOGPT_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="SM_NANOGPT_", env_ignore_empty=True, extra="forbid", frozen=True
+    )
 
     home: Path = Field(default_factory=default_home)
     store: str = ""
@@ -84,9 +86,11 @@ def load_settings(store: str | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])
-        raise InputError(f"setting {name}: {first['msg']}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{default_home() / 'config.toml'}: {error}") from None
+        unknown = first["type"] == "extra_forbidden"
+        reason = "there is no such setting" if unknown else first["msg"]
+        raise InputError(f"setting {name}={first['input']!r}: {reason}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{default_home() / 'config.toml'}: not TOML: {error}") from None
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; SM_NANOGPT_HOME names another directory to keep"

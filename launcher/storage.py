@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -15,26 +17,28 @@ from fsspec.core import url_to_fs
 from launcher.errors import InputError, ServiceError
 
 CHUNK_BYTES = 1 << 22
+TEMPORARY = ".tmp"  # ends the names of files that are being written
 
 Progress = Callable[[int], object]  # told the number of bytes that were moved since the last call
 
 
 def to_uri(location: str | Path) -> str:
-    """A URI for a path; a URI stays as it is."""
-    text = str(location)
-    return text if "://" in text else Path(text).expanduser().absolute().as_uri()
+    """A URI for a path; a remote URI stays as it is."""
+    path = local_path(str(location))
+    return str(location) if path is None else path.as_uri()
 
 
 def local_path(location: str) -> Path | None:
     """The path behind a local location, or None for a remote one."""
-    parts = urlsplit(location)
-    if "://" not in location:
-        return Path(location).expanduser().absolute()
-    return Path(fsspec.core.strip_protocol(location)) if parts.scheme == "file" else None
+    if location.startswith("file://"):
+        return Path(unquote(location.removeprefix("file://")))
+    return None if "://" in location else Path(location).expanduser().absolute()
 
 
-def join(uri: str, *parts: str) -> str:
-    return "/".join([uri.rstrip("/"), *parts])
+def join(location: str, *parts: str) -> str:
+    """The location of what lies below. A file URI, unlike a path or a key, is percent-encoded."""
+    names = [quote(part) for part in parts] if location.startswith("file://") else parts
+    return "/".join([location.rstrip("/"), *names])
 
 
 @contextmanager
@@ -63,8 +67,35 @@ def file_system(uri: str) -> tuple[Any, str]:
     Raises:
         InputError: the kind of store is not known.
     """
+    path = local_path(uri)
+    if path is not None:
+        return fsspec.filesystem("file"), str(path)
     with reported(uri):
         return url_to_fs(uri, use_listings_cache=False)
+
+
+@contextmanager
+def replacing(uri: str) -> Iterator[Any]:
+    """A file to write, which appears under its name, whole, when the body succeeds."""
+    fs, path = file_system(uri)
+    if local_path(uri) is None:
+        # No directories are made: on S3 that would create a misspelt bucket.
+        target = fs.open(path, "wb", autocommit=False)
+        commit, discard = target.commit, target.discard
+    else:
+        # Beside its place, as a rename from another file system would be a copy.
+        final = Path(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(f".{final.name}.{os.getpid()}{TEMPORARY}")
+        target = temporary.open("wb")
+        commit, discard = partial(temporary.replace, final), temporary.unlink
+    try:
+        yield target
+        target.close()
+        commit()
+    except BaseException:
+        discard()
+        raise
 
 
 def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> str:
@@ -73,37 +104,19 @@ def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> s
     Raises:
         ServiceError: the store refuses.
     """
-    fs, path = file_system(uri)
     digest = hashlib.sha256()
-    with reported(uri), source.open("rb") as file:
-        fs.makedirs(fs._parent(path), exist_ok=True)
-        target = fs.open(path, "wb", autocommit=False)
-        try:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-                target.write(chunk)
-                progress(len(chunk))
-            target.close()
-            target.commit()
-        except BaseException:
-            target.discard()
-            raise
+    with reported(uri), source.open("rb") as file, replacing(uri) as target:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            target.write(chunk)
+            progress(len(chunk))
     return digest.hexdigest()
 
 
 def write_text(uri: str, text: str) -> None:
     """Writes a small document, whole or not at all."""
-    fs, path = file_system(uri)
-    with reported(uri):
-        fs.makedirs(fs._parent(path), exist_ok=True)
-        target = fs.open(path, "wb", autocommit=False)
-        try:
-            target.write(text.encode())
-            target.close()
-            target.commit()
-        except BaseException:
-            target.discard()
-            raise
+    with reported(uri), replacing(uri) as target:
+        target.write(text.encode())
 
 
 def read_text(uri: str) -> str | None:
@@ -126,7 +139,11 @@ def list_files(uri: str) -> dict[str, int]:
             return {}
     if set(found) == {path}:
         return {path.rsplit("/", 1)[-1]: found[path]["size"]}
-    return {name[len(path) :].lstrip("/"): info["size"] for name, info in sorted(found.items())}
+    return {
+        name[len(path) :].lstrip("/"): info["size"]
+        for name, info in sorted(found.items())
+        if not name.endswith(TEMPORARY)
+    }
 
 
 def fetch(uri: str, directory: Path, progress: Progress = lambda n: None) -> list[Path]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from launcher import corpus, storage
@@ -51,8 +52,11 @@ class JobDescription:
 class Backend(Protocol):
     """A home for jobs."""
 
+    def check(self, job: TrainingJob) -> Any:
+        """The script's Config of the job. Raises InputError for what this home cannot do."""
+
     def submit(self, job_id: str, job: TrainingJob) -> None:
-        """Starts a job whose data is a URI. Raises InputError for what this home cannot do."""
+        """Starts a job that was checked and whose data is a URI."""
 
     def describe(self, job_id: str) -> JobDescription | None:
         """None when the job is not of this home."""
@@ -132,27 +136,65 @@ def prepare(
     """
     if job.resume is not None:
         job = take_over(job, settings)
-    job.config(1)  # a misspelt hyperparameter is told before anything is uploaded
-    updates: dict[str, Any] = {}
-    if job.data is None:
-        updates["data"] = corpus.last_upload(settings).uri
+    if job.entry_point is not None:
+        job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
+    # All is checked before anything is uploaded.
+    config = backend_for(job.instance, settings).check(job)
     # A path given to a local job goes no further than this machine.
     near = settings.model_copy(update={"store": ""}) if job.instance == "local" else settings
-    for channel in ("data", "validation"):
-        location = getattr(job, channel)
-        if location is not None:
-            updates[channel] = to_upload(location, near, progress)
-    if job.entry_point is not None:
-        updates["entry_point"] = job.entry_point.expanduser().absolute()
-    return job.model_copy(update=updates)
+    data = job.data if job.data is not None else corpus.last_upload(settings).uri
+    texts = {"data": survey(data, near)}
+    if job.validation is not None:
+        texts["validation"] = survey(job.validation, near)
+    check_length(texts, config)
+    for text in texts.values():
+        if text.upload is not None:
+            corpus.send(text.upload, text.sources, progress)
+    return job.model_copy(update={channel: text.uri for channel, text in texts.items()})
 
 
-def to_upload(location: str, settings: Settings, progress: storage.Progress) -> str:
-    """A URI for what the user named: as it is when remote or uploaded before, else uploaded now."""
+@dataclass(frozen=True)
+class Text:
+    """What the user named as a channel. upload is None where nobody here ever read it."""
+
+    named: str
+    uri: str
+    upload: corpus.Upload | None
+    sources: list[Path]
+
+
+def survey(location: str, settings: Settings) -> Text:
+    """Text that is remote or was uploaded before stays where it is; a path is to be uploaded."""
+    uri = storage.to_uri(location)
+    known = corpus.find_upload(uri)
+    if known is not None:
+        return Text(location, uri, replace(known, uploaded=False), [])
     path = storage.local_path(location)
-    if path is None or corpus.find_upload(storage.to_uri(path)) is not None:
-        return storage.to_uri(location)
-    return corpus.upload_data(path, settings, progress).uri
+    if path is None:
+        return Text(location, uri, None, [])
+    upload, sources = corpus.survey(path, settings)
+    return Text(location, upload.uri, upload, sources)
+
+
+def check_length(texts: Mapping[str, Text], config: Any) -> None:
+    """Raises InputError when a text is too short for the job's context."""
+    parts = []
+    for channel, text in texts.items():
+        if text.upload is None:
+            continue
+        n = text.upload.characters
+        if len(texts) == 1:
+            n_train = int(n * (1 - config.validation_fraction))
+            parts += [(text, "training", n_train), (text, "validation", n - n_train)]
+        else:
+            parts.append((text, "training" if channel == "data" else channel, n))
+    for text, name, length in parts:
+        if length < config.block_size + 1:
+            raise InputError(
+                f"{text.named}: the {name} part has {length} characters, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1}; bring more text,"
+                " or set a smaller block_size"
+            )
 
 
 def take_over(job: TrainingJob, settings: Settings) -> TrainingJob:
@@ -169,10 +211,9 @@ def take_over(job: TrainingJob, settings: Settings) -> TrainingJob:
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
-    hyperparameters = {
-        **before.explicit_hyperparameters(),
-        **(job.explicit_hyperparameters()),
-    }
+    if job.entry_point is None:  # whose presets the words of this job mean
+        job = job.model_copy(update={"entry_point": before.entry_point})
+    hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
     kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"})
     return TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
 

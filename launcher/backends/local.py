@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
 from launcher.settings import Settings
 
+JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 GONE = "its processes are gone: the machine was switched off, or they were killed"
 
 
@@ -43,12 +45,14 @@ class LocalBackend:
     def __init__(self, settings: Settings) -> None:
         self.jobs_dir = settings.jobs_dir
 
+    def check(self, job: TrainingJob) -> Any:
+        processes, _ = plan_processes(job)
+        return job.config(job.instance_count * processes)
+
     def submit(self, job_id: str, job: TrainingJob) -> None:
         processes, gpus = plan_processes(job)
         config = job.config(job.instance_count * processes)
-        check_length(job, config)
         directory = self.jobs_dir / job_id
-        directory.mkdir(parents=True)
         record = {
             "job": job.model_dump(mode="json"),
             "hyperparameters": job.explicit_hyperparameters(),
@@ -58,12 +62,12 @@ class LocalBackend:
             "max_steps": config.max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
-        (directory / "code").mkdir()
+        (directory / "code").mkdir(parents=True)
         (directory / "code" / "train.py").write_bytes(job.script.read_bytes())
-        write_json(directory / "job.json", record)
-        # The lock is taken here and handed on, so that it is held without a gap.
+        # The lock is taken here, before the job can be seen, and handed on: held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            write_json(directory / "job.json", record)
             subprocess.Popen(
                 [
                     sys.executable,
@@ -82,7 +86,7 @@ class LocalBackend:
 
     def describe(self, job_id: str) -> JobDescription | None:
         directory = self.jobs_dir / job_id
-        record = read_json(directory / "job.json") if job_id and "/" not in job_id else None
+        record = read_json(directory / "job.json") if JOB_ID.fullmatch(job_id) else None
         if record is None:
             return None
         alive = is_held(directory / "lock")
@@ -187,25 +191,6 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
             " and each takes one process; --set device=cpu trains without them"
         )
     return per_host, per_host
-
-
-def check_length(job: TrainingJob, config: Any) -> None:
-    """Raises InputError when an uploaded text is too short for the job's context."""
-    from launcher.corpus import find_upload
-
-    assert job.data is not None
-    upload = find_upload(job.data)
-    if upload is None:
-        return
-    part = upload.characters - int(upload.characters * (1 - config.validation_fraction))
-    if job.validation is not None:
-        part = upload.characters
-    if part < config.block_size + 1:
-        raise InputError(
-            f"{job.data}: its validation part has {part} characters, and one window of block_size="
-            f"{config.block_size} needs {config.block_size + 1}; bring more text, or set a smaller"
-            " block_size"
-        )
 
 
 def is_held(lock: Path) -> bool:

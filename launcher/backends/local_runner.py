@@ -156,7 +156,8 @@ class LocalRun:
             ranks = len(self.hosts) * self.record["processes_per_host"]
             kept["OMP_NUM_THREADS"] = str(max(1, available_cpus() // ranks))
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
-        arguments = command_line(self.record["hyperparameters"])
+        values = self.record["hyperparameters"]
+        arguments = command_line(values)
         return {
             **kept,
             "SAGEMAKER_BASE_DIR": str(base),
@@ -173,7 +174,8 @@ class LocalRun:
             "SM_OUTPUT_DATA_DIR": str(base / "output" / "data"),
             "SM_CHANNELS": json.dumps(list(channels)),
             **{f"SM_CHANNEL_{name.upper()}": path for name, path in channels.items()},
-            "SM_HPS": json.dumps(self.record["hyperparameters"]),
+            "SM_HPS": json.dumps(values),
+            **{f"SM_HP_{name.upper()}": str(value) for name, value in values.items()},
             "SM_USER_ARGS": json.dumps(arguments),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -212,7 +214,9 @@ class LocalRun:
     def train(self) -> str | None:
         """Runs the ranks to their end; returns why the training failed, or None."""
         ranks = self.start()
-        readers = [threading.Thread(target=self.keep_output, args=(rank,)) for rank in ranks]
+        readers = [
+            threading.Thread(target=self.keep_output, args=(rank,), daemon=True) for rank in ranks
+        ]
         for reader in readers:
             reader.start()
         failed: list[Rank] = []
@@ -230,7 +234,7 @@ class LocalRun:
                 signal_all(ranks, signal.SIGKILL)
             time.sleep(0.05)
         for reader in readers:
-            reader.join()
+            reader.join(timeout=5)  # a process that a rank left behind may hold its output open
         failed = failed or [rank for rank in ranks if rank.process.returncode]
         if not failed or self.stopping():
             return None
