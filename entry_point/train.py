@@ -950,7 +950,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, shared, readable and writable."""
     size = tensor.numel() * tensor.element_size()
     if not size:
-        return memoryview(b"")
+        return memoryview(bytearray())
     array = (ctypes.c_char * size).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]  # which else may be gone before the view
     return memoryview(array).cast("B")
@@ -1508,11 +1508,14 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str],
             for name, entry in header.items():
                 first, last = entry["data_offsets"]
                 shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-                whole = all(isinstance(n, int) and n >= 0 for n in shape)
+                whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
+                torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
                 if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
                     raise FormatError(f"{path.name} is damaged: bad size of {name!r}")
                 end = last
-        except (ValueError, KeyError, TypeError, AttributeError):
+            if not all(isinstance(word, str) for word in metadata.values()):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
             raise FormatError(f"{path.name} is damaged: its header cannot be read") from None
     if size != 8 + length + end:
         raise FormatError(
@@ -1602,9 +1605,10 @@ class Checkpoints:
         """The state that a checkpoint holds, without its tensors; {} if it is damaged."""
         try:
             metadata = read_safetensors_header(self.path("checkpoint", step))[1]
-            return json.loads(metadata["state"])
+            state = json.loads(metadata["state"])
         except (FormatError, KeyError, ValueError):
             return {}
+        return state if isinstance(state, dict) else {}
 
     def latest_state(self) -> dict[str, Any]:
         """The state of the newest readable checkpoint. Raises CheckpointError without one."""
@@ -1616,9 +1620,14 @@ class Checkpoints:
     def load(self, kind: str, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Raises FormatError or OSError when the file is damaged or missing."""
         tensors, metadata = read_safetensors(self.path(kind, step))
-        if "state" not in metadata:
-            raise FormatError(f"{self.path(kind, step).name} is not a checkpoint of this script")
-        return tensors, json.loads(metadata["state"])
+        try:
+            state = json.loads(metadata["state"])
+            if state["step"] != step:
+                raise ValueError
+        except (KeyError, ValueError, TypeError):
+            name = self.path(kind, step).name
+            raise FormatError(f"{name} is not a checkpoint of this script") from None
+        return tensors, state
 
     def load_latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest checkpoint that is whole and whose best weights are whole; None without any.
@@ -1811,22 +1820,36 @@ def load_artefact(directory: Path) -> tuple[GPT, str]:
         config = make_config(documents["training"]["config"])
         ids = documents["tokenizer"]["model"]["vocab"]
         vocabulary = "".join(sorted(ids, key=ids.__getitem__))
-        shape = hugging_face_config(config, len(vocabulary))
+        if ids != {character: index for index, character in enumerate(vocabulary)}:
+            raise ValueError("tokenizer.json is not one of characters")
+        expected = hugging_face_config(config, len(vocabulary))
+        found = {key: documents["config"].get(key) for key in expected}
         tensors, _ = read_safetensors(directory / "model.safetensors")
+        if config.n_layer > len(tensors):
+            raise ValueError(f"n_layer={config.n_layer} is more than there are tensors")
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{directory.name}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
         ) from None
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "head_dim"):
-        if documents["config"].get(key) != shape[key]:
+    for key, value in expected.items():
+        if found[key] != value:
             raise FormatError(
-                f"config.json and training.json disagree:"
-                f" {key} is {documents['config'].get(key)!r}, not {shape[key]!r}"
+                f"config.json and training.json disagree: {key} is {found[key]!r}, not {value!r}"
             )
     with torch.device("meta"):
         model = GPT(config, len(vocabulary))
+        shapes = to_hugging_face(dict(model.named_parameters()), config)
+    for name in sorted(shapes.keys() | tensors.keys()):
+        said, there = (
+            f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
+            if name in t
+            else "nothing"
+            for t in (shapes, tensors)
+        )
+        if said != there:
+            raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
     return load_weights(model, from_hugging_face(tensors, config)), vocabulary
 
 

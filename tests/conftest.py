@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import launching
 import pytest
+import torch
+
+# As many tests run side by side as there are cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +32,54 @@ def text_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "input.txt"
     path.write_text(text, encoding="utf-8", newline="")
     return path
+
+
+# ------------------------------------------------------------------------------------------------
+# The launcher
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home for the launcher, in this process too; jobs that are left are killed."""
+    path = tmp_path / "home"
+    for name in list(os.environ):
+        if name.startswith(("SM_NANOGPT_", "AWS_")):
+            monkeypatch.delenv(name)
+    for name, value in launching.environment(path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    yield path
+    launching.kill_below(path)
+
+
+@pytest.fixture
+def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launching.Ran]:
+    """sm-nanogpt in this process: quick, for what needs no process of its own."""
+    from launcher.cli import run
+
+    def call(*words: str) -> launching.Ran:
+        capsys.readouterr()
+        code = run(list(words))
+        return launching.Ran(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, text_file: Path
+) -> Iterator[launching.Finished]:
+    """A job of one process that ended well. It is shared: look, but change nothing."""
+    home = tmp_path_factory.mktemp("finished") / "home"
+    ran = launching.command(*launching.launching(data=text_file), home=home)
+    assert ran.code == 0, ran.err
+    yield launching.Finished(home, ran.out.strip())
+    launching.kill_below(home)
+
+
+@pytest.fixture
+def job(finished: launching.Finished, home: Path) -> launching.Finished:
+    """A copy of the finished job in this test's own home."""
+    copy = launching.Finished(home, finished.job_id)
+    shutil.copytree(finished.directory, copy.directory)
+    return copy

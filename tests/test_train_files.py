@@ -1,0 +1,677 @@
+"""safetensors files, checkpoints and the artefact."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SCRIPT, environment
+
+from entry_point import train
+from entry_point.train import GPT, CheckpointError, Checkpoints, Config, FormatError
+
+TENSORS = {
+    "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
+    "bf16": torch.randn(7, generator=torch.Generator().manual_seed(2)).bfloat16(),
+    "f16": torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(3)).half(),
+    "i64": torch.tensor([-(2**62), 0, 2**62]),
+    "i32": torch.tensor([[1], [-1]], dtype=torch.int32),
+    "u8": torch.arange(255, dtype=torch.uint8),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert tensor.shape == other[name].shape, name
+        assert torch.equal(tensor, other[name]), name
+
+
+# -- safetensors -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    train.write_safetensors(tmp_path / "a.safetensors", TENSORS, {"format": "pt", "a": "é🙂"})
+    return tmp_path / "a.safetensors"
+
+
+def test_what_is_written_is_read_again(file: Path) -> None:
+    tensors, metadata = train.read_safetensors(file)
+    assert_same(tensors, TENSORS)
+    assert metadata == {"format": "pt", "a": "é🙂"}
+
+
+def test_the_official_library_reads_what_is_written_here(file: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    torch_files = pytest.importorskip("safetensors.torch")
+    assert_same(torch_files.load_file(file), TENSORS)
+    with safetensors.safe_open(file, "pt") as opened:
+        assert opened.metadata()["a"] == "é🙂"
+
+
+def test_what_the_official_library_writes_is_read_here(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    theirs = {name: t.contiguous() for name, t in TENSORS.items()}
+    torch_files.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
+    tensors, metadata = train.read_safetensors(tmp_path / "b.safetensors")
+    assert_same(tensors, TENSORS)
+    assert metadata == {"a": "b"}
+
+
+def test_a_file_without_tensors_is_a_file(tmp_path: Path) -> None:
+    train.write_safetensors(tmp_path / "a.safetensors", {}, {})
+    assert train.read_safetensors(tmp_path / "a.safetensors") == ({}, {})
+
+
+def header_length(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
+
+
+def with_header(header: object, data: bytes = b"") -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda b: b"",
+    "within the length": lambda b: b[:5],
+    "after the length": lambda b: b[:8],
+    "within the header": lambda b: b[: 8 + header_length(b) // 2],
+    "after the header": lambda b: b[: 8 + header_length(b)],
+    "within the data": lambda b: b[:-100],
+    "one byte short": lambda b: b[:-1],
+    "trailing bytes": lambda b: b + b"\0",
+    "bit of the data": lambda b: b[:-50] + bytes([b[-50] ^ 4]) + b[-49:],
+    "bit of the first tensor": lambda b: (
+        b[: 8 + header_length(b)] + bytes([b[8 + header_length(b)] ^ 1]) + b[9 + header_length(b) :]
+    ),
+    "another name": lambda b: b.replace(b'"f32"', b'"g32"'),
+    "another shape": lambda b: b.replace(b"[3, 5]", b"[5, 3]"),
+    "another type": lambda b: b.replace(b'"F32", "shape": [3', b'"I32", "shape": [3'),
+    "another metadatum": lambda b: b.replace(b'"pt"', b'"tf"'),
+    "length of all ones": lambda b: b"\xff" * 8 + b[8:],
+    "length too small": lambda b: (header_length(b) - 8).to_bytes(8, "little") + b[8:],
+    "not a safetensors file": lambda b: b"PK\3\4" + bytes(range(256)) * 4,
+    "text": lambda b: b"Once upon a time there was a file. " * 9,
+    "header not JSON": lambda b: with_header(b"{" * 16),
+    "header of endless depth": lambda b: with_header(b"[" * 200_000),
+    "header not UTF-8": lambda b: with_header(b'{"\xff": 1}'),
+    "header a list": lambda b: with_header([1, 2]),
+    "header a word": lambda b: with_header("word"),
+    "header null": lambda b: with_header(None),
+    "entry a list": lambda b: with_header({"a": []}),
+    "metadata a list": lambda b: with_header({"__metadata__": [1]}),
+    "metadata null": lambda b: with_header({"__metadata__": None}),
+    "metadata nested": lambda b: with_header({"__metadata__": {"state": {"a": 1}}}),
+    "unknown type": lambda b: with_header({"a": entry([1], [0, 4], "F33")}, b"1234"),
+    "type a list": lambda b: with_header({"a": entry([1], [0, 4], ["F32"])}, b"1234"),
+    "negative shape": lambda b: with_header({"a": entry([-1, -1], [0, 4])}, b"1234"),
+    "shape of flags": lambda b: with_header({"a": entry([True], [0, 4])}, b"1234"),
+    "shape of parts": lambda b: with_header({"a": entry([0.5, 2], [0, 4])}, b"1234"),
+    "shape a number": lambda b: with_header({"a": entry(1, [0, 4])}, b"1234"),
+    "vast empty shape": lambda b: with_header({"a": entry([0, 10**30], [0, 0])}),
+    "vast shape": lambda b: with_header({"a": entry([2**40], [0, 2**42])}),
+    "offsets of parts": lambda b: with_header({"a": entry([1], [0.0, 4.0])}, b"1234"),
+    "offsets backwards": lambda b: with_header({"a": entry([1], [4, 0])}, b"1234"),
+    "offsets with a hole": lambda b: with_header({"a": entry([1], [4, 8])}, b"12345678"),
+    "offsets too many": lambda b: with_header({"a": entry([1], [0, 4, 8])}, b"1234"),
+    "offsets of words": lambda b: with_header({"a": entry([1], ["0", "4"])}, b"1234"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_every_damage_is_a_format_error(file: Path, damage: Callable[[bytes], bytes]) -> None:
+    whole = file.read_bytes()
+    damaged = damage(whole)
+    assert damaged != whole
+    file.write_bytes(damaged)
+    with pytest.raises(FormatError, match="damaged"):
+        train.read_safetensors(file)
+
+
+def test_random_damage_is_a_format_error_or_harms_nothing(file: Path) -> None:
+    """Only a change in the name of the checksum itself can pass, and then all else is whole."""
+    whole = file.read_bytes()
+    rng = random.Random(1)
+    passed = 0
+    for _ in range(600):
+        content = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            # Half of the changes fall into the header, where there is more to go wrong.
+            end = rng.choice((8 + header_length(whole), len(whole)))
+            content[rng.randrange(end)] ^= 1 << rng.randrange(8)
+        if rng.random() < 0.2:
+            del content[rng.randrange(len(content)) :]
+        file.write_bytes(content)
+        try:
+            tensors, _ = train.read_safetensors(file)
+        except FormatError:
+            continue
+        passed += 1
+        assert_same(tensors, TENSORS)
+    assert passed < 30
+
+
+def stalled(directory: Path, body: str) -> subprocess.Popen[str]:
+    """A process that runs the body, in which STALL() says so and waits to be killed."""
+    prelude = (
+        "import sys, time, torch\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        f"directory = Path({str(directory)!r})\n"
+        "def STALL(*_, **__):\n"
+        "    print('stalled', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + body],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("moment", ["os.fsync", "Path.replace"])
+def test_a_kill_in_the_middle_of_writing_leaves_the_old_file(
+    file: Path, tmp_path: Path, moment: str
+) -> None:
+    old = file.read_bytes()
+    process = stalled(
+        tmp_path,
+        f"train.{moment} = STALL\n"
+        "train.write_safetensors(directory / 'a.safetensors', {'b': torch.ones(9)}, {})\n",
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stalled\n"
+        assert (tmp_path / ".a.safetensors.tmp").exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert file.read_bytes() == old
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = file.read_bytes()
+
+    def no_fsync(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(train.os, "fsync", no_fsync)
+    with pytest.raises(OSError):
+        train.write_safetensors(file, {"b": torch.ones(9)}, {})
+    assert file.read_bytes() == old
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def state_of(step: int, best_step: int | None = None, **config: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "best_step": best_step,
+        "config": train.dataclasses.asdict(Config(**config)),
+        "corpus_sha256": "abc",
+    }
+
+
+def save(checkpoints: Checkpoints, step: int, best_step: int | None = None) -> None:
+    tensors = {"model.w": torch.full((1000,), float(step))}
+    if best_step == step:
+        checkpoints.save("best", tensors, {"step": step})
+    checkpoints.save("checkpoint", tensors, state_of(step, best_step))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(p.name.removesuffix(".safetensors") for p in checkpoints.directory.iterdir())
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> None:
+    checkpoints.save("checkpoint", TENSORS, state_of(7))
+    loaded = checkpoints.load_latest()
+    assert loaded is not None
+    assert_same(loaded[0], TENSORS)
+    assert loaded[1] == checkpoints.latest_state() == state_of(7)
+
+
+def test_a_fresh_directory_has_no_checkpoint(checkpoints: Checkpoints) -> None:
+    assert checkpoints.load_latest() is None
+
+
+def test_two_checkpoints_are_kept_with_the_best_weights_that_they_refer_to(
+    checkpoints: Checkpoints,
+) -> None:
+    for step, best in [(10, 10), (20, 20), (30, 20), (40, 40), (50, 40)]:
+        save(checkpoints, step, best)
+    assert names(checkpoints) == [
+        "best-00000040",
+        "checkpoint-00000040",
+        "checkpoint-00000050",
+    ]
+    save(checkpoints, 60, 60)
+    assert names(checkpoints) == [
+        "best-00000040",
+        "best-00000060",
+        "checkpoint-00000050",
+        "checkpoint-00000060",
+    ]
+
+
+def test_best_weights_newer_than_the_checkpoints_are_kept(checkpoints: Checkpoints) -> None:
+    """They are written just before the checkpoint that refers to them."""
+    save(checkpoints, 10, 10)
+    checkpoints.save("best", {}, {"step": 20})
+    save(checkpoints, 15, 10)
+    assert "best-00000020" in names(checkpoints)
+
+
+def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    (checkpoints.directory / ".checkpoint-00000015.safetensors.tmp").write_bytes(b"half")
+    save(checkpoints, 20)
+    assert names(checkpoints) == ["checkpoint-00000010", "checkpoint-00000020"]
+
+
+def test_a_broken_newest_checkpoint_gives_way_with_a_word(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(checkpoints, 10, 10)
+    save(checkpoints, 20, 20)
+    spoil(checkpoints.path("checkpoint", 20))
+    loaded = checkpoints.load_latest()
+    assert loaded is not None and loaded[1]["step"] == 10
+    assert "checkpoint of step 20 is passed over" in capsys.readouterr().out
+
+
+def test_a_checkpoint_whose_best_weights_are_broken_gives_way(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, 10)
+    save(checkpoints, 20, 20)
+    spoil(checkpoints.path("best", 20))
+    loaded = checkpoints.load_latest()
+    assert loaded is not None and loaded[1]["step"] == 10
+    checkpoints.path("best", 10).unlink()
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        checkpoints.load_latest()
+
+
+def test_checkpoints_that_are_all_broken_are_an_error(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    for step in (10, 20):
+        spoil(checkpoints.path("checkpoint", step))
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        checkpoints.load_latest()
+
+
+@pytest.mark.parametrize("state", [None, "{", "[1]", "{}", '{"step": 1}'])
+def test_a_file_of_another_kind_is_a_broken_checkpoint(
+    checkpoints: Checkpoints, state: str | None
+) -> None:
+    checkpoints.directory.mkdir()
+    metadata = {} if state is None else {"state": state}
+    train.write_safetensors(checkpoints.path("checkpoint", 5), {}, metadata)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        checkpoints.load_latest()
+
+
+def test_other_files_in_the_directory_are_let_alone(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    for name in ("checkpoint-best.safetensors", "checkpoint-1.txt", "notes"):
+        (checkpoints.directory / name).write_text("mine")
+    save(checkpoints, 20)
+    save(checkpoints, 30)
+    assert {"checkpoint-best", "checkpoint-1.txt", "notes"} < set(names(checkpoints))
+    assert checkpoints.steps("checkpoint") == [30, 20]
+
+
+def test_a_training_may_go_on_with_another_length_and_schedule() -> None:
+    now = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
+    train.check_resumable(state_of(7), now)
+
+
+@pytest.mark.parametrize(
+    "name, was, now",
+    [
+        ("n_layer", 4, 5),
+        ("n_embd", 128, 64),
+        ("block_size", 64, 32),
+        ("tie_embeddings", False, True),
+        ("batch_size", 12, 24),
+        ("seed", 1337, 1),
+        ("optimizer", "muon", "adamw"),
+        ("validation_fraction", 0.1, 0.2),
+    ],
+)
+def test_what_defines_a_training_may_not_change(name: str, was: Any, now: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} was {was!r} and is {now!r}"):
+        train.check_resumable(state_of(7), state_of(0, **{name: now}))
+
+
+def test_the_text_may_not_change() -> None:
+    with pytest.raises(CheckpointError, match="the text is not the same"):
+        train.check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
+
+
+def test_every_difference_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"n_layer was 4 and is 5; seed was 1337 and is 1\."):
+        train.check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
+
+
+def test_a_full_disk_is_a_checkpoint_error_and_the_earlier_ones_stay(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for the end of the disk."""
+    probe = (
+        "import resource, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        "checkpoints = train.Checkpoints(Path(sys.argv[1]))\n"
+        "state = {'step': 1, 'best_step': None}\n"
+        "checkpoints.save('checkpoint', {'w': torch.ones(100)}, state)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    checkpoints.save('checkpoint', {'w': torch.ones(100_000)}, {**state, 'step': 2})\n"
+        "except train.CheckpointError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, str(tmp_path)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "checkpoint-00000002.safetensors: File too large" in done.stdout, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-00000001.safetensors"]
+    assert Checkpoints(tmp_path).load_latest() is not None
+
+
+# -- the artefact ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model directory of a short training on a text with tabs, emoji and other scripts."""
+    out = tmp_path_factory.mktemp("trained")
+    config = Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=64,
+        block_size=32,
+        batch_size=32,
+        max_steps=120,
+        eval_windows=64,
+        eval_interval=120,
+        log_interval=120,
+        sample_length=0,
+        device="cpu",
+        precision="float32",
+    )
+    options = train.Options(data=str(text_file), out=str(out))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    container = train.read_container({}, options)
+    assert train.train(config, options, container, train.Ranks(0, 1, 0, 1, "hand")) == 0
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return out
+
+
+@pytest.fixture(scope="module")
+def artefact(trained: Path) -> Path:
+    return trained / "model"
+
+
+@pytest.fixture
+def copied(artefact: Path, tmp_path: Path) -> Path:
+    shutil.copytree(artefact, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def theirs(artefact: Path) -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(artefact, trust_remote_code=False)
+    return model, transformers.AutoTokenizer.from_pretrained(artefact, trust_remote_code=False)
+
+
+def ids_of(vocabulary: str, text: str) -> list[int]:
+    return [vocabulary.index(character) for character in text]
+
+
+def test_transformers_computes_the_same_logits(
+    artefact: Path, theirs: tuple[Any, Any], text: str
+) -> None:
+    model, vocabulary = train.load_artefact(artefact)
+    sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
+    x = torch.tensor(ids_of(vocabulary, sample)).view(-1, 32)
+    with torch.inference_mode():
+        ours, other = model(x), theirs[0](x).logits
+    assert float(other.std()) > 1
+    assert float((ours - other).abs().max()) < 1e-4
+
+
+def test_transformers_computes_the_same_logits_past_the_context(
+    artefact: Path, theirs: tuple[Any, Any], text: str
+) -> None:
+    model, vocabulary = train.load_artefact(artefact)
+    x = torch.tensor([ids_of(vocabulary, text[1000:1100])])
+    cache = train.KeyValueCache(model, 1)
+    with torch.inference_mode():
+        ours = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(100)], dim=1)
+        other = theirs[0](x).logits
+    assert float((ours - other).abs().max()) < 1e-4
+
+
+def test_transformers_generates_the_same_text(
+    artefact: Path, theirs: tuple[Any, Any], text: str
+) -> None:
+    model, vocabulary = train.load_artefact(artefact)
+    prompt = torch.tensor([ids_of(vocabulary, text[500:520])])
+    with torch.inference_mode():
+        expected = theirs[0].generate(prompt, max_new_tokens=80, do_sample=False)[0, 20:].tolist()
+    assert [int(i) for i in train.generate(model, prompt, 80, temperature=0)] == expected
+
+
+def test_transformers_makes_the_same_ids_of_all_characters(
+    artefact: Path, theirs: tuple[Any, Any], text: str
+) -> None:
+    _, vocabulary = train.load_artefact(artefact)
+    assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
+    for sample in (vocabulary, "\n\n\t \t\n", "🙂🚀👩‍🚀", text[-300:], text[:3000], "  a  ", "\n"):
+        assert theirs[1](sample)["input_ids"] == ids_of(vocabulary, sample)
+
+
+def test_transformers_gives_the_text_back_exactly(
+    artefact: Path, theirs: tuple[Any, Any], text: str
+) -> None:
+    for sample in (text[-300:], text[:3000], " .  , ' n't \n\t ", *sorted(set(text))):
+        assert theirs[1].decode(theirs[1](sample)["input_ids"]) == sample
+
+
+def test_transformers_takes_a_character_never_seen_for_a_space(theirs: tuple[Any, Any]) -> None:
+    assert theirs[1].decode(theirs[1]("aЪb")["input_ids"]) == "a b"
+
+
+def test_the_artefact_holds_no_pickle(artefact: Path) -> None:
+    assert sorted(p.name for p in artefact.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    ]
+
+
+def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Path) -> None:
+    training = json.loads((artefact / "training.json").read_text())
+    rows = (trained / "output/metrics.jsonl").read_text().splitlines()
+    assert training["metrics"] == json.loads(rows[-1])
+    assert training["val_loss"] == training["metrics"]["val_loss"]
+    assert training["config"]["n_embd"] == 64
+    assert len(training["corpus_sha256"]) == 64
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_hugging_face_names_and_ours_are_inverse(tied: bool) -> None:
+    config = Config(n_layer=2, n_embd=16, n_head=2, tie_embeddings=tied)
+    model = GPT(config, 11)
+    model.init_weights(1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    there = train.to_hugging_face(weights, config)
+    assert_same(train.from_hugging_face(there, config), weights)
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors, _ = train.read_safetensors(directory / "model.safetensors")
+    change(tensors)
+    train.write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+
+
+def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> None:
+    document = json.loads((directory / name).read_text())
+    change(document)
+    (directory / name).write_text(json.dumps(document))
+
+
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop(V),
+        lambda t: t.pop("lm_head.weight"),
+        lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}),
+        lambda t: t.update({EMBEDDING: t[EMBEDDING].flatten()}),
+        lambda t: t.update({Q: t[Q][:, :-2].clone()}),
+        lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}),
+        lambda t: t.update({Q: torch.tensor(1.0)}),
+        lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}),
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].long()}),
+        lambda t: t.update({"model.norm.weight": torch.full((64,), 2.0)}),
+        lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
+    ],
+    ids=[
+        "missing",
+        "headless",
+        "short",
+        "flat",
+        "narrow",
+        "uneven",
+        "scalar",
+        "whole numbers",
+        "head of whole numbers",
+        "norm with weights",
+        "too many",
+    ],
+)
+def test_tensors_that_do_not_fit_are_a_format_error(copied: Path, change: Any) -> None:
+    change_tensors(copied, change)
+    with pytest.raises(FormatError):
+        train.load_artefact(copied)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("config.json", lambda d: d.update(hidden_size=128)),
+        ("config.json", lambda d: d.update(num_hidden_layers=3)),
+        ("config.json", lambda d: d.update(num_attention_heads=4)),
+        ("config.json", lambda d: d.update(rope_theta=1e6)),
+        ("config.json", lambda d: d.update(rms_norm_eps=1e-5)),
+        ("config.json", lambda d: d.update(tie_word_embeddings=True)),
+        ("config.json", lambda d: d.update(model_type="llama")),
+        ("config.json", lambda d: d.pop("vocab_size")),
+        ("training.json", lambda d: d["config"].update(n_embd=128)),
+        ("training.json", lambda d: d["config"].update(n_embd="many")),
+        ("training.json", lambda d: d["config"].update(block_size=64)),
+        ("training.json", lambda d: d["config"].update(unknown=1)),
+        ("training.json", lambda d: d.update(config=[])),
+        ("training.json", lambda d: d.pop("config")),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].pop("a")),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=10_000)),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=d["model"]["vocab"]["b"])),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a="b")),
+        ("tokenizer.json", lambda d: d.update(model={"vocab": {"ab": 0}})),
+        ("tokenizer.json", lambda d: d.update(model={"vocab": {}})),
+        ("tokenizer.json", lambda d: d.update(model=[])),
+    ],
+)
+def test_documents_that_disagree_are_a_format_error(copied: Path, name: str, change: Any) -> None:
+    change_json(copied, name, change)
+    with pytest.raises(FormatError):
+        train.load_artefact(copied)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "training.json", "model.safetensors"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\xff\xfe", b"[]", b"null", b"[" * 200_000],
+    ids=["missing", "empty", "binary", "list", "null", "deep"],
+)
+def test_files_that_are_not_what_they_should_be_are_a_format_error(
+    copied: Path, name: str, content: bytes | None
+) -> None:
+    (copied / name).unlink()
+    if content is not None:
+        (copied / name).write_bytes(content)
+    with pytest.raises(FormatError):
+        train.load_artefact(copied)
+
+
+def test_a_directory_that_is_not_there_is_a_format_error(tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        train.load_artefact(tmp_path / "none")
+
+
+def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_path: Path) -> None:
+    assert train.export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
+    assert_same(
+        train.read_safetensors(tmp_path / "model/model.safetensors")[0],
+        train.read_safetensors(artefact / "model.safetensors")[0],
+    )
+    model, vocabulary = train.load_artefact(tmp_path / "model")
+    assert len(vocabulary) == model.embed.num_embeddings
+
+
+def test_without_a_checkpoint_there_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        train.export_checkpoint(tmp_path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,432 @@
+"""The model, its optimizers and its sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from entry_point import train
+from entry_point.train import GPT, Config, KeyValueCache, generate
+
+SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
+VOCABULARY_SIZE = 11
+
+
+def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model none of whose parts is idle; at first some projections are zero."""
+    model = GPT(config, VOCABULARY_SIZE, dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+def ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY_SIZE, shape, generator=generator)
+
+
+# -- the forward pass ------------------------------------------------------------------------------
+
+
+def test_a_prediction_does_not_see_what_comes_after() -> None:
+    model, x = lively(), ids(1, 8)
+    logits = model(x)
+    for place in range(1, 8):
+        other = x.clone()
+        other[0, place] = (x[0, place] + 1) % VOCABULARY_SIZE
+        changed = model(other)
+        assert torch.equal(changed[0, :place], logits[0, :place])
+        assert not torch.allclose(changed[0, place:], logits[0, place:])
+
+
+def test_a_prediction_sees_all_that_came_before() -> None:
+    model, x = lively(), ids(1, 8)
+    last = model(x)[0, -1]
+    for place in range(8):
+        other = x.clone()
+        other[0, place] = (x[0, place] + 1) % VOCABULARY_SIZE
+        assert not torch.allclose(model(other)[0, -1], last)
+
+
+def test_sequences_of_a_batch_do_not_mix() -> None:
+    model, x = lively(), ids(3, 8)
+    alone = torch.cat([model(row[None]) for row in x])
+    torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_with_targets_it_gives_their_mean_cross_entropy() -> None:
+    model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
+    logits = model(x)
+    by_hand = -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
+    torch.testing.assert_close(model(x, y), by_hand)
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    model = GPT(SMALL, VOCABULARY_SIZE)
+    model.init_weights(1)
+    loss = model(ids(50, 8), ids(50, 8, seed=1)).item()
+    assert abs(loss - torch.tensor(float(VOCABULARY_SIZE)).log()) < 0.1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("n_hidden", [0, 24])
+def test_the_parameters_are_as_many_as_the_formula_says(tied: bool, n_hidden: int) -> None:
+    config = Config(n_layer=3, n_embd=48, n_head=4, n_hidden=n_hidden, tie_embeddings=tied)
+    model = GPT(config, VOCABULARY_SIZE)
+    hidden = n_hidden or 8 * 48 // 3
+    expected = 3 * (4 * 48 * 48 + 3 * 48 * hidden) + (1 if tied else 2) * VOCABULARY_SIZE * 48
+    assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = lively(dataclasses.replace(SMALL, tie_embeddings=True))
+    assert model.head is None
+    x = ids(1, 8)
+    before = model(x)
+    with torch.no_grad():
+        model.embed.weight[7] = -model.embed.weight[7]
+    without_7 = x[x != 7][None, :1]
+    after = model(without_7)
+    torch.testing.assert_close(after[0, 0, 7], -lively(model.config)(without_7)[0, 0, 7])
+    assert before.shape == (1, 8, VOCABULARY_SIZE)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        model = GPT(SMALL, VOCABULARY_SIZE)
+        model.init_weights(seed)
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    torch.manual_seed(99)
+    one = weights(5)
+    torch.manual_seed(98)
+    assert torch.equal(one, weights(5))
+    assert not torch.equal(one, weights(6))
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model, x = lively(dataclasses.replace(SMALL, dropout=0.5)), ids(1, 8)
+    assert torch.equal(model(x), model(x))
+    assert torch.equal(model(x), lively()(x))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_attention_for_bf16_training_is_the_fused_one(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 3, 8, 16, generator=generator).bfloat16() for _ in range(3))
+    ours = train.attend(q.requires_grad_(), k, v, causal, dropout=0.0)
+    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    torch.testing.assert_close(ours.float(), exact, atol=3e-2, rtol=2e-2)
+
+
+def test_its_gradients_are_those_of_the_fused_one() -> None:
+    generator = torch.Generator().manual_seed(2)
+    base = [torch.randn(2, 3, 8, 16, generator=generator) for _ in range(3)]
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [t.clone().requires_grad_() for t in base]
+        q, k, v = (t.to(dtype) for t in leaves)
+        train.attend(q, k, v, True, 0.0).float().square().sum().backward()
+        rows.append([leaf.grad for leaf in leaves])
+    for ours, exact in zip(*rows, strict=True):
+        assert ours is not None and exact is not None
+        assert float((ours - exact).norm() / exact.norm()) < 2e-2
+
+
+def test_bf16_is_close_to_float32() -> None:
+    x = ids(4, 8)
+    with torch.no_grad():
+        exact, ours = lively()(x), lively(dtype=torch.bfloat16)(x)
+    assert ours.dtype == torch.float32
+    assert float((ours - exact).norm() / exact.norm()) < 3e-2
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 8])
+def test_decoding_with_a_cache_equals_the_whole_forward_pass(prefill: int) -> None:
+    model, x = lively(), ids(2, 8)
+    with torch.inference_mode():
+        cache = KeyValueCache(model, 2)
+        parts = [model(x[:, :prefill], cache=cache)]
+        parts += [model(x[:, i : i + 1], cache=cache) for i in range(prefill, 8)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_context_of_one_layer_slides_like_a_cropped_one() -> None:
+    """With one layer no older position can speak through a newer one, so the two are equal."""
+    model = lively(dataclasses.replace(SMALL, n_layer=1))
+    x = ids(1, 30)
+    with torch.inference_mode():
+        cache = KeyValueCache(model, 1)
+        model(x[:, :5], cache=cache)
+        for end in range(6, 31):
+            logits = model(x[:, end - 1 : end], cache=cache)[:, -1]
+            cropped = model(x[:, max(0, end - 8) : end])[:, -1]
+            torch.testing.assert_close(logits, cropped, atol=1e-4, rtol=1e-4)
+
+
+def test_of_a_long_prompt_the_last_window_counts() -> None:
+    model, x = lively(), ids(1, 20)
+    long = [int(i) for i in generate(model, x, 20, temperature=0)]
+    assert long == [int(i) for i in generate(model, x[:, -8:], 20, temperature=0)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    train.write_artefact(tmp_path, weights, model.config, "abcdefghijk", {})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    seen = set()
+    for seed in range(3):
+        prompt = ids(1, 5, seed=seed)
+        with torch.inference_mode():
+            expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
+        assert [int(i) for i in generate(model, prompt, 40, temperature=0)] == expected
+        seen |= set(expected)
+    assert len(seen) > 2
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+def sampled(model: GPT, **how: Any) -> list[int]:
+    return [int(i) for i in generate(model, ids(1, 3), 40, **how)]
+
+
+def test_the_same_seed_samples_the_same_ids() -> None:
+    model = lively()
+    torch.manual_seed(1)
+    one = sampled(model, seed=3)
+    torch.manual_seed(2)
+    assert one == sampled(model, seed=3)
+
+
+def test_another_seed_samples_other_ids() -> None:
+    assert sampled(lively(), seed=3) != sampled(lively(), seed=4)
+
+
+def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
+    model = lively()
+    greedy = sampled(model, temperature=0, seed=1)
+    assert greedy == sampled(model, temperature=0, seed=2)
+    assert greedy == sampled(model, top_k=1, seed=3)
+    assert greedy == sampled(model, top_p=1e-6, seed=4)
+
+
+def test_a_batch_of_prompts_is_sampled_together() -> None:
+    model, prompts = lively(), ids(3, 4)
+    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
+    alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
+def test_generation_is_lazy() -> None:
+    first = list(itertools.islice(generate(lively(), ids(1, 3), 10**9), 5))
+    assert len(first) == 5
+
+
+LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
+
+
+def test_top_k_keeps_the_k_most_likely() -> None:
+    p = train.logits_to_probabilities(LOGITS, 1.0, top_k=2)
+    expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
+    torch.testing.assert_close(p, expected)
+
+
+@pytest.mark.parametrize("top_k", [0, 4, 100])
+def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
+    torch.testing.assert_close(
+        train.logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp()
+    )
+
+
+@pytest.mark.parametrize(
+    "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
+)
+def test_top_p_keeps_the_fewest_that_hold_so_much_probability(top_p: float, kept: int) -> None:
+    p = train.logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
+    assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
+    torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
+    assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold = train.logits_to_probabilities(LOGITS, 0.5)[0, 0]
+    hot = train.logits_to_probabilities(LOGITS, 2.0)[0, 0]
+    assert cold > 0.4 > hot > 0.25
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32)])
+def test_orthogonalised_matrices_have_singular_values_near_one(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """As near as three rounds come: from a spread of 1 : 1000 to within 0.88 of one."""
+    generator = torch.Generator().manual_seed(1)
+    u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    given = torch.logspace(0, -3, shape[1])
+    update = train.orthogonalize((u * given @ vt)[None], dtype)[0].float()
+    values = (u.T @ update @ vt.T).diagonal()
+    large = given / given.norm() > 2e-3
+    assert float(values[large].min()) > 0.12
+    assert float(values.max()) < 1.88
+    # The singular vectors stay what they were.
+    assert float((u.T @ update @ vt.T - values.diag()).abs().max()) < 0.05
+
+
+def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient() -> None:
+    matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
+    one = train.orthogonalize(matrices, torch.float32)
+    torch.testing.assert_close(
+        one, train.orthogonalize(matrices * 1000, torch.float32), atol=1e-3, rtol=1e-3
+    )
+    assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), torch.float32).any())
+
+
+def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
+    parts = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    gradients = [
+        torch.randn(16, 16, generator=torch.Generator().manual_seed(9 + i)) for i in range(3)
+    ]
+    fused = torch.cat(parts)
+    fused.grad = torch.cat(gradients)
+    alone = {}
+    for i in range(3):
+        alone[str(i)] = (parts[i], 1)
+        parts[i].grad = gradients[i].clone()
+    train.Muon({"fused": (fused, 3)}, SMALL).step(0.02, torch.float32)
+    train.Muon(alone, SMALL).step(0.02, torch.float32)
+    torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied: bool) -> None:
+    config = dataclasses.replace(SMALL, optimizer=optimizer, tie_embeddings=tied)
+    model = lively(config).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    one = train.Optimizer(model, config, torch.device("cpu"))
+    for seed in range(2):
+        model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
+        one.step(1.0)
+        one.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+        assert any(key.endswith(f".{name}") for key in one.state())
+    assert all(bool(tensor.any()) for tensor in one.state().values())
+
+
+def test_weight_decay_is_of_the_matrices_alone() -> None:
+    for optimizer in ("muon", "adamw"):
+        config = dataclasses.replace(SMALL, optimizer=optimizer, weight_decay=0.5)
+        model = lively(config)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        train.Optimizer(model, config, torch.device("cpu")).step(1.0)
+        for name, parameter in model.named_parameters():
+            shrunk = bool((parameter.abs() < before[name].abs()).all())
+            assert shrunk == name.startswith("blocks"), (optimizer, name)
+
+
+def test_gradients_are_clipped_to_the_norm_asked_for() -> None:
+    config = dataclasses.replace(SMALL, grad_clip=1e-3, optimizer="adamw")
+    model = lively(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one = train.Optimizer(model, config, torch.device("cpu"))
+    one.step(0.0)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
+    container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
+    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY_SIZE, (1000,), generator=generator)
+    corpus = train.Corpus("abcdefghijk", tokens[:900], tokens[900:], "")
+    return train.Trainer(config, container, group, corpus)
+
+
+@pytest.mark.parametrize("passes", [2, 4, 12])
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, passes: int) -> None:
+    config = dataclasses.replace(SMALL, precision="float32", device="cpu")
+    whole = trainer_of(config, tmp_path)
+    parts = trainer_of(dataclasses.replace(config, gradient_accumulation_steps=passes), tmp_path)
+    torch.testing.assert_close(parts.forward_backward(3), whole.forward_backward(3))
+    for one, other in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_dropout_is_a_function_of_seed_step_and_pass(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
+    one = trainer_of(config, tmp_path)
+    with torch.no_grad():
+        one.model.load_state_dict(lively(config).state_dict())
+    torch.manual_seed(1)
+    first = one.forward_backward(3)
+    torch.manual_seed(2)
+    assert torch.equal(first, one.forward_backward(3))
+    assert not torch.equal(first, one.forward_backward(4))
+
+
+# -- the schedule ----------------------------------------------------------------------------------
+
+
+def scale(step: int, **how: Any) -> float:
+    values = dict(max_steps=100, warmup_steps=0, decay_fraction=0.8, final_learning_rate=0.0)
+    return train.learning_rate_scale(step, Config(**{**values, **how}))
+
+
+def test_the_learning_rate_is_at_its_peak_until_the_decay() -> None:
+    assert [scale(step) for step in (0, 10, 20)] == [1.0, 1.0, 1.0]
+    assert scale(21) < 1.0
+
+
+def test_the_learning_rate_falls_linearly_to_almost_nothing() -> None:
+    assert scale(60) == pytest.approx(0.5)
+    assert scale(99) == pytest.approx(1 / 80)
+
+
+def test_the_learning_rate_ends_at_the_part_asked_for() -> None:
+    assert scale(60, final_learning_rate=0.1) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert scale(100, final_learning_rate=0.1) == pytest.approx(0.1)
+    assert scale(99, final_learning_rate=1.0) == 1.0
+
+
+def test_the_learning_rate_warms_up_linearly_and_never_starts_at_nothing() -> None:
+    assert [scale(s, warmup_steps=4) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_without_a_decay_the_learning_rate_stays() -> None:
+    assert scale(99, decay_fraction=0.0) == 1.0
+
+
+def test_a_warm_up_and_decay_of_the_whole_training_are_possible() -> None:
+    scales = [scale(s, warmup_steps=100, decay_fraction=1.0) for s in range(100)]
+    assert all(0 < s <= 1 for s in scales)
+
+
+def test_no_learning_rate_given_means_that_of_the_optimizer() -> None:
+    assert Config().peak_learning_rate == 0.02
+    assert Config(optimizer="adamw").peak_learning_rate == 0.001
+    assert Config(learning_rate=0.5).peak_learning_rate == 0.5
