@@ -2205,7 +2205,7 @@ class Trainer:
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise NonFiniteLossError(self.diverged(f"the loss is {loss}"))
+            raise NonFiniteLossError(self.diverged(f"the loss is {loss},"))
 
     def diverged(self, what: str) -> str:
         kept = self.kept_step

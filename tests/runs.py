@@ -133,7 +133,9 @@ def kill(process: subprocess.Popen[str]) -> None:
     """SIGKILL to a training and all the processes that it started, as of a power cut."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def ended(process: subprocess.Popen[str], limit: float = LIMIT) -> Ended:

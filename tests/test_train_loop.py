@@ -1,0 +1,515 @@
+"""The training loop, as real processes over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import (
+    SCRIPT,
+    SMALL,
+    Ended,
+    edited_script,
+    ended,
+    environment,
+    free_port,
+    kill,
+    make_hosts,
+    metrics,
+    run,
+    run_hosts,
+    started,
+    wait_for_file,
+    wait_for_line,
+    words,
+)
+
+from entry_point import train
+from entry_point.train import Checkpoints, Config, Corpus, NonFiniteLossError
+
+LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
+
+
+def printed_losses(end: Ended) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in LINE.findall(end.output)}
+
+
+# -- the same training on any number of processes --------------------------------------------------
+
+# The loss has to fall by a nat in these steps, or there would be little to agree on.
+FIFTY = {**SMALL, "max_steps": 50, "log_interval": 1, "eval_interval": 25}
+
+
+def losses_of(tmp_path: Path, text: str, n_hosts: int, per_host: int, **how: Any) -> list[float]:
+    """The train losses of 50 steps, as metrics.jsonl has them and as the lines print them."""
+    base = tmp_path / f"{n_hosts}x{per_host}"
+    command = how.pop("command", (sys.executable, str(SCRIPT)))
+    arguments = words(**FIFTY, processes=per_host, **how)
+    envs = make_hosts(base, text, n_hosts)
+    ends = run_hosts(arguments, cwd=tmp_path, envs=envs, command=command)
+    assert all(end.status == 0 for end in ends), "".join(end.output for end in ends)
+    assert f"= {n_hosts * per_host} process" in ends[0].output
+    losses = [row["train_loss"] for row in metrics(base / "algo-1/output/data")]
+    printed = printed_losses(ends[0])
+    assert list(printed) == list(range(1, 51))
+    assert list(printed.values()) == pytest.approx(losses, abs=6e-6)
+    return losses
+
+
+def furthest(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / a for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
+)
+def test_any_number_of_processes_and_hosts_follows_the_same_losses(
+    tmp_path: Path, text: str, precision: str, tolerance: float
+) -> None:
+    alone = losses_of(tmp_path, text, 1, 1, precision=precision)
+    assert alone[0] - alone[-1] > 1
+    for n_hosts, per_host in [(1, 2), (1, 4), (2, 2)]:
+        losses = losses_of(tmp_path, text, n_hosts, per_host, precision=precision)
+        assert furthest(alone, losses) < tolerance, f"{n_hosts} hosts of {per_host}"
+
+
+@pytest.mark.parametrize(
+    "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
+)
+def test_the_losses_tell_when_gradients_are_not_synchronised(
+    tmp_path: Path, text: str, precision: str, tolerance: float
+) -> None:
+    """The test above would be worth little if it passed without DDP."""
+    command = edited_script(
+        tmp_path / "train.py",
+        ("group.world_size > 1 and index < passes - 1", "group.world_size > 1"),
+    )
+    alone = losses_of(tmp_path, text, 1, 1, precision=precision)
+    apart = losses_of(tmp_path, text, 1, 2, precision=precision, command=command)
+    assert furthest(alone, apart) > 5 * tolerance
+
+
+# -- killed and launched again ---------------------------------------------------------------------
+
+EXACT = {
+    **SMALL,
+    "n_embd": 192,
+    "n_head": 6,
+    "dropout": 0.2,
+    "max_steps": 15,
+    "log_interval": 1,
+    "eval_interval": 5,
+    "checkpoint_seconds": 3600,
+}
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """Both trainings ended with the same bits: artefact, weights, optimizer state and curve."""
+    artefacts = [(host / "model/model.safetensors").read_bytes() for host in (one, other)]
+    assert artefacts[0] == artefacts[1]
+    ours, theirs = (Checkpoints(host / "checkpoints").load_latest() for host in (one, other))
+    assert ours is not None and theirs is not None
+    assert ours[0].keys() == theirs[0].keys()
+    assert any(name.startswith("optimizer.") for name in ours[0])
+    for name, tensor in ours[0].items():
+        assert torch.equal(tensor, theirs[0][name]), name
+    curves = [
+        [{**row, "tokens_per_second": None} for row in metrics(host / "output/data")]
+        for host in (one, other)
+    ]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_a_training_killed_twice_ends_with_the_same_bits(
+    tmp_path: Path, text: str, n_ranks: int
+) -> None:
+    arguments = words(**EXACT, processes=n_ranks)
+    undisturbed = run(arguments, cwd=tmp_path, env=make_hosts(tmp_path / "calm", text)[0])
+    assert undisturbed.status == 0, undisturbed.output
+
+    env = make_hosts(tmp_path / "killed", text)[0]
+    host = tmp_path / "killed/algo-1"
+    # First in the middle of training, two steps after a checkpoint.
+    with started(arguments, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=7/")
+        kill(process)
+    assert Checkpoints(host / "checkpoints").steps("checkpoint") == [5]
+
+    # Then in the middle of writing one: half of the file is there, and the best weights, which
+    # are written before, belong to no checkpoint yet.
+    halfway = "        file.write(encoded)\n"
+    stall = "        if 'checkpoint-' in path.name:\n            file.flush(), time.sleep(600)\n"
+    command = edited_script(tmp_path / "stalling.py", (halfway, halfway + stall))
+    with started(arguments, cwd=tmp_path, env=env, command=command) as process:
+        wait_for_line(process, "resumed from the checkpoint of step 5")
+        wait_for_line(process, "step=10/")
+        half = wait_for_file(host / "checkpoints", ".checkpoint-00000010*.tmp")
+        kill(process)
+    assert half.exists()
+    assert Checkpoints(host / "checkpoints").steps("checkpoint") == [5]
+
+    end = run(arguments, cwd=tmp_path, env=env)
+    assert end.status == 0, end.output
+    assert "resumed from the checkpoint of step 5" in end.output
+    assert_same_end(host, tmp_path / "calm/algo-1")
+    assert [row["step"] for row in metrics(host / "output/data")] == list(range(1, 16))
+    assert not list((host / "checkpoints").glob(".*"))
+
+
+def test_a_signal_checkpoints_at_the_next_step_and_going_on_ends_with_the_same_bits(
+    tmp_path: Path, text: str
+) -> None:
+    how = {**SMALL, "dropout": 0.2, "max_steps": 40, "log_interval": 1, "eval_interval": 40}
+    arguments = words(**how, processes=2)
+    undisturbed = run(arguments, cwd=tmp_path, env=make_hosts(tmp_path / "calm", text)[0])
+    assert undisturbed.status == 0, undisturbed.output
+
+    env = make_hosts(tmp_path / "stopped", text)[0]
+    host = tmp_path / "stopped/algo-1"
+    with started(arguments, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        process.send_signal(signal.SIGTERM)
+        end = ended(process)
+    assert end.status == 128 + signal.SIGTERM
+    steps = Checkpoints(host / "checkpoints").steps("checkpoint")
+    assert len(steps) == 1 and 5 <= steps[0] < 40
+    assert end.last_line == f"stopped by a signal; the checkpoint of step {steps[0]} is written"
+    assert not (host / "model").exists()
+
+    again = run(arguments, cwd=tmp_path, env=env)
+    assert again.status == 0, again.output
+    assert_same_end(host, tmp_path / "calm/algo-1")
+
+
+def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    end = run(words(**{**SMALL, "eval_interval": 10}, checkpoint_seconds=0), cwd=tmp_path, env=env)
+    assert end.status == 0, end.output
+    assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint") == [10, 9]
+
+
+def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
+
+    other = run(words(**{**SMALL, "n_embd": 64, "max_steps": 20}), cwd=tmp_path, env=env)
+    assert other.status == 1
+    assert other.last_line.startswith("CheckpointError: the checkpoint belongs to another training")
+    assert "n_embd was 32 and is 64" in other.last_line
+
+    fewer = run(words(**{**SMALL, "max_steps": 5}), cwd=tmp_path, env=env)
+    assert fewer.status == 1
+    assert "the checkpoint is at step 10, past max_steps=5" in fewer.last_line
+
+    more = run(words(**{**SMALL, "max_steps": 20}), cwd=tmp_path, env=env)
+    assert more.status == 0, more.output
+    assert "resumed from the checkpoint of step 10" in more.output
+    rows = metrics(tmp_path / "algo-1/output/data")
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]
+
+
+def test_a_training_on_other_text_is_refused(tmp_path: Path, text: str) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
+    file = tmp_path / "algo-1/input/data/training/input.txt"
+    file.write_text(file.read_text(encoding="utf-8") + "!", encoding="utf-8")
+    end = run(words(**{**SMALL, "max_steps": 20}), cwd=tmp_path, env=env)
+    assert end.status == 1
+    assert "CheckpointError: " in end.last_line and "the text is not the same" in end.last_line
+
+
+def test_a_finished_training_launched_again_writes_its_artefact_again(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
+    model = tmp_path / "algo-1/model/model.safetensors"
+    first, curve = model.read_bytes(), metrics(tmp_path / "algo-1/output/data")
+    for path in model.parent.iterdir():
+        path.unlink()
+    end = run(words(**SMALL), cwd=tmp_path, env=env)
+    assert end.status == 0, end.output
+    assert model.read_bytes() == first
+    assert metrics(tmp_path / "algo-1/output/data") == curve
+    assert not LINE.search(end.output)
+
+
+def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
+    tmp_path: Path, text_file: Path
+) -> None:
+    first = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path)
+    assert first.status == 0, first.output
+    model = tmp_path / "mine/model/model.safetensors"
+    before = model.read_bytes()
+
+    again = run(words(**SMALL, data=text_file, out="mine", processes=2), cwd=tmp_path)
+    assert again.status == 2
+    assert again.last_line.startswith("ConfigError: mine holds a training already; ")
+    assert model.read_bytes() == before
+
+    resumed = run(words(resume="mine", max_steps=20), cwd=tmp_path)
+    assert resumed.status == 0, resumed.output
+    assert "resumed from the checkpoint of step 10" in resumed.output
+    assert [row["step"] for row in metrics(tmp_path / "mine/output")] == [5, 10, 15, 20]
+
+
+# -- losses that are not finite --------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    how = {**SMALL, "log_interval": 1}
+    good = run(words(**how), cwd=tmp_path, env=env)
+    assert good.status == 0, good.output
+    kept = Checkpoints(tmp_path / "algo-1/checkpoints")
+    before = kept.path("checkpoint", 10).read_bytes()
+
+    how["max_steps"] = 20
+    bad = run(words(**how, processes=2, learning_rate=1e38), cwd=tmp_path, env=env)
+    assert bad.status == 1
+    assert re.fullmatch(
+        r"NonFiniteLossError: the loss is (nan|inf), not finite at step 1[1-5];"
+        r" the checkpoint of step 10 is kept; try a smaller learning_rate",
+        bad.last_line,
+    ), bad.output
+    assert kept.steps("checkpoint")[0] == 10
+    assert kept.path("checkpoint", 10).read_bytes() == before
+
+    saved = run(words(**how), cwd=tmp_path, env=env)
+    assert saved.status == 0, saved.output
+    rows = metrics(tmp_path / "algo-1/output/data")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+
+
+def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
+    container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
+    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    tokens = torch.randint(7, (3000,), generator=torch.Generator().manual_seed(3))
+    corpus = Corpus("abcdefg", tokens[:1000], tokens[1000:], "")
+    return train.Trainer(Config(**{**SMALL, **how}), container, group, corpus)
+
+
+def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.save_checkpoint()
+    with torch.no_grad():
+        trainer.model.embed.weight[3, 3] = math.nan
+    trainer.step = 5
+    with pytest.raises(NonFiniteLossError, match=r"weights .* the checkpoint of step 0 is kept"):
+        trainer.save_checkpoint()
+    assert trainer.checkpoints.steps("checkpoint") == [0]
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def test_every_evaluation_is_of_the_same_windows(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+
+    def value() -> float:
+        return train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+
+    first = value()
+    torch.manual_seed(5)
+    trainer.forward_backward(3)
+    assert value() == first
+
+
+@pytest.mark.parametrize("n_windows, count", [(0, 62), (1, 1), (10, 10), (10**6, 62)])
+def test_validation_windows_are_distinct_and_spread_over_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_windows: int, count: int
+) -> None:
+    trainer = trainer_of(tmp_path, eval_windows=n_windows)
+    starts = []
+    gather = train.gather_windows
+
+    def spy(tokens: Any, places: Any, size: int) -> Any:
+        starts.extend(places.tolist())
+        return gather(tokens, places, size)
+
+    monkeypatch.setattr(train, "gather_windows", spy)
+    train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+    assert len(set(starts)) == len(starts) == count
+    assert all(start % 32 == 0 and start + 33 <= 2000 for start in starts)
+    gaps = [b - a for a, b in itertools.pairwise(starts)]
+    assert not gaps or max(gaps) - min(gaps) <= 32
+
+
+def test_evaluation_is_the_mean_over_the_windows(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32")
+    value = train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+    x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32)
+    trainer.model.eval()
+    with torch.no_grad():
+        assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
+
+
+def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
+    tmp_path: Path, text_file: Path
+) -> None:
+    """With as many threads each as a machine of four cores would give them."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
+        "ranks = train.read_ranks(os.environ, 1)\n"
+        "torch.set_num_threads(4 // ranks.world_size)\n"
+        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+        "for precision in ('float32', 'bfloat16'):\n"
+        "    config = train.Config(n_layer=2, n_embd=64, block_size=32, eval_windows=0,\n"
+        "                          precision=precision)\n"
+        "    corpus = train.load_corpus(container, config, group)\n"
+        "    dtype = train.choose_precision(config, group.device)\n"
+        "    model = train.GPT(config, len(corpus.vocabulary), dtype)\n"
+        "    generator = torch.Generator().manual_seed(1)\n"
+        "    for p in model.parameters():\n"
+        "        p.data = torch.randn(p.shape, generator=generator) * 0.2\n"
+        "    value = train.evaluate(model, corpus.val, config, group)\n"
+        "    assert isinstance(value, float)\n"
+        "    sys.stdout.write(value.hex() + '\\n')\n"
+        "group.close()\n"
+        "train.leave(0)\n"
+    )
+    outputs = set()
+    for world_size in (1, 2, 4):
+        envs = [
+            environment(
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                RANK=str(rank),
+                WORLD_SIZE=str(world_size),
+                LOCAL_RANK=str(rank),
+                LOCAL_WORLD_SIZE=str(world_size),
+            )
+            for port in [str(free_port())]
+            for rank in range(world_size)
+        ]
+        ends = run_hosts([], cwd=tmp_path, envs=envs, command=(sys.executable, str(probe)))
+        assert all(end.status == 0 for end in ends), ends
+        outputs |= {end.output for end in ends}
+    assert len(outputs) == 1, outputs
+
+
+# -- what it prints and leaves ---------------------------------------------------------------------
+
+
+def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
+    row = {
+        "step": 250,
+        "train_loss": 1.81234,
+        "val_loss": 2.0,
+        "learning_rate": 0.02,
+        "tokens_per_second": 123456.7,
+    }
+    line = train.metric_line(row, 2000, 72.4)
+    assert line == (
+        "step=250/2000 train_loss=1.81234 val_loss=2.00000 learning_rate=0.02000"
+        " tokens_per_second=123457 time_left=0:01:12"
+    )
+    del row["val_loss"]
+    assert "val_loss" not in train.metric_line(row, 2000, 0)
+
+
+@pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
+def test_metric_regexes_find_each_number_behind_the_prefix_of_mpirun(prefix: str) -> None:
+    row = dict(step=5, train_loss=4.5, val_loss=3.25, learning_rate=0.5, tokens_per_second=9.0)
+    line = prefix + train.metric_line(row, 10, 1)
+    for name, value in [("train_loss", 4.5), ("val_loss", 3.25), ("learning_rate", 0.5)]:
+        assert [float(v) for v in re.findall(rf"{name}=([0-9.]+)", line)] == [value]
+    assert re.findall("tokens_per_second=([0-9.]+)", line) == ["9"]
+    assert re.findall("step=([0-9]+)", line) == ["5"]
+
+
+def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
+    base = make_hosts(tmp_path, text)[0]
+    envs = [
+        {
+            **base,
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+        for rank in range(2)
+    ]
+    first, second = run_hosts(words(**{**SMALL, "sample_length": 30}), cwd=tmp_path, envs=envs)
+    assert (first.status, second.status) == (0, 0), first.output + second.output
+    assert "2 processes in one group (launched by mpirun" in first.output
+    assert second.output == ""
+    rows = metrics(tmp_path / "algo-1/output/data")
+    assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
+    assert "32,448 parameters" in first.output
+
+
+def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file: Path) -> None:
+    end = run(words(**{**SMALL, "sample_length": 90}, data=text_file), cwd=tmp_path)
+    assert end.status == 0, end.output
+    before = re.search(r"--- sample before training ---\n(.*?)\n---\nstep=", end.output, re.S)
+    after = re.search(r"--- sample after training ---\n(.*?)\n---\nbest val_loss", end.output, re.S)
+    assert before and after
+    assert (len(before[1]), len(after[1])) == (30, 90)
+
+
+def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
+    tmp_path: Path, text: str
+) -> None:
+    """A text of a few lines is soon learnt by heart, and the validation loss rises again."""
+    (tmp_path / "small.txt").write_text(text[:1500], encoding="utf-8")
+    (tmp_path / "other.txt").write_text(text[200_000:210_000], encoding="utf-8")
+    how = {**SMALL, "n_embd": 64, "max_steps": 100, "eval_interval": 10, "precision": "float32"}
+    files = dict(data="small.txt", validation="other.txt", out="out")
+    end = run(words(**how, **files, learning_rate=0.05), cwd=tmp_path)
+    assert end.status == 0, end.output
+    rows = [row for row in metrics(tmp_path / "out/output") if "val_loss" in row]
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert best["val_loss"] < rows[-1]["val_loss"] - 0.1
+    training = json.loads((tmp_path / "out/model/training.json").read_text())
+    assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
+
+    model, vocabulary = train.load_artefact(tmp_path / "out/model")
+    val = torch.tensor([vocabulary.index(c) for c in text[200_000:210_000]])
+    trainer = trainer_of(tmp_path / "none")
+    value = train.evaluate(model, val, trainer.config, trainer.group)
+    assert value == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+def test_the_first_line_says_what_it_runs_on(tmp_path: Path, text_file: Path) -> None:
+    arguments = words(**SMALL, data=text_file, precision="float32", processes=2)
+    end = run(arguments, cwd=tmp_path)
+    assert end.output.splitlines()[0] == (
+        "running on 1 host x 2 CPU = 2 processes in one group"
+        " (launched by train.py; float32; 1 CPU threads each)"
+    )
+
+
+def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) -> None:
+    line = "            self.step += 1\n"
+    failing = "            assert self.step < 5 or group.rank < 1, 'that is enough'\n"
+    command = edited_script(tmp_path / "train.py", (line, line + failing))
+    env = make_hosts(tmp_path / "ml", text)[0]
+    how = {**SMALL, "max_steps": 10**6, "log_interval": 1}
+    with started(words(**how, processes=2), cwd=tmp_path, env=env, command=command) as process:
+        wait_for_line(process, "step=4/")
+        before = time.monotonic()
+        end = ended(process, limit=60)
+        assert time.monotonic() - before < 15
+    assert end.status == 1
+    assert end.last_line == "AssertionError: that is enough"
