@@ -100,6 +100,12 @@ def test_the_losses_tell_when_gradients_are_not_synchronised(
     assert furthest(alone, apart) > 5 * tolerance
 
 
+def test_accumulated_gradients_follow_the_same_losses(tmp_path: Path, text: str) -> None:
+    alone = losses_of(tmp_path, text, 1, 1, precision="float32")
+    how = dict(precision="float32", gradient_accumulation_steps=3)
+    assert furthest(alone, losses_of(tmp_path, text, 1, 2, **how)) < 1e-5
+
+
 # -- killed and launched again ---------------------------------------------------------------------
 
 EXACT = {
@@ -510,6 +516,6 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
         wait_for_line(process, "step=4/")
         before = time.monotonic()
         end = ended(process, limit=60)
-        assert time.monotonic() - before < 15
+        assert time.monotonic() - before < 30
     assert end.status == 1
     assert end.last_line == "AssertionError: that is enough"
