@@ -140,7 +140,11 @@ def extract(archive: Path, target: Path) -> None:
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ServiceError(f"{archive.name} is damaged: {error}") from None
-    except (FileExistsError, NotADirectoryError, ValueError) as error:
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise ServiceError(
+            f"{archive.name} is refused: {member.name!r} is in it twice, or below a file"
+        ) from None
+    except ValueError as error:
         raise ServiceError(f"{archive.name} is refused: {error}") from None
     except OSError as error:
         raise ServiceError(f"{archive.name}: {error.strerror or error}") from None

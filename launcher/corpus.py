@@ -132,7 +132,10 @@ def find_upload(uri: str) -> Upload | None:
 def last_upload(settings: Settings) -> Upload:
     """Raises InputError when nothing was uploaded yet."""
     pointer = storage.read_text(latest_uri(settings))
-    upload = find_upload(json.loads(pointer)["uri"]) if pointer else None
+    try:
+        upload = find_upload(json.loads(pointer)["uri"]) if pointer else None
+    except (ValueError, KeyError, TypeError):
+        upload = None
     if upload is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} yet: run `sm-nanogpt upload-data FILE`,"

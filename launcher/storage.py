@@ -81,14 +81,23 @@ def replacing(uri: str) -> Iterator[Any]:
     if local_path(uri) is None:
         # No directories are made: on S3 that would create a misspelt bucket.
         target = fs.open(path, "wb", autocommit=False)
-        commit, discard = target.commit, target.discard
+        commit = target.commit
+
+        def discard() -> None:
+            target.discard()
+            target.closed = True  # else it is sent after all, when the object is collected
     else:
         # Beside its place, as a rename from another file system would be a copy.
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = final.with_name(f".{final.name}.{os.getpid()}{TEMPORARY}")
         target = temporary.open("wb")
-        commit, discard = partial(temporary.replace, final), temporary.unlink
+        commit = partial(temporary.replace, final)
+
+        def discard() -> None:
+            target.close()
+            temporary.unlink()
+
     try:
         yield target
         target.close()

@@ -66,15 +66,16 @@ def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launchi
 
 
 @pytest.fixture(scope="session")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, text_file: Path
-) -> Iterator[launching.Finished]:
+def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> launching.Finished:
     """A job of one process that ended well. It is shared: look, but change nothing."""
-    home = tmp_path_factory.mktemp("finished") / "home"
-    ran = launching.command(*launching.launching(data=text_file), home=home)
-    assert ran.code == 0, ran.err
-    yield launching.Finished(home, ran.out.strip())
-    launching.kill_below(home)
+
+    def build(directory: Path) -> launching.Finished:
+        home = directory / "home"
+        ran = launching.command(*launching.launching(data=text_file), home=home)
+        assert ran.code == 0, ran.err
+        return launching.Finished(home, ran.out.strip())
+
+    return launching.once(tmp_path_factory, "finished", build)
 
 
 @pytest.fixture

@@ -144,7 +144,9 @@ class LocalRun:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SM_", "OMPI_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON"))
+            if not name.startswith(
+                ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
+            )
             and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         }
         gpus, index = self.record["gpus_per_host"], self.hosts.index(host)

@@ -1,0 +1,224 @@
+"""sm-nanogpt for the tests: in this process or as one of its own, with an empty home each time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from launcher import Settings
+
+PROGRAM = (sys.executable, "-c", "from launcher.cli import main; main()")
+
+# The smallest job that is still a whole one; most of its time is the start of its processes.
+TINY: dict[str, Any] = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=32,
+    block_size=32,
+    batch_size=4,
+    max_steps=10,
+    log_interval=5,
+    eval_interval=5,
+    eval_windows=32,
+    sample_length=0,
+    device="cpu",
+    precision="float32",
+)
+# One that does not end by itself while a test looks at it.
+ENDLESS: dict[str, Any] = {**TINY, "max_steps": 10_000_000, "eval_interval": 50}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """Its error, which is the last line on stderr and the only one that is an error."""
+        assert "Traceback" not in self.err, self.err
+        *notes, last = self.err.splitlines()
+        assert last.startswith("error: "), self.err
+        assert not any(note.startswith("error: ") for note in notes), self.err
+        return last.removeprefix("error: ")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that is over, in the home it ran in."""
+
+    home: Path
+    job_id: str
+
+    @property
+    def directory(self) -> Path:
+        return self.home / "jobs" / self.job_id
+
+
+def sets(**values: Any) -> list[str]:
+    """Hyperparameters as `--set` takes them."""
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Finished]) -> Finished:
+    """What `build` makes in a directory of its own, made once for all the workers of a test run."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with Path(f"{directory}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        record = Path(f"{directory}.json")
+        if not record.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            job = build(directory)
+            record.write_text(json.dumps([str(job.home), job.job_id]))
+        home, job_id = json.loads(record.read_text())
+    return Finished(Path(home), job_id)
+
+
+def launching(*extra: str, data: str | Path | None = None, **values: Any) -> list[str]:
+    """The words of a launch of the tiny job, with some things changed."""
+    named = [] if data is None else ["--data", str(data)]
+    return ["launch", "--instance", "local", *named, *sets(**{**TINY, **values}), *extra]
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """No settings from outside, and no way to a metadata service."""
+    foreign = re.compile("AWS_|SM_NANOGPT_")
+    kept = {name: v for name, v in runs.environment().items() if not foreign.match(name)}
+    return {
+        **kept,
+        "HOME": str(home.parent),
+        "SM_NANOGPT_HOME": str(home),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        **extra,
+    }
+
+
+def command(
+    *words: str, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Ran:
+    """A command as a process of its own."""
+    with started(*words, home=home, cwd=cwd, env=env) as process:
+        out, err = process.communicate(timeout=runs.LIMIT)
+    return Ran(process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def started(
+    *words: str, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A running command, gone afterwards; jobs that it started are not its own processes."""
+    process = subprocess.Popen(
+        [*PROGRAM, *words],
+        cwd=cwd or home.parent,
+        env={**environment(home), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def tree(directory: Path) -> set[str]:
+    """All that is below a directory, by relative path."""
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*")}
+
+
+def job_words(pid: int) -> tuple[str, str]:
+    """The command line and the working directory of a process; empty when it is gone."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return line, str(Path(f"/proc/{pid}/cwd").readlink())
+    except OSError:
+        return "", ""
+
+
+def processes_below(directory: Path) -> dict[int, str]:
+    """The living processes of the jobs below a directory: pid to command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            line, cwd = job_words(int(entry.name))
+            inside = cwd == str(directory) or cwd.startswith(f"{directory}/")
+            if line and (inside or ("local_runner" in line and f"{directory}/" in line)):
+                found[int(entry.name)] = line
+    return found
+
+
+def runner_of(directory: Path) -> int:
+    """The pid of a job's runner."""
+    (pid,) = [pid for pid, line in processes_below(directory).items() if "local_runner" in line]
+    return pid
+
+
+def ranks_of(directory: Path) -> list[int]:
+    """The pids of a job's ranks, in order of their start."""
+    return sorted(pid for pid, line in processes_below(directory).items() if "train.py" in line)
+
+
+def kill_below(directory: Path) -> None:
+    for pid in processes_below(directory):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], Any], limit: float = runs.LIMIT) -> Any:
+    """Waits for something to become true, and returns it."""
+    deadline = time.monotonic() + limit
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+    return value
+
+
+def wait_for_step(directory: Path) -> None:
+    """Waits until a job has trained for a while and has a checkpoint."""
+    runs.wait_for_file(directory / "hosts/algo-1/checkpoints", "checkpoint-*.safetensors")
+
+
+def settings_of(home: Path) -> Settings:
+    return Settings(home=home)
+
+
+def edited(path: Path, *edits: tuple[str, str]) -> Path:
+    """A copy of train.py with replaced pieces."""
+    runs.edited_script(path, *edits)
+    return path
+
+
+def all_ended(words: Sequence[Sequence[str]], home: Path) -> list[Ran]:
+    """Several commands at once."""
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(*each, home=home)) for each in words]
+        return [
+            Ran(process.wait(timeout=runs.LIMIT), out, err)
+            for process in processes
+            for out, err in [process.communicate(timeout=runs.LIMIT)]
+        ]

@@ -1,0 +1,437 @@
+"""What comes back from a job: a model whole or not at all, whatever the archive holds."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from launching import Finished, Ran
+
+from entry_point import train
+from launcher import ServiceError, artefacts, fetch_model
+
+NAMES = {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+}
+
+
+def archive_of(job: Finished) -> Path:
+    return job.directory / "output" / "model.tar.gz"
+
+
+def members_of(archive: Path) -> dict[str, bytes]:
+    with tarfile.open(archive) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+def regular(name: str, content: bytes = b"") -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    return member, content
+
+
+def special(name: str, kind: bytes, target: str = "") -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member, b""
+
+
+def pack(archive: Path, *members: tuple[tarfile.TarInfo, bytes]) -> None:
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for member, content in members:
+            tar.addfile(member, io.BytesIO(content))
+
+
+def add(archive: Path, *members: tuple[tarfile.TarInfo, bytes]) -> None:
+    """The archive with more in it than the model."""
+    model = [regular(name, content) for name, content in members_of(archive).items()]
+    pack(archive, *model, *members)
+
+
+def change(archive: Path, name: str, content: bytes | None) -> None:
+    """The archive with one file changed, or left out."""
+    members = {**members_of(archive), name: content}
+    pack(archive, *(regular(n, c) for n, c in members.items() if c is not None))
+
+
+def refused(job: Finished, cli: Callable[..., Ran]) -> str:
+    """Why the archive is refused, in one line; nothing is left of it, anywhere."""
+    before = launching.tree(job.home.parent)
+    ran = cli("fetch-and-sample", job.job_id)
+    assert ran.code == 1, ran
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+    assert launching.tree(job.home.parent) - before <= {"home/models"}
+    return ran.error
+
+
+# -- what is good ---------------------------------------------------------------------------------
+
+
+def test_a_model_is_fetched_below_the_jobs_id_and_is_whole(job: Finished) -> None:
+    directory = fetch_model(job.job_id)
+    assert directory.parent == job.home / "models" / job.job_id
+    assert {path.name for path in directory.iterdir()} == NAMES
+
+
+def test_a_model_that_is_here_is_not_unpacked_again(job: Finished) -> None:
+    directory = fetch_model(job.job_id)
+    before = (directory / "model.safetensors").stat().st_mtime_ns
+    assert fetch_model(job.job_id) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_stale_model_is_not_taken_for_a_new_one(job: Finished) -> None:
+    first = fetch_model(job.job_id)
+    members = members_of(archive_of(job))
+    training = {**json.loads(members["training.json"]), "note": "trained again"}
+    change(archive_of(job), "training.json", json.dumps(training).encode())
+    second = fetch_model(job.job_id)
+    assert second != first
+    assert "trained again" in (second / "training.json").read_text()
+
+
+def test_two_fetches_of_one_job_at_once_are_both_right(job: Finished) -> None:
+    words = ["fetch-and-sample", job.job_id, "--max-new-tokens", "20"]
+    both = launching.all_ended([words, words], job.home)
+    assert [ran.code for ran in both] == [0, 0], both
+    assert both[0].out == both[1].out != ""
+    assert len(list((job.home / "models" / job.job_id).iterdir())) == 1
+
+
+def test_progress_adds_up_to_the_size_of_the_archive(job: Finished) -> None:
+    steps: list[int] = []
+    fetch_model(job.job_id, progress=steps.append)
+    assert sum(steps) == archive_of(job).stat().st_size
+
+
+def test_an_archive_made_by_plain_tar_with_a_leading_dot_is_taken(job: Finished) -> None:
+    members = members_of(archive_of(job))
+    directory = tarfile.TarInfo("./")
+    directory.type = tarfile.DIRTYPE
+    files = [regular(f"./{name}", content) for name, content in members.items()]
+    pack(archive_of(job), (directory, b""), *files)
+    assert {path.name for path in fetch_model(job.job_id).iterdir()} == NAMES
+
+
+# -- what is hostile ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../escaped", "a/../../escaped", "..", "sub/../../../escaped", "..\\escaped", "C:\\escaped"],
+)
+def test_a_path_that_leads_out_is_refused(
+    job: Finished, cli: Callable[..., Ran], name: str
+) -> None:
+    add(archive_of(job), regular(name, b"hostile"))
+    assert "outside of the model" in refused(job, cli)
+
+
+def test_an_absolute_path_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    target = job.home.parent / "escaped"
+    add(archive_of(job), regular(str(target), b"hostile"))
+    assert "outside of the model" in refused(job, cli)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (tarfile.SYMTYPE, "/etc/passwd"),
+        (tarfile.SYMTYPE, "model.safetensors"),
+        (tarfile.LNKTYPE, "/etc/passwd"),
+        (tarfile.LNKTYPE, "model.safetensors"),
+    ],
+)
+def test_a_link_is_refused(
+    job: Finished, cli: Callable[..., Ran], kind: bytes, target: str
+) -> None:
+    add(archive_of(job), special("link", kind, target))
+    assert "is a link" in refused(job, cli)
+
+
+def test_a_file_through_a_linked_directory_is_refused(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    outside = job.home.parent / "outside"
+    outside.mkdir()
+    link = special("link", tarfile.SYMTYPE, str(outside))
+    pack(archive_of(job), link, regular("link/escaped", b"hostile"))
+    refused(job, cli)
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
+def test_a_device_or_a_pipe_is_refused(job: Finished, cli: Callable[..., Ran], kind: bytes) -> None:
+    add(archive_of(job), special("device", kind))
+    assert "not a regular file" in refused(job, cli)
+
+
+def test_the_same_name_twice_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    add(archive_of(job), regular("config.json", b"{}"))
+    assert "config.json" in refused(job, cli)
+
+
+def test_a_file_below_a_file_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    add(archive_of(job), regular("config.json/inside", b"{}"))
+    refused(job, cli)
+
+
+# -- bombs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a bomb need not be a big one."""
+    monkeypatch.setattr(artefacts, "RATIO_FREE_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_one_huge_member_is_refused_before_it_is_written(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    copy = shutil.copyfileobj
+    monkeypatch.setattr(
+        shutil, "copyfileobj", lambda source, out: (copy(source, out), written.append(out.tell()))
+    )
+    pack(archive_of(job), regular("big", bytes(1 << 25)))
+    assert "20 times its size" in refused(job, cli)
+    assert written == []
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_many_members_that_are_huge_together_are_refused(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    pack(archive_of(job), *(regular(f"part-{i}", bytes(1 << 18)) for i in range(64)))
+    assert "20 times its size" in refused(job, cli)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_very_many_empty_members_are_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    pack(archive_of(job), *(regular(f"{i}") for i in range(20_000)))
+    assert "20 times its size" in refused(job, cli)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_huge_header_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    header = tarfile.TarInfo("long")
+    header.type = tarfile.XHDTYPE
+    header.size = 1 << 25
+    pack(archive_of(job), (header, bytes(1 << 25)))
+    refused(job, cli)
+
+
+def test_a_member_that_claims_more_than_there_could_be_is_refused(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    member = tarfile.TarInfo("claim")
+    member.size = 1 << 60
+    archive_of(job).write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+    assert "20 times its size" in refused(job, cli)
+
+
+def test_a_member_of_negative_size_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    member = tarfile.TarInfo("claim")
+    member.size = -512
+    archive_of(job).write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+    refused(job, cli)
+
+
+def test_the_limit_leaves_room_for_weights_that_compress_well(job: Finished) -> None:
+    archive = archive_of(job)
+    members = members_of(archive)
+    pack(archive, *(regular(n, c) for n, c in members.items()), regular("zeros", bytes(1 << 25)))
+    assert (fetch_model(job.job_id) / "zeros").stat().st_size == 1 << 25
+
+
+# -- what is damaged ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.7, 0.99, 1.0])
+def test_a_truncated_archive_is_refused(
+    job: Finished, cli: Callable[..., Ran], part: float
+) -> None:
+    content = archive_of(job).read_bytes()
+    archive_of(job).write_bytes(content[: min(int(len(content) * part), len(content) - 1)])
+    refused(job, cli)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>Access denied</html>", bytes(5000)])
+def test_what_is_no_archive_is_refused(
+    job: Finished, cli: Callable[..., Ran], content: bytes
+) -> None:
+    archive_of(job).write_bytes(content)
+    refused(job, cli)
+
+
+def test_an_archive_with_nothing_in_it_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    pack(archive_of(job))
+    assert "config.json" in refused(job, cli)
+
+
+def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) -> None:
+    content = archive_of(job).read_bytes()
+    chance = random.Random(0)
+    places = [*range(10), *chance.sample(range(10, len(content)), 60)]
+    places += range(len(content) - 40, len(content))  # the archive's end and its checksum
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << chance.randrange(8)
+        archive = tmp_path / "damaged.tar.gz"
+        archive.write_bytes(damaged)
+        target = tmp_path / f"out-{place}"
+        try:
+            artefacts.extract(archive, target)
+        except ServiceError:
+            continue
+        # What it may change unseen is what is no content: gzip's time stamp and the like.
+        whole = members_of(archive_of(job))
+        assert {p.name: p.read_bytes() for p in target.iterdir()} == whole, place
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"tokenizer_config.json"}))
+def test_a_model_without_one_of_its_files_is_refused(
+    job: Finished, cli: Callable[..., Ran], name: str
+) -> None:
+    change(archive_of(job), name, None)
+    assert name in refused(job, cli)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'"', b"[" * 100_000])
+def test_a_model_with_a_broken_document_is_refused(
+    job: Finished, cli: Callable[..., Ran], name: str, content: bytes
+) -> None:
+    change(archive_of(job), name, content)
+    refused(job, cli)
+
+
+def reshaped(job: Finished, tmp_path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(members_of(archive_of(job))["model.safetensors"])
+    tensors, metadata = train.read_safetensors(weights)
+    edit(tensors)
+    train.write_safetensors(weights, tensors, metadata)
+    change(archive_of(job), "model.safetensors", weights.read_bytes())
+
+
+def test_weights_of_a_wrong_shape_are_refused_by_name(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :7]
+
+    reshaped(job, tmp_path, edit)
+    assert "head.weight should be" in refused(job, cli)
+
+
+def test_missing_weights_are_refused_by_name(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    reshaped(job, tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight" in refused(job, cli)
+
+
+def test_a_model_that_claims_very_many_layers_is_refused_at_once(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    members = members_of(archive_of(job))
+    training, config = (json.loads(members[n]) for n in ("training.json", "config.json"))
+    training["config"]["n_layer"] = config["num_hidden_layers"] = 1_000_000
+    members["training.json"] = json.dumps(training).encode()
+    members["config.json"] = json.dumps(config).encode()
+    pack(archive_of(job), *(regular(name, content) for name, content in members.items()))
+    refused(job, cli)
+
+
+def test_a_repaired_archive_is_fetched_after_a_refusal(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    whole = archive_of(job).read_bytes()
+    archive_of(job).write_bytes(whole[: len(whole) // 2])
+    refused(job, cli)
+    archive_of(job).write_bytes(whole)
+    assert cli("fetch-and-sample", job.job_id, "--max-new-tokens", "5").code == 0
+
+
+# -- jobs without a model -------------------------------------------------------------------------
+
+
+def test_an_unknown_job_is_told_how_to_find_those_that_are_known(cli: Callable[..., Ran]) -> None:
+    for command in ("fetch-and-sample", "status", "logs", "stop"):
+        ran = cli(command, "sm-nanogpt-nope")
+        assert ran.code == 1
+        assert "'sm-nanogpt-nope'" in ran.error
+        assert "`sm-nanogpt jobs`" in ran.error
+
+
+@pytest.mark.parametrize("job_id", ["..", ".", "", "a/b", "x" * 300, "ü", "a b"])
+def test_what_cannot_be_a_job_id_is_an_unknown_job(cli: Callable[..., Ran], job_id: str) -> None:
+    ran = cli("status", job_id)
+    assert ran.code == 1
+    assert "there is no job" in ran.error
+
+
+def end_as(job: Finished, **state: Any) -> None:
+    """Makes of the job one that ended otherwise, and left no model."""
+    archive_of(job).unlink()
+    (job.directory / "state.json").write_text(json.dumps(state))
+
+
+def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    end_as(job, status="Failed", reason="RankError: rank 0 was killed")
+    ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
+    assert ran.code == 0
+    assert "is Failed; this is its latest checkpoint, step-00000010" in ran.err
+    assert len(ran.out) == 21
+
+
+def test_a_failed_job_without_a_checkpoint_gives_its_state_its_reason_and_the_next_command(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    end_as(job, status="Failed", reason="ValueError: of no use")
+    shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
+    error = refused(job, cli)
+    assert "is Failed: ValueError: of no use" in error
+    assert f"`sm-nanogpt logs {job.job_id}`" in error
+
+
+def test_a_stopped_job_without_a_checkpoint_gives_its_state_and_the_next_command(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    end_as(job, status="Stopped")
+    shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
+    error = refused(job, cli)
+    assert "is Stopped; it left neither a model nor a checkpoint" in error
+    assert f"`sm-nanogpt logs {job.job_id}`" in error
+
+
+def test_damaged_checkpoints_are_refused_and_nothing_is_kept(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    end_as(job, status="Stopped")
+    for path in (job.directory / "hosts/algo-1/checkpoints").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-100])
+    before = launching.tree(job.home)
+    ran = cli("fetch-and-sample", job.job_id)
+    assert ran.code == 1
+    assert "damaged" in ran.error
+    assert launching.tree(job.home) - before <= {"models"}

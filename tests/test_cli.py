@@ -1,0 +1,297 @@
+"""The command line: stdout for data, stderr for people, one line for an error."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+from launching import Finished, Ran
+
+import launcher
+from launcher import ServiceError
+from launcher import cli as commands
+
+COMMANDS = ("upload-data", "launch", "fetch-and-sample", "jobs", "status", "logs", "stop")
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules that a piece of code leaves loaded."""
+    report = "import sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+# -- what costs nothing ---------------------------------------------------------------------------
+
+HEAVY = {"torch", "numpy", "sagemaker", "boto3", "botocore", "s3fs", "fsspec", "pydantic"}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    loaded = modules_after("from launcher.cli import run\nassert run(['--help']) == 0")
+    assert "click" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_help_imports_nothing_heavy(command: str) -> None:
+    loaded = modules_after(f"from launcher.cli import run\nassert run(['{command}', '-h']) == 0")
+    assert not loaded & HEAVY
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert not modules_after("import launcher") & HEAVY
+
+
+def test_looking_after_jobs_imports_neither_torch_nor_aws(finished: Finished) -> None:
+    words = ["status", finished.job_id]
+    code = f"import os\nos.environ['SM_NANOGPT_HOME'] = {str(finished.home)!r}\n"
+    loaded = modules_after(f"{code}from launcher.cli import run\nassert run({words}) == 0")
+    assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_commands_help_shows_an_example(cli: Callable[..., Ran], command: str) -> None:
+    ran = cli(command, "--help")
+    assert ran.code == 0
+    assert f"Example:\n    sm-nanogpt {command}" in ran.out
+    assert ran.err == ""
+
+
+def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
+    example = cli("--help").out.partition("Options:")[0]
+    positions = [example.index(f"sm-nanogpt {command}") for command in COMMANDS[:3]]
+    assert positions == sorted(positions)
+
+
+def test_help_makes_no_home(home: Path, cli: Callable[..., Ran]) -> None:
+    cli("--help")
+    cli("launch", "--help")
+    assert not home.exists()
+
+
+def test_no_command_at_all_shows_the_help_and_is_an_error_of_the_user(
+    cli: Callable[..., Ran],
+) -> None:
+    ran = cli()
+    assert (ran.code, ran.out) == (2, "")
+    assert "Commands:" in ran.err
+
+
+def test_the_version_goes_to_stdout(cli: Callable[..., Ran]) -> None:
+    ran = cli("--version")
+    assert ran.code == 0
+    assert re.search(r"\d+\.\d+", ran.out)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["frobnicate"],
+        ["launch"],
+        ["fetch-and-sample"],
+        ["status"],
+        ["jobs", "extra"],
+        ["launch", "--instance"],
+        ["--nonsense"],
+    ],
+)
+def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home: Path) -> None:
+    ran = launching.command(*words, home=home)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.count("\n") == 1
+    assert ran.error
+
+
+def test_a_failing_service_is_one_line_and_exit_code_1(home: Path) -> None:
+    ran = launching.command("status", "nope", home=home)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli: Callable[..., Ran]) -> None:
+    failed = cli("--debug", "status", "nope")
+    assert failed.code == 1
+    assert "Traceback" in failed.err
+    assert failed.err.splitlines()[-1].startswith("error: ")
+    wrong = cli("--debug", "upload-data", "missing.txt")
+    assert wrong.code == 2
+    assert "Traceback" in wrong.err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), OSError(28, "No space left")])
+def test_an_error_that_nobody_foresaw_is_one_line_too(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("launcher.backends.jobs", fail)
+    ran = cli("jobs")
+    assert ran.code == 1
+    assert str(error) in ran.error
+    assert "--debug" in ran.error
+
+
+def test_an_error_of_several_lines_is_told_in_one(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ServiceError("first\nsecond")
+
+    monkeypatch.setattr("launcher.backends.jobs", fail)
+    assert cli("jobs").err == "error: first second\n"
+
+
+def test_an_interrupt_is_no_traceback(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.backends.jobs", fail)
+    ran = cli("jobs")
+    assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def test_upload_data_prints_the_uri_alone(home: Path, text_file: Path) -> None:
+    ran = launching.command("upload-data", str(text_file), home=home)
+    assert ran.code == 0
+    assert re.fullmatch(r"file:///\S+/store/data/input-[0-9a-f]{12}\n", ran.out)
+
+
+def test_the_job_id_is_there_before_the_training_ends(home: Path, text_file: Path) -> None:
+    words = launching.launching(data=text_file, **launching.ENDLESS)
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        job_id = process.stdout.readline().strip()
+        assert process.poll() is None
+        assert json.loads((home / "jobs" / job_id / "job.json").read_text())
+
+
+def test_a_launch_prints_the_job_id_alone_and_tells_the_rest_on_stderr(
+    home: Path, text_file: Path
+) -> None:
+    ran = launching.command(*launching.launching(data=text_file), home=home)
+    assert ran.code == 0
+    assert re.fullmatch(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}\n", ran.out)
+    assert "step=10/10 train_loss=" in ran.err
+    assert ran.err.splitlines()[-1] == f"next: sm-nanogpt fetch-and-sample {ran.out.strip()}"
+
+
+def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -> None:
+    ran = launching.command("status", finished.job_id, home=finished.home)
+    assert re.search(r"^state: +Completed$", ran.out, re.MULTILINE)
+    assert re.search(r"^step: +10/10$", ran.out, re.MULTILINE)
+    assert re.search(r"^val loss: +\d\.\d{4}$", ran.out, re.MULTILINE)
+    assert re.search(r"^model: +file:///\S+/model\.tar\.gz$", ran.out, re.MULTILINE)
+
+
+def test_status_as_json_holds_the_same(finished: Finished, cli: Callable[..., Ran]) -> None:
+    told = json.loads(
+        launching.command("status", finished.job_id, "--json", home=finished.home).out
+    )
+    assert told["status"] == "Completed"
+    assert told["metrics"]["step"] == told["metrics"]["max_steps"] == 10
+    assert told["hyperparameters"]["n_embd"] == "32"
+    assert told["created"] <= told["started"] <= told["ended"]
+
+
+def test_jobs_are_listed_newest_first(job: Finished, cli: Callable[..., Ran]) -> None:
+    newer = "sm-nanogpt-20990101-000000-abcdef"
+    directory = job.home / "jobs" / newer
+    directory.mkdir()
+    record = json.loads((job.directory / "job.json").read_text())
+    (directory / "job.json").write_text(json.dumps({**record, "created": 4e9}))
+    rows = cli("jobs").out.splitlines()
+    assert rows[0].split()[:2] == ["JOB-ID", "STATE"]
+    assert [row.split()[0] for row in rows[1:]] == [newer, job.job_id]
+    listed = json.loads(cli("jobs", "--json").out)
+    assert [described["job_id"] for described in listed] == [newer, job.job_id]
+
+
+def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:
+    ran = cli("jobs")
+    assert (ran.code, ran.out) == (0, "")
+    assert "sm-nanogpt launch --instance local" in ran.err
+    assert json.loads(cli("jobs", "--json").out) == []
+
+
+def test_logs_are_what_the_training_said(job: Finished, cli: Callable[..., Ran]) -> None:
+    ran = cli("logs", job.job_id)
+    assert ran.out == (job.directory / "logs/job.log").read_text()
+    assert "step=10/10" in ran.out
+    assert cli("logs", job.job_id, "--follow").out == ran.out
+
+
+def test_a_job_that_has_ended_cannot_be_stopped(job: Finished, cli: Callable[..., Ran]) -> None:
+    ran = cli("stop", job.job_id)
+    assert ran.code == 1
+    assert "has ended already: Completed" in ran.error
+
+
+# -- the same from Python -------------------------------------------------------------------------
+
+
+def test_every_name_of_the_package_is_there_and_documented() -> None:
+    for name in launcher.__all__:
+        assert inspect.getdoc(getattr(launcher, name)), name
+    assert sorted(launcher.__all__) == sorted(launcher._HOME)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = launcher.no_such_name
+
+
+def test_the_example_of_the_package_runs_and_prints_nothing_of_its_own(
+    home: Path, tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.__doc__ is not None
+    example = "\n".join(
+        line[4:] for line in launcher.__doc__.splitlines() if line.startswith("    ")
+    )
+    assert "launch(" in example
+    small = f"preset='cpu', hyperparameters={launching.TINY}"
+    example = example.replace('preset="cpu"', small).replace("ROMEO:", "The ")
+    text = text_file.read_text(encoding="utf-8")
+    (tmp_path / "input.txt").write_text(text, encoding="utf-8")
+    capfd.readouterr()
+    exec(example, {})
+    printed = capfd.readouterr()
+    assert printed.out.startswith("The ")
+    assert len(printed.out) == 4 + 500 + 1
+    assert printed.err == ""
+
+
+def test_waiting_gives_up_after_its_time(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
+    job_id = cli(*words).out.strip()
+    with pytest.raises(ServiceError, match="still InProgress"):
+        launcher.wait(job_id, timeout=0.1)
+
+
+def test_a_main_that_is_called_leaves_with_the_exit_code(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sm-nanogpt", "status", "nope"])
+    with pytest.raises(SystemExit) as left:
+        commands.main()
+    assert left.value.code == 1

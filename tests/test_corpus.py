@@ -1,0 +1,406 @@
+"""Text on its way into a store: what counts as text, and what is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import launching
+import pytest
+from launching import Ran
+
+from launcher import corpus, upload_data
+from launcher.corpus import find_upload, last_upload
+from launcher.storage import local_path
+
+LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "fox.txt"
+    path.write_text(LONG)
+    return path
+
+
+def stored(uri: str) -> Path:
+    path = local_path(uri)
+    assert path is not None
+    return path
+
+
+# -- what is no text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.txt", b"", "is empty"),
+        ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
+        ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
+        ("short.txt", b"To be", "5 characters"),
+        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, "not UTF-8 text (byte 4503)"),
+        ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
+        ("utf16.txt", LONG.encode("utf-16"), "UTF-16"),
+        ("spaces and ü.txt", b"", "is empty"),
+    ],
+)
+@pytest.mark.parametrize("words", [("upload-data",), ("launch", "--instance", "local", "--data")])
+def test_what_is_no_text_is_refused_with_its_name_and_nothing_is_sent(
+    home: Path,
+    cli: Callable[..., Ran],
+    tmp_path: Path,
+    words: tuple[str, ...],
+    name: str,
+    content: bytes,
+    reason: str,
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    ran = cli(*words, name)
+    assert ran.code == 2
+    assert name in ran.error
+    assert reason in ran.error
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+    assert launching.tree(home) == set()
+
+
+def test_a_missing_path_is_refused_with_its_name(home: Path, cli: Callable[..., Ran]) -> None:
+    ran = cli("upload-data", "missing.txt")
+    assert (ran.code, ran.error) == (2, "missing.txt: no such file or directory")
+    assert launching.tree(home) == set()
+
+
+def test_a_directory_without_text_is_refused_with_its_name(
+    home: Path, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.jpg").write_bytes(b"\xff\xd8")
+    ran = cli("upload-data", "photos")
+    assert ran.code == 2
+    assert "photos: there is no *.txt file" in ran.error
+    assert launching.tree(home) == set()
+
+
+def test_one_bad_file_refuses_the_whole_directory(
+    home: Path, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    (tmp_path / "texts/a.txt").write_text(LONG)
+    (tmp_path / "texts/deep/bad.txt").write_bytes(b"\xff" * 100)
+    ran = cli("upload-data", "texts")
+    assert ran.code == 2
+    assert "texts/deep/bad.txt" in ran.error
+    assert launching.tree(home) == set()
+
+
+def test_a_character_may_lie_across_two_chunks(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus.storage, "CHUNK_BYTES", 5)
+    (tmp_path / "wide.txt").write_text("🙂漢é" * 300)
+    upload = upload_data(tmp_path / "wide.txt")
+    assert (upload.characters, upload.vocabulary_size) == (900, 3)
+
+
+def test_text_too_short_for_the_asked_context_is_refused_before_it_is_sent(
+    home: Path, cli: Callable[..., Ran], source: Path
+) -> None:
+    ran = cli("launch", "--instance", "local", "--data", str(source), "--set", "block_size=450")
+    assert ran.code == 2
+    assert f"{source}: the validation part has 450 characters" in ran.error
+    assert launching.tree(home) == set()
+
+
+def test_validation_text_too_short_for_the_asked_context_is_refused_before_anything_is_sent(
+    home: Path, cli: Callable[..., Ran], text_file: Path, source: Path
+) -> None:
+    words = ["--data", str(text_file), "--validation", str(source), "--set", "block_size=5000"]
+    ran = cli("launch", "--instance", "local", *words)
+    assert ran.code == 2
+    assert f"{source}: the validation part has 4500 characters" in ran.error
+    assert launching.tree(home) == set()
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def test_an_upload_prints_its_uri_and_says_what_it_read(
+    cli: Callable[..., Ran], source: Path
+) -> None:
+    ran = cli("upload-data", str(source))
+    assert ran.code == 0
+    assert (stored(ran.out.strip()) / "fox.txt").read_text() == LONG
+    assert "1 file, 4,500 bytes, 4,500 characters, 30 different ones" in ran.err
+
+
+def test_an_upload_as_json_tells_its_numbers(cli: Callable[..., Ran], source: Path) -> None:
+    told = json.loads(cli("upload-data", str(source), "--json").out)
+    assert told["uri"].startswith("file://")
+    assert (told["size"], told["characters"], told["uploaded"]) == (4500, 4500, True)
+
+
+def test_text_that_is_there_unchanged_is_not_sent_again(home: Path, source: Path) -> None:
+    first = upload_data(source)
+    file = stored(first.uri) / "fox.txt"
+    before = file.stat().st_mtime_ns
+    sent: list[int] = []
+    second = upload_data(source, progress=sent.append)
+    assert (second.uri, second.uploaded, sent) == (first.uri, False, [])
+    assert file.stat().st_mtime_ns == before
+
+
+def test_changed_text_gets_a_place_of_its_own(home: Path, source: Path) -> None:
+    first = upload_data(source)
+    source.write_text(LONG + "more")
+    second = upload_data(source)
+    assert second.uri != first.uri
+    assert second.uploaded
+    assert (stored(first.uri) / "fox.txt").read_text() == LONG
+
+
+def test_a_damaged_copy_in_the_store_is_sent_again(home: Path, source: Path) -> None:
+    first = upload_data(source)
+    (stored(first.uri) / "fox.txt").write_text("cut")
+    second = upload_data(source)
+    assert second.uploaded
+    assert (stored(first.uri) / "fox.txt").read_text() == LONG
+
+
+def test_the_text_files_of_a_directory_keep_their_places(home: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "deep/b.txt", "deep/er/c d.txt"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(LONG)
+    (tmp_path / "texts/deep/notes.md").write_text(LONG)
+    upload = upload_data(tmp_path / "texts")
+    assert launching.tree(stored(upload.uri)) == {
+        "a.txt",
+        "deep",
+        "deep/b.txt",
+        "deep/er",
+        "deep/er/c d.txt",
+    }
+
+
+def test_a_lone_file_may_have_any_ending_and_is_kept_as_text(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(LONG)
+    assert upload_data(tmp_path / "README.md").files == ("README.txt",)
+
+
+def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
+    home: Path, source: Path
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(_: int) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        upload_data(source, progress=interrupt)
+    (data,) = home.glob("store/data")
+    assert not list(data.glob("*.json"))
+    assert upload_data(source).uploaded
+    assert (stored(last_upload(launching.settings_of(home)).uri) / "fox.txt").read_text() == LONG
+
+
+def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> None:
+    uri = upload_data(source).uri
+    Path(f"{stored(uri)}.json").unlink()
+    assert find_upload(uri) is None
+
+
+def test_two_uploads_at_once_are_both_right(home: Path, source: Path, text_file: Path) -> None:
+    words = ["upload-data", str(source)]
+    both = launching.all_ended([words, words], home)
+    assert [ran.code for ran in both] == [0, 0], both
+    assert both[0].out == both[1].out
+    uri = both[0].out.strip()
+    assert find_upload(uri) is not None
+    assert launching.tree(stored(uri)) == {"fox.txt"}
+
+
+# -- the last upload ------------------------------------------------------------------------------
+
+
+def test_launch_takes_the_last_upload_and_names_it(
+    cli: Callable[..., Ran], source: Path, text_file: Path
+) -> None:
+    cli("upload-data", str(source))
+    cli("upload-data", str(text_file))
+    last = cli("upload-data", str(source)).out.strip()
+    ran = cli(*launching.launching("--detach"))
+    assert f"data: {last} (the last upload)" in ran.err
+
+
+def test_launch_without_any_upload_says_how_to_get_one(home: Path, cli: Callable[..., Ran]) -> None:
+    ran = cli("launch", "--instance", "local")
+    assert ran.code == 2
+    assert "sm-nanogpt upload-data" in ran.error
+    assert launching.tree(home) == set()
+
+
+def test_text_named_at_a_launch_does_not_become_the_last_upload(
+    home: Path, cli: Callable[..., Ran], source: Path, text_file: Path
+) -> None:
+    uri = cli("upload-data", str(text_file)).out.strip()
+    cli(*launching.launching("--detach", "--validation", str(source), data=source))
+    assert last_upload(launching.settings_of(home)).uri == uri
+
+
+def test_data_that_were_uploaded_before_are_taken_by_uri_or_path(
+    home: Path, cli: Callable[..., Ran], source: Path
+) -> None:
+    uri = cli("upload-data", str(source)).out.strip()
+    for location in (uri, str(stored(uri))):
+        ran = cli(*launching.launching("--detach", data=location))
+        assert f"data: {uri}\n" in ran.err
+    assert len(list((home / "store/data").glob("*/"))) == 1
+
+
+# -- built-in texts -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """A directory on loopback: its address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, directory=str(directory))  # type: ignore[arg-type]
+
+        def log_message(self, format: str, *args: object) -> None:
+            asked.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A public home of Shakespeare on loopback; yields what was asked of it."""
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public/input.txt").write_text(LONG)
+    with serving(tmp_path / "public") as (address, asked):
+        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", f"{address}/input.txt")
+        monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(LONG.encode()).hexdigest())
+        yield asked
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+
+
+def test_shakespeare_is_what_upload_data_takes_without_a_path(
+    cli: Callable[..., Ran], shakespeare: list[str]
+) -> None:
+    ran = cli("upload-data")
+    assert ran.code == 0, ran.err
+    assert (stored(ran.out.strip()) / "shakespeare.txt").read_text() == LONG
+
+
+def test_a_cached_text_is_not_downloaded_again(
+    cli: Callable[..., Ran], shakespeare: list[str]
+) -> None:
+    cli("upload-data", "--corpus", "shakespeare")
+    cli("upload-data", "--corpus", "shakespeare")
+    assert shakespeare == ["/input.txt"]
+
+
+def test_a_damaged_cache_is_downloaded_again(
+    home: Path, cli: Callable[..., Ran], shakespeare: list[str]
+) -> None:
+    cli("upload-data", "--corpus", "shakespeare")
+    (home / "cache/shakespeare.txt").write_text("damaged")
+    assert cli("upload-data", "--corpus", "shakespeare").code == 0
+    assert (home / "cache/shakespeare.txt").read_text() == LONG
+
+
+def test_a_download_with_another_hash_is_refused_and_not_kept(
+    home: Path, cli: Callable[..., Ran], shakespeare: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", "0" * 64)
+    ran = cli("upload-data", "--corpus", "shakespeare")
+    assert ran.code == 1
+    assert "SHA-256" in ran.error
+    assert not list(home.glob("cache/*"))
+
+
+def test_a_download_that_breaks_off_is_refused_in_one_line(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def urlopen(*_: object, **__: object) -> None:
+        raise http.client.IncompleteRead(b"some")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    ran = cli("upload-data", "--corpus", "shakespeare")
+    assert ran.code == 1
+    assert "IncompleteRead" in ran.error
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_shakespeare_the_python_reference_is_taken_aloud(cli: Callable[..., Ran]) -> None:
+    ran = cli("upload-data")
+    assert ran.code == 0
+    assert "tiny Shakespeare cannot be had" in ran.err
+    assert "/python-docs-" in ran.out
+
+
+@pytest.mark.usefixtures("offline")
+def test_shakespeare_by_name_has_no_substitute(cli: Callable[..., Ran]) -> None:
+    ran = cli("upload-data", "--corpus", "shakespeare")
+    assert ran.code == 1
+    assert "http://127.0.0.1:9/input.txt" in ran.error
+    assert ran.out == ""
+
+
+def test_the_python_reference_needs_no_network(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", None)
+    assert cli("upload-data", "--corpus", "python-docs").code == 0
+
+
+@pytest.mark.parametrize("words", [("--corpus", "bible"), ("in.txt", "--corpus", "shakespeare")])
+def test_an_unknown_corpus_or_two_texts_are_refused(
+    home: Path, cli: Callable[..., Ran], words: tuple[str, ...]
+) -> None:
+    ran = cli("upload-data", *words)
+    assert ran.code == 2
+    assert "shakespeare" in ran.error or "not both" in ran.error
+    assert launching.tree(home) == set()
+
+
+def test_a_store_that_lost_its_last_upload_asks_for_another(
+    home: Path, cli: Callable[..., Ran], source: Path
+) -> None:
+    uri = cli("upload-data", str(source)).out.strip()
+    shutil.rmtree(stored(uri))
+    ran = cli("launch", "--instance", "local")
+    assert ran.code == 2
+    assert "sm-nanogpt upload-data" in ran.error
+
+
+def test_a_pointer_that_cannot_be_read_is_no_last_upload(
+    home: Path, cli: Callable[..., Ran], source: Path
+) -> None:
+    cli("upload-data", str(source))
+    (home / "store/data/latest.json").write_text("{")
+    ran = cli("launch", "--instance", "local")
+    assert ran.code == 2
+    assert "sm-nanogpt upload-data" in ran.error

@@ -1,0 +1,216 @@
+"""What to run: validated data, and one source of truth for what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+from launching import Ran
+from launching import launching as launch_words
+
+from entry_point import train
+from launcher import InputError, TrainingJob
+from launcher.job import command_line, parse_assignments, read_hyperparameters
+
+
+def refusal(**values: object) -> str:
+    """Why a job cannot be."""
+    with pytest.raises(InputError) as caught:
+        TrainingJob(**values).config(1)
+    return str(caught.value)
+
+
+# -- hyperparameters ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
+)
+def test_a_job_refuses_what_the_script_refuses_in_the_same_words(values: dict[str, object]) -> None:
+    with pytest.raises(train.ConfigError) as caught:
+        train.make_config(values)
+    assert refusal(hyperparameters=values) == str(caught.value)
+
+
+def test_what_is_said_goes_over_the_preset() -> None:
+    job = TrainingJob(preset="baby", hyperparameters={"n_layer": "2"})
+    config = job.config(1)
+    assert (config.n_layer, config.n_embd) == (2, 384)
+
+
+def test_what_is_sent_names_fields_with_underscores_and_leaves_out_the_unset() -> None:
+    job = TrainingJob(hyperparameters={"n-layer": 2, "dropout": ""})
+    assert job.explicit_hyperparameters() == {"n_layer": 2}
+
+
+def test_the_nearest_preset_is_named() -> None:
+    assert "did you mean baby?" in refusal(preset="babby")
+
+
+def test_argv_is_sorted_by_name_with_values_as_the_toolkit_writes_them() -> None:
+    words = command_line({"n_layer": 2, "learning_rate": 1e-5, "tie_embeddings": True})
+    assert words == ["--learning_rate", "1e-05", "--n_layer", "2", "--tie_embeddings", "True"]
+
+
+def test_assignments_split_at_the_first_equals_sign() -> None:
+    assert parse_assignments(("a=b=c", "d=")) == {"a": "b=c", "d": ""}
+
+
+@pytest.mark.parametrize(
+    "words", [("n_layer",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")]
+)
+def test_an_assignment_that_is_none_or_comes_twice_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match="--set"):
+        parse_assignments(words)
+
+
+def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("n_layer = 2\ntie_embeddings = true\ndropout = 0.1\n")
+    expected = {"n_layer": 2, "tie_embeddings": True, "dropout": 0.1}
+    assert read_hyperparameters(file) == expected
+
+
+# -- the rest of a job ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"instances": 2}, "instances"),
+        ({"instance_count": 0}, "instance_count=0"),
+        ({"processes_per_instance": -1}, "processes_per_instance=-1"),
+        ({"hyperparameters": {"n_layer": [1]}}, "n_layer=[1]"),
+        ({"hyperparameters": 3}, "hyperparameters=3"),
+    ],
+)
+def test_a_field_that_is_unknown_or_impossible_is_named_with_its_value(
+    values: dict[str, object], named: str
+) -> None:
+    assert named in refusal(**values)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_sizes() -> None:
+    job = TrainingJob(hyperparameters={"batch_size": 9})
+    with pytest.raises(InputError, match="batch_size=8 or 12"):
+        job.config(4)
+
+
+# -- one's own entry point ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("missing.py", None, "no such file"),
+        ("words.txt", "hello", "not a Python file"),
+        ("syntax.py", "x =", "invalid syntax"),
+        ("other.py", "x = 1", "not an edited copy of train.py"),
+        ("crash.py", "1 / 0", "ZeroDivisionError"),
+        ("leaves.py", "raise SystemExit(3)", "SystemExit"),
+        ("imports.py", "import no_such_module", "no_such_module"),
+    ],
+)
+def test_an_entry_point_that_is_no_copy_of_the_script_is_refused(
+    tmp_path: Path, name: str, content: str | None, reason: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    error = refusal(entry_point=file)
+    assert str(file) in error
+    assert reason in error
+
+
+def test_an_edited_copy_brings_its_own_hyperparameters_and_presets(tmp_path: Path) -> None:
+    seed = "    seed: int = hyperparameter("
+    extra = '    extra: int = hyperparameter(3, "mine", group="data")\n'
+    preset = '    "cpu": dict('
+    copy = launching.edited(
+        tmp_path / "mine.py",
+        (seed, extra + seed),
+        (preset, '    "mine": dict(extra=5),\n' + preset),
+    )
+    assert TrainingJob(entry_point=copy, preset="mine").config(1).extra == 5
+    assert "extra" in refusal(hyperparameters={"extra": 4})
+
+
+def test_what_an_edited_copy_prints_when_imported_stays_off_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = launching.edited(
+        tmp_path / "mine.py", ("PRESETS: dict", "print('loading')\nPRESETS: dict")
+    )
+    TrainingJob(entry_point=copy).config(1)
+    assert capsys.readouterr().out == ""
+
+
+# -- what launch says to it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--set", "n_layr=2"], "did you mean n_layer?"),
+        (["--set", "n_layer=two"], "n_layer='two'"),
+        (["--set", "n_layer"], "must be name=value"),
+        (["--set", "optimizer=moun"], "did you mean muon?"),
+        (["--set", "n_embd=30", "--set", "n_head=4"], "n_embd=28 or 32"),
+        (["--set", "warmup_steps=3000"], "warmup_steps=3000"),
+        (["--preset", "babby"], "did you mean baby?"),
+        (["--config", "missing.toml"], "missing.toml"),
+        (["--config", "unknown.toml"], "did you mean n_layer?"),
+        (["--config", "list.toml"], "n_layer=[1]"),
+        (["--config", "table.toml"], "model="),
+        (["--config", "type.toml"], "n_layer=1.5"),
+        (["--config", "broken.toml"], "not TOML"),
+        (["--config", "latin.toml"], "not TOML"),
+        (["--config", "."], "Is a directory"),
+        (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
+        (["--set", "batch_size=9", "--instance-count", "2"], "batch_size=8 or 10"),
+        (["--set", "block_size=60000"], "block_size=60000"),
+        (["--instance-count", "0"], "instance_count=0"),
+        (["--instance-count", "two"], "two"),
+        (["--processes-per-instance", "0"], "processes_per_instance=0"),
+        (["--entry-point", "missing.py"], "missing.py"),
+        (["--instance", "ml.g5.xlarge"], "ml.g5.xlarge"),
+        (["--validation", "missing.txt"], "missing.txt"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_impossible_words_are_refused_and_nothing_is_sent_or_started(
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    words: list[str],
+    named: str,
+) -> None:
+    for name, content in {
+        "unknown": b"n_layr = 2",
+        "list": b"n_layer = [1]",
+        "table": b"[model]\nn_layer = 1",
+        "type": b"n_layer = 1.5",
+        "broken": b"n_layer =",
+        "latin": b"n_layer = '\xe9'",
+    }.items():
+        (tmp_path / f"{name}.toml").write_bytes(content)
+    ran = cli("launch", "--instance", "local", "--data", str(text_file), *words)
+    assert ran.code == 2
+    assert named in ran.error
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+    assert not home.exists() or launching.tree(home) == set()
+
+
+def test_the_command_line_goes_over_the_config_file(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text("n-layer = 3\nmax_steps = 1\n")
+    words = launch_words("--config", "config.toml", "--detach", data=text_file)
+    ran = cli(*words)
+    described = cli("status", ran.out.strip(), "--json")
+    assert '"n_layer": "1"' in described.out
+    assert '"max_steps": "10"' in described.out

@@ -1,0 +1,621 @@
+"""Jobs on this machine: the container's layout as processes, and every way in which a job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from launching import ENDLESS, Finished, Ran
+
+from entry_point import train
+from launcher import describe
+from launcher.backends.local import GONE
+
+MAIN = 'if __name__ == "__main__":\n'
+STEP = "            loss_sum += self.forward_backward(self.step)\n"
+
+
+def detached(cli: Callable[..., Ran], home: Path, *words: str, **values: Any) -> Finished:
+    """A job that goes on by itself."""
+    ran = cli(*launching.launching("--detach", *words, **values))
+    assert ran.code == 0, ran.err
+    return Finished(home, ran.out.strip())
+
+
+def state_of(job: Finished) -> str:
+    return describe(job.job_id, launching.settings_of(job.home)).status
+
+
+def wait_for_end(job: Finished) -> str:
+    return str(
+        launching.until(lambda: state_of(job) not in ("InProgress", "Stopping") and state_of(job))
+    )
+
+
+def failing(path: Path, at_step: int, on_rank: int, what: str) -> Path:
+    """A copy of train.py that does something else on one rank before one step."""
+    indent = " " * 12
+    wrong = f"{indent}if (self.step, group.rank) == ({at_step}, {on_rank}):\n{indent}    {what}\n"
+    return launching.edited(path, (STEP, wrong + STEP))
+
+
+# -- a job of two hosts, looked at from all sides -------------------------------------------------
+
+
+# Put at the start of a copy of train.py: each rank writes down what it was given.
+WITNESS = """
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    seen = {"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path}
+    Path(os.environ["SM_OUTPUT_DATA_DIR"], f"rank-{rank}.json").write_text(json.dumps(seen))
+"""
+
+# What a shell may hold that has run other trainings.
+STRANGE_ENVIRONMENT = {
+    "SM_HOSTS": '["other-1", "other-2", "other-3"]',
+    "SM_CURRENT_HOST": "other-2",
+    "SM_CHANNEL_TEST": "/elsewhere",
+    "SM_HP_N_LAYER": "12",
+    "SAGEMAKER_BASE_DIR": "/elsewhere",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "192.0.2.1",
+    "OMPI_COMM_WORLD_SIZE": "7",
+    "PMIX_RANK": "7",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+    """A finished job of 2 hosts x 2 processes, from an unfriendly environment and directory.
+
+    Its ranks wrote down their environment, argv and working directory. It is shared.
+    """
+
+    def build(base: Path) -> Finished:
+        home = base / "höme with spaces [x] %41"
+        (base / "texts/deep").mkdir(parents=True)
+        whole = text_file.read_text(encoding="utf-8")
+        for name, part in (("b.txt", whole[:200_000]), ("deep/a b.txt", whole[200_000:])):
+            (base / "texts" / name).write_text(part, encoding="utf-8", newline="")
+        (base / "texts/notes.md").write_text("no text of the corpus")
+        (base / "shadows/launcher").mkdir(parents=True)
+        for name in ("torch.py", "train.py", "json.py", "launcher/__init__.py"):
+            (base / "shadows" / name).write_text("raise SystemExit('shadowed')\n")
+        # Importing anything of AWS in the command or the runner ends it.
+        (base / "blocked").mkdir()
+        for name in ("boto3", "botocore", "s3fs", "aiobotocore", "sagemaker"):
+            (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
+        entry_point = launching.edited(base / "mine.py", (MAIN, MAIN + WITNESS))
+        words = launching.launching(
+            *("--instance-count", "2", "--processes-per-instance", "2"),
+            *("--entry-point", str(entry_point), "--validation", str(text_file)),
+            data=base / "texts",
+            dropout="1e-05",
+            tie_embeddings="true",
+        )
+        environment = {
+            **launching.environment(home),
+            **STRANGE_ENVIRONMENT,
+            "PYTHONPATH": str(base / "blocked"),
+        }
+        done = subprocess.run(
+            [Path(sys.executable).parent / "sm-nanogpt", *words],
+            cwd=base / "shadows",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return Finished(home, done.stdout.strip())
+
+    return launching.once(tmp_path_factory, "cluster", build)
+
+
+def seen_by(cluster: Finished, rank: int) -> dict[str, Any]:
+    """What a rank wrote down."""
+    host = cluster.directory / f"hosts/algo-{rank // 2 + 1}"
+    return json.loads((host / f"output/data/rank-{rank}.json").read_text())
+
+
+def test_two_hosts_of_two_processes_are_one_group_with_one_model(cluster: Finished) -> None:
+    log = (cluster.directory / "logs/job.log").read_text()
+    assert log.count("2 hosts x 2 CPU = 4 processes in one group") == 1
+    assert (cluster.directory / "hosts/algo-1/model/model.safetensors").exists()
+    assert not list((cluster.directory / "hosts/algo-2/model").iterdir())
+
+
+def test_each_host_has_the_containers_layout(cluster: Finished) -> None:
+    for host in ("algo-1", "algo-2"):
+        base = cluster.directory / "hosts" / host
+        assert {path.name for path in base.iterdir()} == {
+            "checkpoints",
+            "code",
+            "input",
+            "model",
+            "output",
+        }
+        assert launching.tree(base / "input") == {
+            "config",
+            "config/hyperparameters.json",
+            "config/inputdataconfig.json",
+            "config/resourceconfig.json",
+            "data",
+            "data/training",
+            "data/training/b.txt",
+            "data/training/deep",
+            "data/training/deep/a b.txt",
+            "data/validation",
+            "data/validation/input.txt",
+        }
+
+
+def test_the_configuration_files_are_those_of_the_service(cluster: Finished) -> None:
+    for host in ("algo-1", "algo-2"):
+        config = cluster.directory / "hosts" / host / "input/config"
+        resources = json.loads((config / "resourceconfig.json").read_text())
+        assert resources["current_host"] == host
+        assert resources["hosts"] == ["algo-1", "algo-2"]
+        assert resources["network_interface_name"] == "lo"
+        hyperparameters = json.loads((config / "hyperparameters.json").read_text())
+        assert all(isinstance(value, str) for value in hyperparameters.values())
+        assert json.loads(hyperparameters["n_embd"]) == "32"
+        channels = json.loads((config / "inputdataconfig.json").read_text())
+        assert set(channels) == {"training", "validation"}
+        assert channels["training"]["S3DistributionType"] == "FullyReplicated"
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_variables_are_those_of_the_toolkit(cluster: Finished, rank: int) -> None:
+    env = seen_by(cluster, rank)["env"]
+    host = f"algo-{rank // 2 + 1}"
+    base = cluster.directory / "hosts" / host
+    expected = {
+        "SM_CURRENT_HOST": host,
+        "SM_NUM_GPUS": "0",
+        "SM_MODEL_DIR": str(base / "model"),
+        "SM_OUTPUT_DATA_DIR": str(base / "output/data"),
+        "SM_OUTPUT_DIR": str(base / "output"),
+        "SM_INPUT_DIR": str(base / "input"),
+        "SM_INPUT_CONFIG_DIR": str(base / "input/config"),
+        "SM_CHANNEL_TRAINING": str(base / "input/data/training"),
+        "SM_CHANNEL_VALIDATION": str(base / "input/data/validation"),
+        "SM_NETWORK_INTERFACE_NAME": "lo",
+        "SM_HP_N_EMBD": "32",
+        "MASTER_ADDR": "127.0.0.1",
+        "TRAINING_JOB_NAME": cluster.job_id,
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert json.loads(env["SM_HOSTS"]) == ["algo-1", "algo-2"]
+    assert json.loads(env["SM_CHANNELS"]) == ["training", "validation"]
+    assert json.loads(env["SM_USER_ARGS"]) == seen_by(cluster, rank)["argv"][1:]
+
+
+def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
+    env = seen_by(cluster, 3)["env"]
+    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", "PMIX_RANK"}
+    assert not leaked & set(env)
+    assert "other-2" not in env.values()
+    assert env["SM_HP_N_LAYER"] == "1"
+
+
+def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:
+    values = {**launching.TINY, "dropout": "1e-05", "tie_embeddings": "true"}
+    expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
+    for rank in range(4):
+        assert seen_by(cluster, rank)["argv"] == ["train.py", *expected]
+
+
+def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
+    for rank in range(4):
+        code = cluster.directory / f"hosts/algo-{rank // 2 + 1}/code"
+        assert seen_by(cluster, rank)["cwd"] == str(code)
+        assert seen_by(cluster, rank)["path"][0] == str(code)
+        assert {path.name for path in code.iterdir()} == {"train.py"}
+
+
+def test_each_host_has_a_log_and_the_jobs_log_tells_who_spoke(cluster: Finished) -> None:
+    logs = cluster.directory / "logs"
+    first = (logs / "algo-1.log").read_text().splitlines()
+    assert any(line.startswith("step=10/10") for line in first)
+    spoken = [line for line in (logs / "job.log").read_text().splitlines() if "algo-1: " in line]
+    assert spoken == [f"algo-1: {line}" for line in first]
+
+
+def test_the_archives_hold_the_first_hosts_model_and_output(cluster: Finished) -> None:
+    for name, source in (("model", "model"), ("output", "output/data")):
+        with tarfile.open(cluster.directory / "output" / f"{name}.tar.gz") as tar:
+            names = set(tar.getnames())
+        assert names == launching.tree(cluster.directory / "hosts/algo-1" / source)
+    assert "metrics.jsonl" in names
+
+
+def test_the_model_can_be_fetched_and_loaded(cluster: Finished) -> None:
+    ran = launching.command(
+        "fetch-and-sample", cluster.job_id, "--max-new-tokens", "10", home=cluster.home
+    )
+    assert ran.code == 0, ran.err
+    assert len(ran.out) == 11
+
+
+def test_a_validation_text_is_what_is_validated_on(cluster: Finished, text: str) -> None:
+    log = (cluster.directory / "logs/job.log").read_text()
+    assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
+
+
+def test_a_finished_job_leaves_no_process(cluster: Finished) -> None:
+    launching.until(lambda: not launching.processes_below(cluster.directory), 10)
+
+
+# -- following ------------------------------------------------------------------------------------
+
+
+def test_a_detached_launch_returns_while_the_job_goes_on_and_logs_follow_it_to_its_end(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, data=text_file)
+    assert state_of(job) == "InProgress"
+    ran = cli("logs", job.job_id, "--follow")
+    assert "model written to" in ran.out
+    assert state_of(job) == "Completed"
+
+
+def test_two_launches_in_the_same_second_are_both_right(home: Path, text_file: Path) -> None:
+    words = launching.launching(data=text_file)
+    both = launching.all_ended([words, words], home)
+    assert [ran.code for ran in both] == [0, 0], both
+    assert both[0].out != both[1].out
+    for ran in both:
+        assert state_of(Finished(home, ran.out.strip())) == "Completed"
+
+
+def test_job_ids_of_the_same_second_differ_and_are_valid_names_of_the_service() -> None:
+    import re
+
+    from launcher.backends import new_job_id
+
+    ids = {new_job_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", job_id) for job_id in ids)
+
+
+# -- failing --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_reason(
+    home: Path, text_file: Path, tmp_path: Path
+) -> None:
+    copy = failing(tmp_path / "mine.py", 3, 1, 'raise ValueError("the first cause")')
+    words = launching.launching(
+        *("--entry-point", str(copy), "--processes-per-instance", "2"), data=text_file, **ENDLESS
+    )
+    ran = launching.command(*words, home=home)
+    assert ran.code == 1
+    job = Finished(home, ran.out.strip())
+    assert f"job {job.job_id} failed: ValueError: the first cause" in ran.error
+    assert f"`sm-nanogpt logs {job.job_id}`" in ran.error
+    told = launching.command("status", job.job_id, home=home).out
+    assert "Failed" in told
+    assert "ValueError: the first cause" in told
+    failure = (job.directory / "hosts/algo-1/output/failure").read_text()
+    assert failure == "ValueError: the first cause"
+    assert not launching.ranks_of(job.directory)
+
+
+def test_a_rank_that_is_killed_ends_the_job_within_seconds_with_its_reason(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, "--instance-count", "2", data=text_file, **ENDLESS)
+    launching.wait_for_step(job.directory)
+    os.kill(launching.ranks_of(job.directory)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    assert wait_for_end(job) == "Failed"
+    assert time.monotonic() - killed < 15
+    ran = cli("status", job.job_id)
+    assert "rank 1 on algo-2 was killed by SIGKILL" in ran.out
+    assert not launching.ranks_of(job.directory)
+
+
+def test_a_killed_rank_with_a_checkpoint_says_how_to_go_on(
+    home: Path, text_file: Path, tmp_path: Path
+) -> None:
+    copy = failing(tmp_path / "mine.py", 60, 0, "os.kill(os.getpid(), signal.SIGKILL)")
+    words = launching.launching("--entry-point", str(copy), data=text_file, **ENDLESS)
+    ran = launching.command(*words, home=home)
+    assert ran.code == 1
+    assert f"`sm-nanogpt launch --instance local --resume {ran.out.strip()}`" in ran.error
+
+
+def test_a_training_that_leaves_no_model_is_a_failure(
+    home: Path, text_file: Path, tmp_path: Path
+) -> None:
+    copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + "    os._exit(0)\n"))
+    words = launching.launching("--entry-point", str(copy), data=text_file)
+    ran = launching.command(*words, home=home)
+    assert ran.code == 1
+    assert "left nothing in its model directory" in ran.error
+
+
+def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
+    home: Path, text_file: Path, tmp_path: Path
+) -> None:
+    # A child that keeps the rank's output open.
+    copy = launching.edited(
+        tmp_path / "mine.py", (MAIN, MAIN + '    subprocess.Popen(["sleep", "600"])\n')
+    )
+    words = launching.launching("--entry-point", str(copy), data=text_file)
+    ran = launching.command(*words, home=home)
+    assert ran.code == 0, ran.err
+
+
+def test_data_that_vanished_before_the_start_are_a_failure_that_says_so(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    ran = cli(*launching.launching(data="memory://nowhere/at/all"))
+    assert ran.code == 1
+    assert "memory://nowhere/at/all: nothing is there" in ran.error
+
+
+# -- killed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux to end the ranks")
+def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
+    launching.until(lambda: len(launching.ranks_of(job.directory)) == 2)
+    os.kill(launching.runner_of(job.directory), signal.SIGKILL)
+    launching.until(lambda: state_of(job) == "Failed", 5)
+    assert GONE in cli("status", job.job_id).out
+    assert "Failed" in cli("jobs").out
+    launching.until(lambda: not launching.processes_below(job.directory), 5)
+
+
+def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
+    home: Path, text_file: Path
+) -> None:
+    words = launching.launching(data=text_file, **ENDLESS)
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        job = Finished(home, process.stdout.readline().strip())
+        launching.wait_for_step(job.directory)
+        launching.kill_below(job.directory)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert GONE in err.splitlines()[-1]
+    assert f"--resume {job.job_id}" in err.splitlines()[-1]
+    assert state_of(job) == "Failed"
+
+
+def test_a_job_is_never_seen_without_its_lock(
+    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    real = subprocess.Popen
+
+    def popen(*args: Any, **kwargs: Any) -> Any:
+        seen.extend(d.status for d in describe_all(home))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("launcher.backends.local.subprocess.Popen", popen)
+    cli(*launching.launching("--detach", data=text_file))
+    assert seen == ["InProgress"]
+
+
+def describe_all(home: Path) -> list[Any]:
+    from launcher import jobs
+
+    return jobs(launching.settings_of(home))
+
+
+# -- stopping -------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_following_stops_the_job_cleanly(home: Path, text_file: Path) -> None:
+    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        job = Finished(home, process.stdout.readline().strip())
+        launching.wait_for_step(job.directory)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert state_of(job) == "Stopped"
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: job {job.job_id} stopped; ")
+    assert f"`sm-nanogpt launch --instance local --resume {job.job_id}`" in last
+    log = (job.directory / "logs/job.log").read_text()
+    assert "stopped by a signal; the checkpoint of step" in log
+    assert not launching.processes_below(job.directory)
+
+
+def test_ctrl_c_in_logs_leaves_the_job_alone(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, data=text_file, **ENDLESS)
+    with launching.started("logs", job.job_id, "--follow", home=home) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "the job goes on\n")
+    assert state_of(job) == "InProgress"
+
+
+def test_stop_waits_for_the_checkpoint_and_says_how_to_go_on(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, data=text_file, **ENDLESS)
+    launching.wait_for_step(job.directory)
+    ran = cli("stop", job.job_id)
+    assert (ran.code, ran.out) == (0, "")
+    assert f"--resume {job.job_id}" in ran.err
+    assert state_of(job) == "Stopped"
+    assert "Stopped" in cli("status", job.job_id).out
+
+
+def test_a_job_stopped_before_its_first_step_is_stopped_without_a_checkpoint(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, data=text_file, **ENDLESS)
+    assert cli("stop", job.job_id).code == 0
+    assert state_of(job) == "Stopped"
+    if describe(job.job_id, launching.settings_of(home)).checkpoint_uri is None:
+        ran = cli("fetch-and-sample", job.job_id)
+        assert ran.code == 1
+        assert "is Stopped; it left neither a model nor a checkpoint" in ran.error
+        resumed = cli("launch", "--instance", "local", "--resume", job.job_id)
+        assert resumed.code == 1
+        assert "no checkpoint to resume from" in resumed.error
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_resumed_job_goes_on_with_what_it_was_told_before(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=15")
+    assert ran.code == 0, ran.err
+    assert "resumed from the checkpoint of step 10" in ran.err
+    assert "step=15/15" in ran.err
+    before, after = (
+        describe(job_id, launching.settings_of(job.home))
+        for job_id in (job.job_id, ran.out.strip())
+    )
+    assert after.data == before.data
+    assert after.hyperparameters == {**before.hyperparameters, "max_steps": "15"}
+    rows = (job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints/metrics.jsonl").read_text()
+    steps = [json.loads(row)["step"] for row in rows.splitlines()]
+    assert steps == [5, 10, 15]
+    assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()
+
+
+def test_resuming_takes_over_hosts_processes_validation_and_the_edited_script(
+    cluster: Finished,
+) -> None:
+    words = ("launch", "--instance", "local", "--resume", cluster.job_id)
+    ran = launching.command(*words, *launching.sets(max_steps=12), home=cluster.home)
+    assert ran.code == 0, ran.err
+    resumed = Finished(cluster.home, ran.out.strip())
+    assert "2 hosts x 2 CPU = 4 processes" in ran.err
+    assert (resumed.directory / "hosts/algo-2/output/data/rank-3.json").exists()
+    assert (resumed.directory / "hosts/algo-2/input/data/validation/input.txt").exists()
+
+
+def test_another_model_cannot_be_resumed_and_the_difference_is_named(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "n_embd=64")
+    assert ran.code == 1
+    assert "n_embd was 32 and is 64" in ran.error
+
+
+def test_a_length_that_is_passed_already_cannot_be_resumed(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
+    assert ran.code == 1
+    assert "max_steps=5" in ran.error
+
+
+def test_a_running_job_cannot_be_resumed(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, data=text_file, **ENDLESS)
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
+    assert ran.code == 1
+    assert f"`sm-nanogpt stop {job.job_id}`" in ran.error
+    assert len(list((home / "jobs").iterdir())) == 1
+
+
+def test_a_job_without_checkpoints_cannot_be_resumed(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
+    assert ran.code == 1
+    assert "left no checkpoint" in ran.error
+    assert len(list((job.home / "jobs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--set", "n_layr=1"], "did you mean n_layer?"),
+        (["--preset", "babby"], "did you mean baby?"),
+        (["--set", "batch_size=3", "--processes-per-instance", "2"], "batch_size=2 or 4"),
+    ],
+)
+def test_impossible_words_on_resuming_are_refused_and_nothing_is_started(
+    job: Finished, cli: Callable[..., Ran], words: list[str], named: str
+) -> None:
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
+    assert ran.code == 2
+    assert named in ran.error
+    assert len(list((job.home / "jobs").iterdir())) == 1
+
+
+def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
+    ran = cli("launch", "--instance", "local", "--resume", "nope")
+    assert ran.code == 1
+    assert "`sm-nanogpt jobs`" in ran.error
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "expected"),
+    [
+        ({}, 4, (4, 4)),
+        ({"instance_count": 2}, 4, (2, 2)),
+        ({"processes_per_instance": 4}, 4, (4, 4)),
+        ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
+        ({}, 0, (1, 0)),
+        ({"processes_per_instance": 3}, 0, (3, 0)),
+    ],
+)
+def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
+    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
+) -> None:
+    from launcher import TrainingJob
+    from launcher.backends.local import plan_processes
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert plan_processes(TrainingJob(**words)) == expected
+
+
+@pytest.mark.parametrize("words", [{"instance_count": 3}, {"processes_per_instance": 2}])
+def test_a_part_of_the_gpus_is_never_used_in_silence(
+    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
+) -> None:
+    from launcher import InputError, TrainingJob
+    from launcher.backends.local import plan_processes
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(InputError, match="device=cpu"):
+        plan_processes(TrainingJob(**words))
+
+
+def test_the_script_that_runs_is_the_one_of_this_package(finished: Finished) -> None:
+    ran = finished.directory / "hosts/algo-1/code/train.py"
+    assert ran.read_bytes() == Path(train.__file__).read_bytes()

@@ -1,0 +1,209 @@
+"""Text from a fetched model: the same for the same words, as it is made, and never a surprise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+from launching import Finished, Ran
+
+from launcher import InputError, fetch_model, load_model, sample, stream_samples
+
+
+@pytest.fixture
+def say(job: Finished, cli: Callable[..., Ran]) -> Callable[..., Ran]:
+    """fetch-and-sample of a job, 60 characters unless told otherwise."""
+
+    def call(*words: str) -> Ran:
+        return cli("fetch-and-sample", job.job_id, "--max-new-tokens", "60", *words)
+
+    return call
+
+
+def test_stdout_holds_the_text_and_nothing_else(say: Callable[..., Ran]) -> None:
+    ran = say()
+    assert ran.code == 0
+    assert len(ran.out) == 61
+    assert ran.out.endswith("\n")
+
+
+def test_the_same_seed_gives_the_same_text(say: Callable[..., Ran]) -> None:
+    assert say("--seed", "7").out == say("--seed", "7").out
+
+
+def test_another_seed_gives_another_text(say: Callable[..., Ran]) -> None:
+    assert say("--seed", "7").out != say("--seed", "8").out
+
+
+def test_temperature_zero_and_top_k_one_and_a_tiny_top_p_all_take_the_most_likely(
+    say: Callable[..., Ran],
+) -> None:
+    greedy = say("--temperature", "0", "--seed", "1").out
+    assert say("--temperature", "0", "--seed", "2").out == greedy
+    assert say("--top-k", "1", "--seed", "3").out == greedy
+    assert say("--top-p", "1e-9", "--seed", "4").out == greedy
+
+
+def test_the_text_begins_with_the_prompt(say: Callable[..., Ran]) -> None:
+    ran = say("--prompt", "The class")
+    assert ran.out.startswith("The class")
+    assert len(ran.out) == len("The class") + 61
+
+
+def test_several_samples_differ_and_are_set_apart(say: Callable[..., Ran]) -> None:
+    texts = say("--num-samples", "3", "--prompt", "The ").out.split("\n---\n")
+    assert len(set(texts)) == 3
+    assert all(text.startswith("The ") for text in texts)
+
+
+def test_samples_as_json_are_a_list_of_texts(say: Callable[..., Ran]) -> None:
+    texts = json.loads(say("--num-samples", "2", "--prompt", "The ", "--json").out)
+    assert [len(text) for text in texts] == [64, 64]
+
+
+def test_the_library_gives_the_same_text_as_the_command(
+    job: Finished, say: Callable[..., Ran]
+) -> None:
+    assert sample(job.job_id, "The ", 60, seed=5)[0] + "\n" == (
+        say("--prompt", "The ", "--seed", "5").out
+    )
+
+
+def test_a_prompt_and_a_text_may_be_longer_than_the_context(say: Callable[..., Ran]) -> None:
+    prompt = "the quick brown fox " * 5
+    ran = say("--prompt", prompt, "--max-new-tokens", "100")
+    assert ran.code == 0
+    assert len(ran.out) == len(prompt) + 101
+
+
+def test_of_a_prompt_longer_than_the_context_its_end_counts(job: Finished) -> None:
+    model, vocabulary = load_model(fetch_model(job.job_id))
+    end = "the end of it, which is in sight"
+    assert len(end) == model.config.block_size
+    long, short = (
+        list(stream_samples(model, vocabulary, prompt, 40)) for prompt in ("x y z " * 20 + end, end)
+    )
+    assert long == short
+
+
+def test_unknown_characters_of_a_prompt_are_named(say: Callable[..., Ran]) -> None:
+    ran = say("--prompt", "The ☃ and the \x07")
+    assert ran.code == 2
+    assert "'\\x07', '☃'" in ran.error
+    assert ran.out == ""
+
+
+def test_an_empty_prompt_is_refused(say: Callable[..., Ran]) -> None:
+    ran = say("--prompt", "")
+    assert ran.code == 2
+    assert "prompt is empty" in ran.error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-new-tokens", "0"),
+        ("--num-samples", "0"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--temperature", "hot"),
+        ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--seed", "-1"),
+        ("--seed", str(2**63)),
+    ],
+)
+def test_a_number_out_of_its_range_is_named_with_its_value(
+    say: Callable[..., Ran], words: tuple[str, str]
+) -> None:
+    ran = say(*words)
+    assert ran.code == 2
+    name, value = words
+    assert name in ran.error or f"{name[2:].replace('-', '_')}={value}" in ran.error
+    assert value in ran.error
+
+
+def test_the_library_refuses_a_number_out_of_its_range_as_well(job: Finished) -> None:
+    model, vocabulary = load_model(fetch_model(job.job_id))
+    with pytest.raises(InputError, match=r"top_p=2\.0: must be over 0 and at most 1"):
+        stream_samples(model, vocabulary, top_p=2.0)
+
+
+def test_text_streams_as_it_is_made(job: Finished) -> None:
+    # So long that it would take minutes to make.
+    words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
+    with launching.started(*words, home=job.home) as process:
+        assert process.stdout is not None
+        assert len(os.read(process.stdout.fileno(), 10)) > 0
+        assert process.poll() is None
+
+
+def test_a_reader_that_leaves_is_no_failure(job: Finished) -> None:
+    words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
+    with launching.started(*words, home=job.home) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert len(process.stdout.read(10)) == 10  # and then leaves, as `head -c 10` does
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        (line,) = process.stderr.read().splitlines()
+    assert line.startswith("model: ")
+
+
+def test_a_model_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+    from launcher import ServiceError
+
+    with pytest.raises(ServiceError):
+        load_model(tmp_path)
+
+
+def test_sampling_a_running_job_tells_how_to_follow_or_stop_it(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    words = launching.launching("--detach", data=text_file, max_steps=10_000_000)
+    job_id = cli(*words).out.strip()
+    ran = cli("fetch-and-sample", job_id)
+    assert ran.code == 1
+    assert "is still InProgress" in ran.error
+    assert f"`sm-nanogpt logs {job_id} --follow`" in ran.error
+    assert f"`sm-nanogpt stop {job_id}`" in ran.error
+    assert not (home / "models").exists()
+
+
+def test_sampling_a_stopped_job_shows_its_latest_checkpoint_and_says_so(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
+    job_id = cli(*words).out.strip()
+    launching.wait_for_step(home / "jobs" / job_id)
+    assert cli("stop", job_id).code == 0
+    ran = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
+    assert ran.code == 0, ran.err
+    step = json.loads(cli("status", job_id, "--json").out)["metrics"]["step"]
+    assert f"job {job_id} is Stopped; this is its latest checkpoint, step-{step:08d}" in ran.err
+    assert len(ran.out) == 21
+
+
+def test_nothing_of_sampling_depends_on_the_working_directory(job: Finished) -> None:
+    shadows = job.home.parent / "shadows"
+    (shadows / "launcher").mkdir(parents=True)
+    (shadows / "entry_point").mkdir()
+    for name in ("torch.py", "train.py", "launcher/__init__.py", "entry_point/__init__.py"):
+        (shadows / name).write_text("raise SystemExit('shadowed')\n")
+    program = Path(sys.executable).parent / "sm-nanogpt"
+    done = subprocess.run(
+        [program, "fetch-and-sample", job.job_id, "--max-new-tokens", "5"],
+        cwd=shadows,
+        env=launching.environment(job.home),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,95 @@
+"""Where things are kept: who has the last word, and what an odd setting gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import Ran
+
+from launcher import InputError
+from launcher.settings import load_settings
+
+
+def write_config(home: Path, text: str | bytes) -> None:
+    home.mkdir(exist_ok=True)
+    content = text.encode() if isinstance(text, str) else text
+    (home / "config.toml").write_bytes(content)
+
+
+def test_home_is_below_the_users_home_by_default(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SM_NANOGPT_HOME")
+    assert load_settings().home == home.parent / ".sm-nanogpt"
+
+
+def test_an_empty_variable_counts_as_unset(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_NANOGPT_HOME", "")
+    monkeypatch.setenv("SM_NANOGPT_STORE", "")
+    settings = load_settings()
+    assert settings.home == home.parent / ".sm-nanogpt"
+    assert settings.data_store == settings.local_store
+
+
+def test_a_relative_home_is_below_the_working_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_HOME", "near")
+    assert load_settings().home == home.parent / "near"
+
+
+def test_the_store_is_below_home_as_long_as_none_is_set(home: Path) -> None:
+    assert load_settings().data_store == str(home / "store")
+
+
+def test_the_file_goes_over_the_default(home: Path) -> None:
+    write_config(home, 'store = "s3://file"')
+    assert load_settings().data_store == "s3://file"
+
+
+def test_the_environment_goes_over_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(home, 'store = "s3://file"')
+    monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
+    assert load_settings().data_store == "s3://environment"
+
+
+def test_the_command_line_goes_over_the_environment(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
+    assert load_settings("s3://words").data_store == "s3://words"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("store = 3", "store"),
+        ('stroe = "s3://bucket"', "stroe"),
+        ("store = ", "not TOML"),
+        (b'store = "\xff"', "not TOML"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_an_error_that_names_it(
+    home: Path, cli: Callable[..., Ran], text: str | bytes, named: str
+) -> None:
+    write_config(home, text)
+    ran = cli("jobs")
+    assert ran.code == 2
+    assert named in ran.error
+
+
+def test_a_home_that_cannot_be_made_is_an_error_that_says_how_to_choose_another(home: Path) -> None:
+    home.write_text("a file")
+    with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
+        load_settings()
+
+
+def test_the_store_option_sends_an_upload_elsewhere(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    ran = cli("--store", str(tmp_path / "elsewhere"), "upload-data", str(text_file))
+    assert ran.code == 0
+    assert ran.out.startswith((tmp_path / "elsewhere").as_uri())
+    assert not (home / "store").exists()

@@ -1,0 +1,258 @@
+"""Bytes in and out of a store: whole or not at all, whatever the names, locally and on S3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from launching import Ran
+
+from launcher import ServiceError, storage, upload_data
+
+ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
+
+
+class Interrupted(Exception):
+    """What ends an upload in the middle."""
+
+
+def interrupt(_: int) -> None:
+    raise Interrupted
+
+
+# -- locations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_path_comes_back_from_its_uri(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    assert storage.local_path(storage.to_uri(path)) == path
+
+
+def test_a_remote_uri_stays_as_it_is_and_is_no_path() -> None:
+    uri = "s3://bucket/a b%20c"
+    assert storage.to_uri(uri) == uri
+    assert storage.local_path(uri) is None
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_file_comes_back_under_its_name(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    uri = storage.join(storage.to_uri(tmp_path / name), f"{name}.txt")
+    storage.write_file(source, uri)
+    assert (tmp_path / name / f"{name}.txt").read_bytes() == b"content"
+    (copy,) = storage.fetch(storage.to_uri(tmp_path / name), tmp_path / "back")
+    assert copy == tmp_path / "back" / f"{name}.txt"
+    assert copy.read_bytes() == b"content"
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def test_progress_adds_up_to_the_size_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 1000)
+    (tmp_path / "source").write_bytes(b"x" * 3500)
+    steps: list[int] = []
+    storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "there"), steps.append)
+    assert steps == [1000, 1000, 1000, 500]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"content")
+    with pytest.raises(Interrupted):
+        storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "to/there"), interrupt)
+    assert not list((tmp_path / "to").iterdir())
+
+
+def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"new")
+    (tmp_path / "there").write_bytes(b"old")
+    with pytest.raises(Interrupted):
+        storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "there"), interrupt)
+    assert (tmp_path / "there").read_bytes() == b"old"
+
+
+def test_a_file_is_written_on_the_file_system_of_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A temporary directory on another file system would turn the rename into a copy.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    storage.write_text(storage.to_uri(tmp_path / "there"), "text")
+    assert (tmp_path / "there").read_text() == "text"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def test_a_document_that_is_not_there_reads_as_none(tmp_path: Path) -> None:
+    assert storage.read_text(storage.to_uri(tmp_path / "missing")) is None
+
+
+def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/one.txt").write_bytes(b"1")
+    (tmp_path / "a/two.txt").write_bytes(b"22")
+    assert storage.list_files(storage.to_uri(tmp_path / "a")) == {"b/one.txt": 1, "two.txt": 2}
+
+
+def test_what_a_killed_upload_left_half_written_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / f".input.txt.123{storage.TEMPORARY}").write_bytes(b"half")
+    assert storage.list_files(storage.to_uri(tmp_path)) == {}
+
+
+def test_fetching_from_where_nothing_is_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="nothing is there"):
+        storage.fetch(storage.to_uri(tmp_path / "missing"), tmp_path / "to")
+
+
+def test_a_store_cannot_make_a_fetch_write_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "file").write_bytes(b"content")
+    monkeypatch.setattr(storage, "list_files", lambda uri: {"../file": 7})
+    with pytest.raises(ServiceError, match="outside"):
+        storage.fetch(storage.to_uri(tmp_path / "store"), tmp_path / "deep/to")
+    assert not (tmp_path / "deep/file").exists()
+
+
+def test_an_unknown_kind_of_store_is_refused_with_those_that_are_known(
+    cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli("--store", "ftpx://host/x", "upload-data", str(text_file))
+    assert ran.code == 2
+    assert "s3://bucket/prefix" in ran.error
+
+
+def test_a_store_below_a_file_is_one_line_about_it(
+    cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli("--store", str(text_file), "upload-data", str(text_file))
+    assert ran.code == 1
+    assert str(text_file) in ran.error
+
+
+# -- S3 -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    """An S3 on loopback."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(
+    s3_server: str, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """A client of that S3, with a bucket of this test's own under `s3.bucket`."""
+    import boto3
+    from s3fs import S3FileSystem
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"
+    client.create_bucket(Bucket=client.bucket)
+    monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{client.bucket}/some/prefix")
+    S3FileSystem.clear_instance_cache()
+    yield client
+    S3FileSystem.clear_instance_cache()
+
+
+def keys(s3: Any) -> list[str]:
+    return [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket).get("Contents", [])]
+
+
+def test_an_upload_goes_to_s3_below_the_prefix(
+    s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli("upload-data", str(text_file))
+    assert ran.code == 0, ran.err
+    uri = ran.out.strip()
+    assert uri.startswith(f"s3://{s3.bucket}/some/prefix/data/input-")
+    key = uri.removeprefix(f"s3://{s3.bucket}/")
+    stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
+    assert stored == text_file.read_bytes()
+
+
+def test_an_unchanged_text_is_not_sent_to_s3_again(
+    s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    first = cli("upload-data", str(text_file))
+    name = next(key for key in keys(s3) if key.endswith(".txt"))
+    sent = s3.head_object(Bucket=s3.bucket, Key=name)["LastModified"]
+    second = cli("upload-data", str(text_file))
+    assert second.out == first.out
+    assert "nothing was sent" in second.err
+    assert s3.head_object(Bucket=s3.bucket, Key=name)["LastModified"] == sent
+
+
+def test_an_interrupted_upload_to_s3_leaves_no_object(s3: Any, text_file: Path) -> None:
+    with pytest.raises(Interrupted):
+        upload_data(text_file, progress=interrupt)
+    assert keys(s3) == []
+
+
+def test_a_missing_bucket_is_one_line_and_is_not_created(
+    s3: Any, home: Path, text_file: Path
+) -> None:
+    # A process of its own, as what is left open complains when the interpreter ends.
+    words = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    ran = launching.command(*words, home=home, env=env)
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
+    assert "no-such-bucket-here" in ran.error
+    assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
+
+
+def test_missing_credentials_are_one_line(
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    ran = cli("upload-data", str(text_file))
+    assert ran.code == 1
+    assert "credentials" in ran.error.lower()
+
+
+def test_a_local_job_trains_on_the_last_upload_to_s3(
+    s3: Any, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    uri = cli("upload-data", str(text_file)).out.strip()
+    ran = cli(*launching.launching())
+    assert ran.code == 0, ran.err
+    assert f"data: {uri} (the last upload)" in ran.err
+    fetched = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/training/input.txt"
+    assert fetched.read_bytes() == text_file.read_bytes()
+
+
+def test_a_path_given_to_a_local_job_is_not_sent_to_s3(
+    s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*launching.launching("--detach", data=text_file))
+    assert ran.code == 0, ran.err
+    assert keys(s3) == []
