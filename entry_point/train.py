@@ -44,12 +44,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs it
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    import torch.nn.functional as F
+    from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 # ------------------------------------------------------------------------------------------------
 # Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows.
@@ -537,7 +539,10 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         )
 
     def channel(name: str) -> Path | None:
-        path = Path(env.get(f"SM_CHANNEL_{name.upper()}", base / "input/data" / name))
+        variable = f"SM_CHANNEL_{name.upper()}"
+        path = Path(env.get(variable, base / "input/data" / name))
+        if variable in env and not path.is_dir():
+            raise DataError(f"{variable}={path}: no such directory")
         return path if path.is_dir() else None
 
     training = channel("training")
@@ -802,19 +807,19 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def any_soon(self, flag: bool) -> Callable[[], bool]:
-        """Starts to ask whether the flag is set on some rank; calling the result gives the answer.
+    def largest_soon(self, value: int) -> Callable[[], int]:
+        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
 
         What is computed in between hides the time that asking takes.
         """
         if self.world_size == 1:
-            return lambda: flag
-        tensor = torch.tensor(int(flag), dtype=torch.uint8)
+            return lambda: value
+        tensor = torch.tensor(value, dtype=torch.uint8)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> int:
             work.wait()
-            return bool(tensor)
+            return int(tensor)
 
         return answer
 
@@ -1037,7 +1042,8 @@ class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 
     An epoch cuts the text into windows that touch each other, from a random phase, and visits
-    each once in random order; so no character is seen twice before all have been seen.
+    each once in random order. What the phase leaves over at both ends, less than two windows, has
+    its turn in another epoch.
     """
 
     def __init__(self, tokens: Tensor, config: Config) -> None:
@@ -1589,6 +1595,21 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
+    def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
+        """Adds rows to metrics.jsonl, or replaces what is there. Raises CheckpointError."""
+        path = self.directory / "metrics.jsonl"
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if append:
+                with path.open("a") as file:
+                    file.write(lines)
+            else:
+                with replacing(path) as temporary:
+                    temporary.write_text(lines)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
     def prune(self) -> None:
         kept = self.steps("checkpoint")[:2]
         for step in self.steps("checkpoint")[2:]:
@@ -2018,6 +2039,9 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
+NOTHING, CHECKPOINT, STOP = range(3)
+
+
 class Trainer:
     """One training: the model, its optimizer, its data, and where it stands."""
 
@@ -2032,8 +2056,12 @@ class Trainer:
         self.best_step: int | None = None
         self.best_val_loss = math.inf
         self.metrics: list[dict[str, Any]] = []
-
         device = group.device
+        # Since the last metric line: this rank's losses, and the steps they are of.
+        self.loss_sum = torch.zeros((), device=device)
+        self.loss_sum_of_group = 0.0
+        self.steps_summed = 0
+
         dtype = choose_precision(config, device)
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
@@ -2068,21 +2096,23 @@ class Trainer:
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
             "metrics": self.metrics,
+            "loss_sum": self.loss_sum_of_group,
+            "steps_summed": self.steps_summed,
         }
 
     def save_checkpoint(self) -> None:
-        """Rank 0 writes; the other ranks hold the same weights and need not know.
+        """Every rank calls it at the same step, and rank 0 writes.
 
         Raises:
-            NonFiniteLossError: the weights are not finite, so nothing is written.
+            NonFiniteLossError: the loss or the weights are not finite, so nothing is written.
         """
         self.saved_at = time.monotonic()
-        if not self.chief:
-            self.kept_step = self.step
-            return
+        self.loss_sum_of_group = float(self.group.sum_(self.loss_sum.clone()))
+        self.check_finite(self.loss_sum_of_group)
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
-        self.checkpoints.save("checkpoint", self.tensors(), self.state())
+        if self.chief:
+            self.checkpoints.save("checkpoint", self.tensors(), self.state())
         self.kept_step = self.step
 
     def restore(self) -> None:
@@ -2105,6 +2135,9 @@ class Trainer:
         self.group.broadcast_([tensor.data for tensor in live.values()])
         self.step, self.metrics = state["step"], state["metrics"]
         self.kept_step = self.step
+        self.steps_summed = state["steps_summed"]
+        if self.chief:
+            self.loss_sum += state["loss_sum"]
         if state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
         if self.chief:
@@ -2155,24 +2188,24 @@ class Trainer:
         self.rewrite_metrics()
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
-        loss_sum = torch.zeros((), device=group.device)
-        steps_summed, seconds, started = 0, 0.0, time.perf_counter()
+        steps_timed, started = 0, time.perf_counter()
         while self.step < config.max_steps:
-            stopping = group.any_soon(self.stop_signal)
-            loss_sum += self.forward_backward(self.step)
+            agreement = group.largest_soon(self.wish())
+            self.loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)
             self.optimizer.step(scale)
             self.optimizer.zero_grad()
             self.step += 1
-            steps_summed += 1
+            self.steps_summed += 1
+            steps_timed += 1
 
-            stop = stopping()
+            wish = agreement()
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
-            if self.step % config.log_interval == 0 or evaluates or stop:
-                train_loss = float(group.sum_(loss_sum)) / group.world_size / steps_summed
+            if self.step % config.log_interval == 0 or evaluates:
+                train_loss = float(group.sum_(self.loss_sum)) / group.world_size / self.steps_summed
                 seconds = time.perf_counter() - started
-                tokens = steps_summed * config.batch_size * config.block_size
+                tokens = steps_timed * config.batch_size * config.block_size
                 self.check_finite(train_loss)
                 row: dict[str, Any] = {"step": self.step, "train_loss": train_loss}
                 if evaluates:
@@ -2180,25 +2213,35 @@ class Trainer:
                     self.check_finite(row["val_loss"])
                 row["learning_rate"] = config.peak_learning_rate * scale
                 row["tokens_per_second"] = tokens / seconds
-                self.report(row, seconds / steps_summed)
+                self.report(row, seconds / steps_timed)
                 if evaluates and row["val_loss"] < self.best_val_loss:
                     self.best_step, self.best_val_loss = self.step, row["val_loss"]
                     if self.chief:
                         self.checkpoints.save("best", self.weights(), {"step": self.step})
-                loss_sum.zero_()
-                steps_summed, started = 0, time.perf_counter()
-            timed_out = time.monotonic() - self.saved_at > config.checkpoint_seconds
-            if evaluates or stop or timed_out:
+                self.loss_sum.zero_()
+                self.steps_summed = 0
+                steps_timed, started = 0, time.perf_counter()
+            if evaluates or wish:
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before
-            if stop and not last:
+            if wish == STOP and not last:
                 if self.chief:
                     say(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
         if self.chief:
             self.finish()
         return True
+
+    def wish(self) -> int:
+        """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
+
+        The ranks then do the greatest wish together; the timer is rank 0's.
+        """
+        if self.stop_signal:
+            return STOP
+        late = time.monotonic() - self.saved_at > self.config.checkpoint_seconds
+        return CHECKPOINT if self.chief and late else NOTHING
 
     def weights(self) -> dict[str, Tensor]:
         return {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
@@ -2222,19 +2265,17 @@ class Trainer:
             left = (self.config.max_steps - self.step) * seconds_per_step
             say(metric_line(row, self.config.max_steps, left))
             self.metrics.append(row)
-            with (self.checkpoints.directory / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            self.checkpoints.write_metrics([row], append=True)
 
     def rewrite_metrics(self) -> None:
         """The curve up to the checkpoint; later lines belong to steps that will be made again."""
         if self.chief:
-            self.checkpoints.directory.mkdir(parents=True, exist_ok=True)
-            with replacing(self.checkpoints.directory / "metrics.jsonl") as temporary:
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.metrics))
+            self.checkpoints.write_metrics(self.metrics, append=False)
 
     def say_sample(self, when: str, length: int) -> None:
         text = sample_text(self.model, self.corpus.vocabulary, length)
-        say(f"--- sample {when} ---\n{text}\n---")
+        # The bars keep a sample from being taken for something that the training says.
+        say("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and shows what it says."""

@@ -254,6 +254,33 @@ def test_a_finished_training_launched_again_writes_its_artefact_again(
     assert not LINE.search(end.output)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_metric_is_the_same_when_its_steps_were_interrupted(
+    tmp_path: Path, text: str, processes: int
+) -> None:
+    """Checkpoints after every step, and an end between two metric lines."""
+    how = {**SMALL, "log_interval": 10, "eval_interval": 10, "checkpoint_seconds": 0}
+    curves = []
+    for name in ("whole", "interrupted"):
+        env = make_hosts(tmp_path / name, text)[0]
+        if name == "interrupted":
+            patched = SCRIPT.read_text(encoding="utf-8").replace(
+                "            wish = agreement()\n",
+                "            wish = agreement()\n            if self.step == 7: os._exit(9)\n",
+            )
+            (tmp_path / "dies.py").write_text(patched, encoding="utf-8")
+            command = (sys.executable, str(tmp_path / "dies.py"))
+            end = run(words(**how, processes=processes), cwd=tmp_path, env=env, command=command)
+            assert end.status == 9, end.output
+        end = run(words(**how, processes=processes), cwd=tmp_path, env=env)
+        assert end.status == 0, end.output
+        assert ("resumed from the checkpoint of step 6" in end.output) == (name == "interrupted")
+        curves.append(
+            [row["train_loss"] for row in metrics(tmp_path / name / "algo-1/output/data")]
+        )
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)
+
+
 def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
     tmp_path: Path, text_file: Path
 ) -> None:
@@ -468,10 +495,17 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
 def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file: Path) -> None:
     end = run(words(**{**SMALL, "sample_length": 90}, data=text_file), cwd=tmp_path)
     assert end.status == 0, end.output
-    before = re.search(r"--- sample before training ---\n(.*?)\n---\nstep=", end.output, re.S)
-    after = re.search(r"--- sample after training ---\n(.*?)\n---\nbest val_loss", end.output, re.S)
-    assert before and after
-    assert (len(before[1]), len(after[1])) == (30, 90)
+    lines = end.output.splitlines()
+    texts = []
+    for when in ("before", "after"):
+        bars = lines[lines.index(f"--- sample {when} training ---") + 1 :]
+        texts.append(
+            "\n".join(line[2:] for line in itertools.takewhile(lambda x: x[:2] == "| ", bars))
+        )
+    assert [len(sample) for sample in texts] == [30, 90]
+    assert lines.index("--- sample before training ---") < lines.index(
+        next(line for line in lines if LINE.search(line))
+    )
 
 
 def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
