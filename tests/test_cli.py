@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -246,6 +248,21 @@ def test_a_job_that_has_ended_cannot_be_stopped(job: Finished, cli: Callable[...
     ran = cli("stop", job.job_id)
     assert ran.code == 1
     assert "has ended already: Completed" in ran.error
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with commands.byte_progress("upload", 2_000_000) as progress:
+        time.sleep(0.25)
+        progress(1_000_000)
+        progress(1_000_000)
+    assert isinstance(sys.stderr, Terminal)
+    assert "upload: 100%" in sys.stderr.getvalue()
 
 
 # -- the same from Python -------------------------------------------------------------------------

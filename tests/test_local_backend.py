@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,8 @@ import pytest
 from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
-from launcher import describe
-from launcher.backends.local import GONE
+from launcher import describe, jobs, logs
+from launcher.backends.local import GONE, write_json
 
 MAIN = 'if __name__ == "__main__":\n'
 STEP = "            loss_sum += self.forward_backward(self.step)\n"
@@ -231,10 +233,12 @@ def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
 
 
 def test_each_host_has_a_log_and_the_jobs_log_tells_who_spoke(cluster: Finished) -> None:
-    logs = cluster.directory / "logs"
-    first = (logs / "algo-1.log").read_text().splitlines()
+    directory = cluster.directory / "logs"
+    first = (directory / "algo-1.log").read_text().splitlines()
     assert any(line.startswith("step=10/10") for line in first)
-    spoken = [line for line in (logs / "job.log").read_text().splitlines() if "algo-1: " in line]
+    spoken = [
+        line for line in (directory / "job.log").read_text().splitlines() if "algo-1: " in line
+    ]
     assert spoken == [f"algo-1: {line}" for line in first]
 
 
@@ -404,25 +408,40 @@ def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
     assert state_of(job) == "Failed"
 
 
-def test_a_job_is_never_seen_without_its_lock(
+def test_a_job_that_is_being_started_is_never_taken_for_a_dead_one(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    real = subprocess.Popen
 
-    def popen(*args: Any, **kwargs: Any) -> Any:
-        seen.extend(d.status for d in describe_all(home))
-        return real(*args, **kwargs)
+    def write_and_look(path: Path, value: Any) -> None:
+        write_json(path, value)
+        seen.extend(d.status for d in jobs(launching.settings_of(home)))
 
-    monkeypatch.setattr("launcher.backends.local.subprocess.Popen", popen)
+    monkeypatch.setattr("launcher.backends.local.write_json", write_and_look)
     cli(*launching.launching("--detach", data=text_file))
     assert seen == ["InProgress"]
 
 
-def describe_all(home: Path) -> list[Any]:
-    from launcher import jobs
+def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished) -> None:
+    log, whole = job.directory / "logs/job.log", "naïve 漢字 🙂\rsame line".encode()
+    log.write_bytes(b"")
+    state = json.loads((job.directory / "state.json").read_text())
+    with (job.directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as if it still ran
+        write_json(job.directory / "state.json", {**state, "status": "InProgress"})
+        lines = logs(job.job_id, follow=True, settings=launching.settings_of(job.home))
 
-    return jobs(launching.settings_of(home))
+        def write_slowly() -> None:
+            for byte in [*whole, *b"\n", *whole]:
+                with log.open("ab") as file:
+                    file.write(bytes([byte]))
+                time.sleep(0.02)
+            write_json(job.directory / "state.json", state)
+
+        writer = threading.Thread(target=write_slowly)
+        writer.start()
+        assert [line.encode() for line in lines] == [whole, whole]
+        writer.join()
 
 
 # -- stopping -------------------------------------------------------------------------------------

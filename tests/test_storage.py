@@ -256,3 +256,19 @@ def test_a_path_given_to_a_local_job_is_not_sent_to_s3(
     ran = cli(*launching.launching("--detach", data=text_file))
     assert ran.code == 0, ran.err
     assert keys(s3) == []
+
+
+def test_text_that_others_put_on_s3_is_trained_on_by_its_uri(
+    s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
+    ran = cli(*launching.launching(data=f"s3://{s3.bucket}/their"))
+    assert ran.code == 0, ran.err
+
+
+def test_a_uri_behind_which_nothing_is_fails_the_job_in_one_line(
+    s3: Any, cli: Callable[..., Ran]
+) -> None:
+    ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
+    assert ran.code == 1
+    assert f"s3://{s3.bucket}/missing: nothing is there" in ran.error

@@ -143,22 +143,23 @@ class LocalBackend:
 
     def logs(self, job_id: str, follow: bool) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
-        position, pending = 0, ""
+        position, pending = 0, b""
         while True:
             description = self.describe(job_id)
             ended = description is None or not description.is_running
             if path.exists():
-                with path.open(encoding="utf-8", errors="replace") as file:
+                with path.open("rb") as file:  # as what is there may end inside a character
                     file.seek(position)
                     pending += file.read()
                     position = file.tell()
-                *lines, pending = pending.split("\n")
-                yield from lines
+                *lines, pending = pending.split(b"\n")
+                for line in lines:
+                    yield line.decode("utf-8", errors="replace")
             if ended or not follow:
                 break
             time.sleep(0.1)
         if pending:
-            yield pending
+            yield pending.decode("utf-8", errors="replace")
 
 
 CHECKPOINTS = "hosts/algo-1/checkpoints"
