@@ -494,7 +494,7 @@ def run(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if "--debug" in words:
+        if "--debug" in words and not isinstance(error, click.ClickException):
             traceback.print_exc()
         note(f"error: {' '.join(told(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1

@@ -25,7 +25,7 @@ from launcher import describe, jobs, logs
 from launcher.backends.local import GONE, write_json
 
 MAIN = 'if __name__ == "__main__":\n'
-STEP = "            loss_sum += self.forward_backward(self.step)\n"
+STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
 
 
 def detached(cli: Callable[..., Ran], home: Path, *words: str, **values: Any) -> Finished:
@@ -47,9 +47,8 @@ def wait_for_end(job: Finished) -> str:
 
 def failing(path: Path, at_step: int, on_rank: int, what: str) -> Path:
     """A copy of train.py that does something else on one rank before one step."""
-    indent = " " * 12
-    wrong = f"{indent}if (self.step, group.rank) == ({at_step}, {on_rank}):\n{indent}    {what}\n"
-    return launching.edited(path, (STEP, wrong + STEP))
+    wrong = f"        if (step, self.group.rank) == ({at_step}, {on_rank}):\n            {what}\n"
+    return launching.edited(path, (STEP, STEP + wrong))
 
 
 # -- a job of two hosts, looked at from all sides -------------------------------------------------
