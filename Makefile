@@ -29,7 +29,7 @@ test: .venv/installed-for-tests
 	touch $@ .venv/installed
 
 .venv:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

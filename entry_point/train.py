@@ -34,11 +34,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -246,17 +247,27 @@ class Config:
         """Raises ConfigError unless world_size processes share the batch evenly."""
         parts = world_size * self.gradient_accumulation_steps
         if self.batch_size % parts:
+            passes = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
+            processes = f"{world_size} processes"
+            shares = processes if parts == world_size else f"{processes} with {passes}"
             raise ConfigError(
-                f"batch_size={self.batch_size} cannot be shared by {world_size}"
-                f" process{'es' * (world_size > 1)} of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps} each;"
-                f" the nearest that fit: batch_size={nearest_multiples(self.batch_size, parts)}"
+                f"batch_size={self.batch_size} cannot be shared by"
+                f" {passes if world_size == 1 else shares}; the nearest that fit:"
+                f" batch_size={nearest_multiples(self.batch_size, parts)}"
             )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     # nanoGPT's configuration for a CPU: about a minute of training on two cores.
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, max_steps=2000),
+    "cpu": dict(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=64,
+        batch_size=12,
+        max_steps=2000,
+        device="cpu",
+    ),
     # nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU.
     "baby": dict(
         n_layer=6,
@@ -277,9 +288,12 @@ def nearest_multiples(value: int, of: int) -> str:
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str:
-    """', did you mean X?' for the known name most like `name`, or ''."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f", did you mean {close[0]}?" if close else ""
+    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
+    short = {"".join(word[0] for word in other.split("_")): other for other in known}
+    close = difflib.get_close_matches(name, known, n=1)
+    if name in short:
+        close = [short[name]]
+    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
 
 
 def allowed(f: dataclasses.Field[Any]) -> str:
@@ -378,7 +392,8 @@ class Options:
         default="", metadata={"help": "directory for the results (default: a new one in runs/)"}
     )
     resume: str = field(
-        default="", metadata={"help": "directory of an earlier training, to go on with it"}
+        default="",
+        metadata={"help": "directory of an earlier training (on every host) to go on with"},
     )
     processes: int = field(
         default=0, metadata={"help": "processes to start on a host without GPUs (default: 1)"}
@@ -503,6 +518,9 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     config_file = base / "input/config/resourceconfig.json"
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = not options.data and not options.resume and (inside or config_file.exists())
+    for name in ("out", "validation"):
+        if inside and getattr(options, name):
+            raise ConfigError(f"--{name}: in a container SageMaker says where things are")
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)
@@ -605,7 +623,10 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
             world_size=world_size,
             local_rank=number("LOCAL_RANK"),
             local_world_size=number(local_size) if local_size else max(1, world_size // n_hosts),
-            launcher=env.get("SM_NANOGPT_LAUNCHER", "torchrun"),
+            # smddprun, between mpirun and this script, sets both kinds.
+            launcher=env.get(
+                "SM_NANOGPT_LAUNCHER", "mpirun" if "OMPI_COMM_WORLD_SIZE" in env else "torchrun"
+            ),
         )
     elif "OMPI_COMM_WORLD_SIZE" in env:
         ranks = Ranks(
@@ -613,7 +634,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
             world_size=number("OMPI_COMM_WORLD_SIZE"),
             local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-            launcher="mpirun",
+            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
         )
     else:
         return None
@@ -685,6 +706,7 @@ def spawn(container: Container, n_local: int) -> int:
         store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
         port = store.port
     children = []
+    lifeline, held = os.pipe()  # nobody writes: the children see its end when this process ends
     for local_rank in range(n_local):
         env = dict(
             os.environ,
@@ -697,9 +719,10 @@ def spawn(container: Container, n_local: int) -> int:
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
             TORCHELASTIC_RESTART_COUNT="0",
             SM_NANOGPT_LAUNCHER="train.py",
+            SM_NANOGPT_LIFELINE=str(lifeline),
         )
         command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
-        children.append(subprocess.Popen(command, env=env))
+        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
 
     told_to_stop = False
 
@@ -728,6 +751,7 @@ def spawn(container: Container, n_local: int) -> int:
         time.sleep(0.05)
     status = status or next((code for code in codes if code), 0)
     del store
+    os.close(held)
     if status >= 0:
         return status
     if not told_to_stop:  # a killed rank says nothing itself
@@ -736,6 +760,36 @@ def spawn(container: Container, n_local: int) -> int:
         killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
         sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
     return 128 - status
+
+
+def end_with_parent(env: Mapping[str, str]) -> None:
+    """Ends this process when the one that started it ends, however that ends.
+
+    Orphans would train on, and write into the checkpoints of whoever is started next.
+    """
+    if "SM_NANOGPT_LIFELINE" not in env:
+        return
+    lifeline = int(env["SM_NANOGPT_LIFELINE"])
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def mute_stdout() -> Iterator[None]:
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 class Group:
@@ -765,21 +819,23 @@ class Group:
         try:
             rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
             self.store = next(rendezvous)[0]
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=self.store,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                timeout=timedelta(minutes=30),
-                device_id=device if device.type == "cuda" else None,
-            )
+            with mute_stdout():
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo",
+                    store=self.store,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    timeout=timedelta(minutes=30),
+                    device_id=device if device.type == "cuda" else None,
+                )
+                # Flags travel on the host's side, so that asking never waits for a GPU.
+                self.flags = dist.new_group(backend="gloo") if device.type == "cuda" else None
         except (dist.DistError, RuntimeError) as error:
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
-                f" {str(error).splitlines()[0]}"
+                f" {str(error).splitlines()[0]} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
+                " network interface to use)"
             ) from None
-        # Flags travel on the host's side, so that asking never waits for a GPU.
-        self.flags = dist.new_group(backend="gloo") if device.type == "cuda" else None
         if named:
             self.check_hosts(container)
 
@@ -1336,7 +1392,8 @@ class Muon:
                 if matrices.size(1) != rows:
                     part = part.mT
                 scale = max(1.0, matrices.size(1) / matrices.size(2)) ** 0.5
-                matrices.mul_(1 - learning_rate * self.weight_decay)
+                if self.weight_decay:
+                    matrices.mul_(1 - learning_rate * self.weight_decay)
                 matrices.add_(part, alpha=-learning_rate * scale)
 
     def state(self) -> dict[str, Tensor]:
@@ -1414,6 +1471,19 @@ class Optimizer:
         for name, tensors in self.named_adamw.items():
             state.update({f"{kind}.{name}": tensor for kind, tensor in tensors.items()})
         return state
+
+
+def compiling_pays(model: nn.Module, config: Config, device: torch.device) -> bool:
+    """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
+
+    The bound is on the training's arithmetic, 6 operations per parameter and token
+    (arXiv:2001.08361, section 2.1): some ten seconds of a current GPU.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = config.max_steps * config.batch_size * config.block_size
+    return 6 * parameters * tokens > 1e15
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -2066,7 +2136,9 @@ class Trainer:
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, device)
-        compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+        compiled = config.compile == "on" or (
+            config.compile == "auto" and compiling_pays(self.model, config, device)
+        )
         self.net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
         self.ddp: nn.Module = self.net
         if group.world_size > 1:
@@ -2174,7 +2246,15 @@ class Trainer:
         was never interrupted. Compilation happens here too, outside the measured time.
         """
         for _ in range(2):
-            self.forward_backward(0)
+            try:
+                self.forward_backward(0)
+            except Exception as error:
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                first = str(error).strip().splitlines()[0]
+                raise ConfigError(
+                    f"torch.compile does not work here ({first}); set compile=off"
+                ) from None
             self.optimizer.zero_grad()
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -2203,23 +2283,7 @@ class Trainer:
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
-                train_loss = float(group.sum_(self.loss_sum)) / group.world_size / self.steps_summed
-                seconds = time.perf_counter() - started
-                tokens = steps_timed * config.batch_size * config.block_size
-                self.check_finite(train_loss)
-                row: dict[str, Any] = {"step": self.step, "train_loss": train_loss}
-                if evaluates:
-                    row["val_loss"] = evaluate(self.net, self.corpus.val, config, group)
-                    self.check_finite(row["val_loss"])
-                row["learning_rate"] = config.peak_learning_rate * scale
-                row["tokens_per_second"] = tokens / seconds
-                self.report(row, seconds / steps_timed)
-                if evaluates and row["val_loss"] < self.best_val_loss:
-                    self.best_step, self.best_val_loss = self.step, row["val_loss"]
-                    if self.chief:
-                        self.checkpoints.save("best", self.weights(), {"step": self.step})
-                self.loss_sum.zero_()
-                self.steps_summed = 0
+                self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if evaluates or wish:
                 before = time.perf_counter()
@@ -2229,9 +2293,40 @@ class Trainer:
                 if self.chief:
                     say(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
+        newest = self.metrics[-1] if self.metrics else {"step": -1}
+        if newest["step"] < self.step or "val_loss" not in newest:
+            # It was stopped here, between two evaluations, and is now told to end here.
+            self.log(True, learning_rate_scale(self.step - 1, config), 0.0)
+            self.save_checkpoint()
         if self.chief:
             self.finish()
         return True
+
+    def log(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
+        """The metric line of the steps since the last; keeps the weights if they are the best."""
+        config, group = self.config, self.group
+        row: dict[str, Any] = {"step": self.step}
+        if self.steps_summed:
+            losses = float(group.sum_(self.loss_sum)) / group.world_size
+            row["train_loss"] = losses / self.steps_summed
+            self.check_finite(row["train_loss"])
+        if evaluates:
+            row["val_loss"] = evaluate(self.net, self.corpus.val, config, group)
+            self.check_finite(row["val_loss"])
+        row["learning_rate"] = config.peak_learning_rate * scale
+        if seconds_per_step:
+            row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
+        self.metrics.append(row)
+        if self.chief:
+            left = (config.max_steps - self.step) * seconds_per_step
+            say(metric_line(row, config.max_steps, left))
+            self.checkpoints.write_metrics([row], append=True)
+        if evaluates and row["val_loss"] < self.best_val_loss:
+            self.best_step, self.best_val_loss = self.step, row["val_loss"]
+            if self.chief:
+                self.checkpoints.save("best", self.weights(), {"step": self.step})
+        self.loss_sum.zero_()
+        self.steps_summed = 0
 
     def wish(self) -> int:
         """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
@@ -2258,14 +2353,6 @@ class Trainer:
             else f"the checkpoint of step {kept} is kept"
         )
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
-
-    def report(self, row: dict[str, Any], seconds_per_step: float) -> None:
-        """The metric line, and the same numbers as a JSON line beside the checkpoints."""
-        if self.chief:
-            left = (self.config.max_steps - self.step) * seconds_per_step
-            say(metric_line(row, self.config.max_steps, left))
-            self.metrics.append(row)
-            self.checkpoints.write_metrics([row], append=True)
 
     def rewrite_metrics(self) -> None:
         """The curve up to the checkpoint; later lines belong to steps that will be made again."""
@@ -2304,6 +2391,23 @@ class Trainer:
         say(f"model written to {self.container.model_dir}")
 
 
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once.
+
+    torch's own count is not asked, since some builds take 1 when Open MPI's variables are there.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
     kind = choose_device(config, container, ranks.world_size)
@@ -2320,7 +2424,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     else:
         device = torch.device(kind)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_world_size))
+            torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
     if ranks.rank == 0 and not container.inside:
@@ -2343,9 +2447,10 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if trainer.chief:
+        hosts = ranks.world_size // ranks.local_world_size
         where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
         say(
-            f"running on {len(container.hosts)} host{'s' * (len(container.hosts) > 1)} x"
+            f"running on {hosts} host{'s' * (hosts > 1)} x"
             f" {ranks.local_world_size} {where} = {ranks.world_size}"
             f" process{'es' * (ranks.world_size > 1)} in one group"
             f" (launched by {ranks.launcher}; {trainer.machine};"
@@ -2364,11 +2469,14 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 def failure_report(error: BaseException) -> str:
     """What is printed of an error: `ErrorName: cause` on one last line.
 
-    SageMaker takes the reason of a failure from the first line that names any exception, so an
-    error that we did not foresee comes after its places in the code, without their text.
+    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
+    an error that we did not foresee comes after its places in the code, without their text.
     """
     cause = " ".join(str(error).split()) or "no further word"
     line = f"{type(error).__name__}: {cause}"
+    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
+        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
     if isinstance(error, (TrainingError, KeyboardInterrupt)):
         return line
     frames = traceback.extract_tb(error.__traceback__)
@@ -2383,6 +2491,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     # A warning would name an exception class, and SageMaker would take it for the failure.
     warnings.showwarning = lambda message, *_, **__: say(f"note: {' '.join(str(message).split())}")
+    end_with_parent(os.environ)
     config, options = parse_argv(argv)
     container = read_container(os.environ, options)
     ranks = read_ranks(os.environ, len(container.hosts))

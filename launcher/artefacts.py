@@ -174,7 +174,7 @@ def safe_place(member: tarfile.TarInfo, archive: str) -> PurePosixPath:
     place = PurePosixPath(member.name)
     if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
         raise ServiceError(f"{archive} is refused: {member.name!r} would lie outside of the model")
-    if not (member.isreg() or member.isdir()):
+    if member.issparse() or not (member.isreg() or member.isdir()):  # holes take no room inside
         kind = "a link" if member.issym() or member.islnk() else "not a regular file"
         raise ServiceError(f"{archive} is refused: {member.name!r} is {kind}")
     return place

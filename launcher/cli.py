@@ -66,7 +66,7 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
-def cli(context: click.Context, store: str | None, debug: bool) -> None:
+def cli(context: click.Context, store: str | None, **_: object) -> None:
     """Train a GPT of your own, and sample from it, in three commands.
 
     \b
@@ -75,7 +75,7 @@ def cli(context: click.Context, store: str | None, debug: bool) -> None:
       sm-nanogpt launch --instance local
       sm-nanogpt fetch-and-sample JOB-ID
     """
-    context.obj = {"store": store, "debug": debug}
+    context.obj = {"store": store}
 
 
 @cli.command("upload-data")
@@ -475,9 +475,12 @@ def stop_command(context: click.Context, job_id: str) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in words  # wherever it stands
     try:
         # Not cli.main, which makes a failure of a pipe whose reader has left.
-        with cli.make_context("sm-nanogpt", list(words)) as context:
+        with cli.make_context(
+            "sm-nanogpt", [word for word in words if word != "--debug"]
+        ) as context:
             cli.invoke(context)
         sys.stdout.flush()
         return 0
@@ -494,7 +497,7 @@ def run(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if "--debug" in words and not isinstance(error, click.ClickException):
+        if debug and not isinstance(error, click.ClickException):
             traceback.print_exc()
         note(f"error: {' '.join(told(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1

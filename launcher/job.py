@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,17 +96,14 @@ class TrainingJob(BaseModel):
 
     def explicit_hyperparameters(self) -> dict[str, Scalar]:
         """What is sent: the preset's values and those given over them, under the fields' names."""
-        module = self.script_module()
-        try:
-            module.make_config({}, self.preset)
-        except module.ConfigError as error:
-            raise InputError(str(error)) from None
+        config = self.config(1)
         given = {
             name.replace("-", "_"): value
             for name, value in self.hyperparameters.items()
             if value != ""
         }
-        return {**(module.PRESETS[self.preset] if self.preset else {}), **given}
+        preset = self.script_module().PRESETS[self.preset] if self.preset else {}
+        return {name: getattr(config, name) for name in {**preset, **given}}
 
     def config(self, world_size: int) -> Any:
         """The script's Config of this job.
@@ -121,6 +119,21 @@ class TrainingJob(BaseModel):
         except module.ConfigError as error:
             raise InputError(str(error)) from None
         return config
+
+    def check_resumable(self, before: TrainingJob, step: int) -> None:
+        """Raises InputError unless this job can go on from `before`, which came to `step`."""
+        module = self.script_module()
+        jobs = [
+            {"config": asdict(job.config(1)), "corpus_sha256": (job.data, job.validation)}
+            for job in (before, self)
+        ]
+        try:
+            module.check_resumable(*jobs)
+        except module.CheckpointError as error:
+            raise InputError(str(error)) from None
+        max_steps = self.config(1).max_steps
+        if step > max_steps:
+            raise InputError(f"max_steps={max_steps}: the earlier job came to step {step} already")
 
 
 def read_hyperparameters(file: Path) -> dict[str, Scalar]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +96,12 @@ def sample(
         InputError: as stream_samples.
         ServiceError: as fetch_model.
     """
-    model, vocabulary = load_model(fetch_model(job_id, settings))
+    directory = fetch_model(job_id, settings)
+    if directory.name.startswith("step-"):
+        warnings.warn(
+            f"job {job_id} did not complete; this is its checkpoint {directory.name}", stacklevel=2
+        )
+    model, vocabulary = load_model(directory)
     columns = stream_samples(
         model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )

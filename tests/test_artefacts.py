@@ -181,6 +181,18 @@ def test_a_device_or_a_pipe_is_refused(job: Finished, cli: Callable[..., Ran], k
     assert "not a regular file" in refused(job, cli)
 
 
+def test_a_sparse_file_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    """Its holes unpack to bytes that the archive does not hold, and that no bound counts."""
+    model = [regular(name, content) for name, content in members_of(archive_of(job)).items()]
+    sparse = tarfile.TarInfo("sparse")
+    sparse.pax_headers = {"GNU.sparse.size": str(1 << 20), "GNU.sparse.map": "0,0"}
+    with tarfile.open(archive_of(job), "w:gz", format=tarfile.PAX_FORMAT) as tar:
+        for member, content in model:
+            tar.addfile(member, io.BytesIO(content))
+        tar.addfile(sparse)
+    assert "not a regular file" in refused(job, cli)
+
+
 def test_the_same_name_twice_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     add(archive_of(job), regular("config.json", b"{}"))
     assert "config.json" in refused(job, cli)
@@ -391,7 +403,8 @@ def test_what_cannot_be_a_job_id_is_an_unknown_job(cli: Callable[..., Ran], job_
 def end_as(job: Finished, **state: Any) -> None:
     """Makes of the job one that ended otherwise, and left no model."""
     archive_of(job).unlink()
-    (job.directory / "state.json").write_text(json.dumps(state))
+    started = json.loads((job.directory / "state.json").read_text())["started"]
+    (job.directory / "state.json").write_text(json.dumps({**state, "started": started}))
 
 
 def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(

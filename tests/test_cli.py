@@ -213,7 +213,7 @@ def test_status_as_json_holds_the_same(finished: Finished, cli: Callable[..., Ra
     )
     assert told["status"] == "Completed"
     assert told["metrics"]["step"] == told["metrics"]["max_steps"] == 10
-    assert told["hyperparameters"]["n_embd"] == "32"
+    assert told["hyperparameters"]["n_embd"] == 32
     assert told["created"] <= told["started"] <= told["ended"]
 
 

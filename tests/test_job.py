@@ -212,5 +212,5 @@ def test_the_command_line_goes_over_the_config_file(
     words = launch_words("--config", "config.toml", "--detach", data=text_file)
     ran = cli(*words)
     described = cli("status", ran.out.strip(), "--json")
-    assert '"n_layer": "1"' in described.out
-    assert '"max_steps": "10"' in described.out
+    assert '"n_layer": 1' in described.out
+    assert '"max_steps": 10' in described.out

@@ -172,7 +172,7 @@ def test_the_configuration_files_are_those_of_the_service(cluster: Finished) -> 
         assert resources["network_interface_name"] == "lo"
         hyperparameters = json.loads((config / "hyperparameters.json").read_text())
         assert all(isinstance(value, str) for value in hyperparameters.values())
-        assert json.loads(hyperparameters["n_embd"]) == "32"
+        assert json.loads(hyperparameters["n_embd"]) == 32
         channels = json.loads((config / "inputdataconfig.json").read_text())
         assert set(channels) == {"training", "validation"}
         assert channels["training"]["S3DistributionType"] == "FullyReplicated"
@@ -217,7 +217,7 @@ def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
 
 
 def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:
-    values = {**launching.TINY, "dropout": "1e-05", "tie_embeddings": "true"}
+    values = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
     for rank in range(4):
         assert seen_by(cluster, rank)["argv"] == ["train.py", *expected]
@@ -367,18 +367,18 @@ def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
     assert ran.code == 0, ran.err
 
 
-def test_data_that_vanished_before_the_start_are_a_failure_that_says_so(
+def test_data_that_are_not_there_are_refused_before_anything_starts(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     ran = cli(*launching.launching(data="memory://nowhere/at/all"))
-    assert ran.code == 1
+    assert ran.code == 2
+    assert not (home / "jobs").exists()
     assert "memory://nowhere/at/all: nothing is there" in ran.error
 
 
 # -- killed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux to end the ranks")
 def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
@@ -388,7 +388,8 @@ def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
     launching.until(lambda: state_of(job) == "Failed", 5)
     assert GONE in cli("status", job.job_id).out
     assert "Failed" in cli("jobs").out
-    launching.until(lambda: not launching.processes_below(job.directory), 5)
+    # A rank that is still importing torch notices when it has done so.
+    launching.until(lambda: not launching.processes_below(job.directory), 30)
 
 
 def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
@@ -520,7 +521,7 @@ def test_a_resumed_job_goes_on_with_what_it_was_told_before(
         for job_id in (job.job_id, ran.out.strip())
     )
     assert after.data == before.data
-    assert after.hyperparameters == {**before.hyperparameters, "max_steps": "15"}
+    assert after.hyperparameters == {**before.hyperparameters, "max_steps": 15}
     rows = (job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints/metrics.jsonl").read_text()
     steps = [json.loads(row)["step"] for row in rows.splitlines()]
     assert steps == [5, 10, 15]
@@ -543,7 +544,7 @@ def test_another_model_cannot_be_resumed_and_the_difference_is_named(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "n_embd=64")
-    assert ran.code == 1
+    assert ran.code == 2
     assert "n_embd was 32 and is 64" in ran.error
 
 
@@ -551,7 +552,7 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
-    assert ran.code == 1
+    assert ran.code == 2
     assert "max_steps=5" in ran.error
 
 
@@ -620,6 +621,28 @@ def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert plan_processes(TrainingJob(**words)) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
+)
+def test_hosts_share_the_gpus_that_the_user_chose(
+    job: Finished, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    from launcher.backends.local_runner import LocalRun
+
+    record = json.loads((job.directory / "job.json").read_text())
+    record["gpus_per_host"] = len(expected[0].split(","))
+    record["job"]["instance_count"] = 2
+    (job.directory / "job.json").write_text(json.dumps(record))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    shutil.copytree(job.directory / "hosts/algo-1", job.directory / "hosts/algo-2")
+    run = LocalRun(job.directory)
+    seen = [run.environment(host, 1)["CUDA_VISIBLE_DEVICES"] for host in run.hosts]
+    assert seen == expected
 
 
 @pytest.mark.parametrize("words", [{"instance_count": 3}, {"processes_per_instance": 2}])

@@ -266,9 +266,9 @@ def test_text_that_others_put_on_s3_is_trained_on_by_its_uri(
     assert ran.code == 0, ran.err
 
 
-def test_a_uri_behind_which_nothing_is_fails_the_job_in_one_line(
+def test_a_uri_behind_which_nothing_is_is_refused_in_one_line(
     s3: Any, cli: Callable[..., Ran]
 ) -> None:
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
-    assert ran.code == 1
+    assert ran.code == 2
     assert f"s3://{s3.bucket}/missing: nothing is there" in ran.error

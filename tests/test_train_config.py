@@ -94,8 +94,16 @@ def test_an_unknown_name_is_an_error_with_the_nearest_name(
         config_of(f"--{name}", value)
 
 
-def test_a_name_like_no_other_gets_no_guess() -> None:
-    with pytest.raises(ConfigError, match=r"xyzzy='1': there is no such hyperparameter$"):
+def test_initials_mean_the_name_that_they_are_of() -> None:
+    with pytest.raises(ConfigError, match=r"lr='1': .*, did you mean learning_rate\?$"):
+        make_config({"lr": "1"})
+
+
+def test_a_name_like_no_other_is_told_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"xyzzy='1': there is no such hyperparameter, known are n_layer, n_head, ",
+    ):
         make_config({"xyzzy": "1"})
 
 

@@ -199,6 +199,37 @@ def test_a_signal_checkpoints_at_the_next_step_and_going_on_ends_with_the_same_b
     assert_same_end(host, tmp_path / "calm/algo-1")
 
 
+def test_a_training_may_be_told_to_end_where_it_was_stopped(tmp_path: Path, text: str) -> None:
+    """Between two evaluations, so that the last step was never evaluated."""
+    env = make_hosts(tmp_path, text)[0]
+    how = {**SMALL, "log_interval": 1, "eval_interval": 100, "max_steps": 10_000}
+    with started(words(**how), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+    (step,) = Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
+    end = run(words(**{**how, "max_steps": step}), cwd=tmp_path, env=env)
+    assert end.status == 0, end.output
+    assert f"best val_loss {metrics(tmp_path / 'algo-1/output/data')[-1]['val_loss']:.5f}" in (
+        end.output
+    )
+
+
+def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) -> None:
+    """As orphans they would go on writing checkpoints beside whoever is started next."""
+    env = make_hosts(tmp_path, text)[0]
+    how = {**SMALL, "log_interval": 1, "max_steps": 100_000, "checkpoint_seconds": 0}
+    with started(words(**how, processes=2), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(2)
+        curve = tmp_path / "algo-1/checkpoints/metrics.jsonl"
+        before = curve.read_text()
+        time.sleep(1)
+        assert curve.read_text() == before
+
+
 def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     end = run(words(**{**SMALL, "eval_interval": 10}, checkpoint_seconds=0), cwd=tmp_path, env=env)
@@ -489,7 +520,10 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
     assert second.output == ""
     rows = metrics(tmp_path / "algo-1/output/data")
     assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
-    assert "32,448 parameters" in first.output
+    model, vocabulary = train.load_artefact(tmp_path / "algo-1/model")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert f"\n{parameters:,} parameters; " in first.output
+    assert f" {len(vocabulary)} different ones\n" in first.output
 
 
 def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SCRIPT, SMALL, environment, free_port, make_hosts, run, run_hosts, words
+from runs import (
+    SCRIPT,
+    SMALL,
+    edited_script,
+    environment,
+    free_port,
+    make_hosts,
+    run,
+    run_hosts,
+    words,
+)
 
 from entry_point import train
-from entry_point.train import Config, Container, DataError, Options, TopologyError
+from entry_point.train import Config, ConfigError, Container, DataError, Options, TopologyError
 
 TWO_HOSTS = ["algo-1", "algo-2"]
 
@@ -163,6 +174,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 
+OPEN_MPI_ALONE = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+
 
 def test_ranks_come_from_torchrun() -> None:
     assert train.read_ranks(TORCHRUN, 2) == train.Ranks(5, 8, 1, 4, "torchrun")
@@ -181,8 +199,7 @@ def test_smddprun_tells_no_local_size_and_its_hosts_share_evenly() -> None:
     env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ranks = train.read_ranks(env, 2)
     assert ranks is not None and ranks.local_world_size == 4
-    ranks = train.read_ranks({**env, **OPEN_MPI}, 2)
-    assert ranks is not None and ranks.local_world_size == 4
+    assert train.read_ranks({**env, **OPEN_MPI}, 2) == train.Ranks(5, 8, 1, 4, "mpirun")
 
 
 def test_an_address_alone_is_no_sign_of_a_launcher() -> None:
@@ -307,6 +324,35 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
+def test_one_process_takes_all_cores_whoever_launched_it(tmp_path: Path, text_file: Path) -> None:
+    """Some builds of torch take one thread when Open MPI's variables are there."""
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    said = set()
+    for extra in ({}, {**OPEN_MPI_ALONE, "MASTER_ADDR": "127.0.0.1"}):
+        arguments = words(**{**SMALL, "max_steps": 1}, data=text_file)
+        end = run(arguments, cwd=tmp_path, env={**env, **extra})
+        assert end.status == 0, end.output
+        said.update(re.findall(r"\d+ CPU threads", end.output))
+    assert said == {f"{train.available_cores()} CPU threads"}
+
+
+def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_file: Path) -> None:
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    envs = [
+        {**env, "RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for r in range(2)
+    ]
+    first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
+
+
+@pytest.mark.parametrize("option", ["out", "validation"])
+def test_an_option_that_a_container_settles_is_refused_there(tmp_path: Path, option: str) -> None:
+    env = {"SAGEMAKER_BASE_DIR": str(tmp_path), "SM_HOSTS": '["algo-1"]'}
+    with pytest.raises(ConfigError, match=f"--{option}: in a container"):
+        train.read_container(env, train.Options(**{option: "x"}))
+
+
 def test_each_host_shares_its_own_things_when_torchrun_started_the_hosts(tmp_path: Path) -> None:
     """Outside of SageMaker nothing but the ranks tells one host from another."""
     probe = tmp_path / "probe.py"
@@ -406,10 +452,12 @@ def test_the_failure_of_any_rank_ends_the_job_with_its_reason_last(
 def test_an_unforeseen_failure_says_where_it_was_without_the_words_of_the_code(
     text_file: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "out").write_text("a file where a directory should be")
-    end = run(words(**SMALL, data=text_file, out="out"), cwd=tmp_path)
+    edit = ("    corpus = load_corpus(container, config, group)\n", "    corpus = 1 / 0\n")
+    command = edited_script(tmp_path / "train.py", edit)
+    end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command)
     assert end.status == 1
-    assert end.last_line.startswith("NotADirectoryError: ")
+    assert end.last_line == "ZeroDivisionError: division by zero"
+    assert re.search(r"^  at train\.py:\d+ in train$", end.output, re.MULTILINE)
     assert "Traceback" not in end.output
 
 
@@ -431,3 +479,13 @@ def test_a_rank_that_is_killed_ends_the_job_with_a_reason(text_file: Path, tmp_p
 def test_the_line_of_a_failure_is_one_line() -> None:
     line = train.failure_report(DataError("two\nlines"))
     assert line == "DataError: two lines"
+
+
+def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SM_FRAMEWORK_MODULE", "sagemaker_pytorch_container.training:main")
+    assert train.failure_report(DataError("none")) == "DataError: none [Exception]"
+    assert train.failure_report(OSError("none")) == "OSError: none"
+    decode = json.JSONDecodeError("none", "", 0)
+    assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")

@@ -134,8 +134,9 @@ def prepare(
     Raises:
         InputError, ServiceError: as launch.
     """
+    before, step = None, 0
     if job.resume is not None:
-        job = take_over(job, settings)
+        job, before, step = take_over(job, settings)
     if job.entry_point is not None:
         job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
     # All is checked before anything is uploaded.
@@ -147,10 +148,13 @@ def prepare(
     if job.validation is not None:
         texts["validation"] = survey(job.validation, near)
     check_length(texts, config)
+    job = job.model_copy(update={channel: text.uri for channel, text in texts.items()})
+    if before is not None:
+        job.check_resumable(before, step)
     for text in texts.values():
         if text.upload is not None:
             corpus.send(text.upload, text.sources, progress)
-    return job.model_copy(update={channel: text.uri for channel, text in texts.items()})
+    return job
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,8 @@ def survey(location: str, settings: Settings) -> Text:
         return Text(location, uri, replace(known, uploaded=False), [])
     path = storage.local_path(location)
     if path is None:
+        if not storage.list_files(uri):
+            raise InputError(f"{location}: nothing is there")
         return Text(location, uri, None, [])
     upload, sources = corpus.survey(path, settings)
     return Text(location, upload.uri, upload, sources)
@@ -197,8 +203,11 @@ def check_length(texts: Mapping[str, Text], config: Any) -> None:
             )
 
 
-def take_over(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """The job on top of the one it resumes: what it does not say itself is as it was there."""
+def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, TrainingJob, int]:
+    """The job on top of the one it resumes: what it does not say itself is as it was there.
+
+    Returns it, the earlier job, and the step that the earlier one came to.
+    """
     assert job.resume is not None
     backend, earlier = find(job.resume, settings)
     if earlier.is_running:
@@ -215,7 +224,8 @@ def take_over(job: TrainingJob, settings: Settings) -> TrainingJob:
         job = job.model_copy(update={"entry_point": before.entry_point})
     hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
     kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"})
-    return TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
+    after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
+    return after, before, (earlier.metrics or {}).get("step", 0)
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:

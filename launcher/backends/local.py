@@ -37,6 +37,7 @@ from launcher.settings import Settings
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 GONE = "its processes are gone: the machine was switched off, or they were killed"
+NOT_STARTED = "it could not be started"
 
 
 class LocalBackend:
@@ -94,6 +95,8 @@ class LocalBackend:
         status, reason = state.get("status", "InProgress"), state.get("reason")
         if status in RUNNING and not alive:
             status, reason = "Failed", GONE
+            if not state:
+                reason = f"{NOT_STARTED}: {last_line(directory / 'runner.log')}"
         elif status == "InProgress" and (directory / "stop").exists():
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
@@ -115,7 +118,7 @@ class LocalBackend:
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
             checkpoint_uri=(
                 storage.to_uri(checkpoints)
-                if any(checkpoints.glob("checkpoint-*.safetensors"))
+                if has_own_checkpoint(checkpoints, state.get("started"))
                 else None
             ),
         )
@@ -204,6 +207,17 @@ def is_held(lock: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def has_own_checkpoint(directory: Path, started: float | None) -> bool:
+    """Whether the job wrote a checkpoint, beside those that it was given to go on from."""
+    files = directory.glob("checkpoint-*.safetensors")
+    return started is not None and any(path.stat().st_mtime >= started for path in files)
+
+
+def last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "nothing is known")
 
 
 def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:

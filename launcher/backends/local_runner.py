@@ -6,7 +6,6 @@ directory), keeps their output, ends the job when a rank fails, and packs what t
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from launcher.job import command_line
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
 PEER_GRACE_SECONDS = 2  # the same when a rank has failed, as mpirun has it
 FAILURE_REASON_CHARACTERS = 1024
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
 
 
@@ -43,7 +43,8 @@ class Rank:
         code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name
-            return f"rank {self.rank} on {self.host} was killed by {name}"
+            hint = " (was there too little memory?)" if name == "SIGKILL" else ""
+            return f"rank {self.rank} on {self.host} was killed by {name}{hint}"
         return f"rank {self.rank} on {self.host} ended with exit code {code}"
 
 
@@ -57,6 +58,8 @@ class LocalRun:
         self.stop_requested = False
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
+        # Nobody writes into it: the ranks see its end when this process ends, however that ends.
+        self.lifeline, self.held = os.pipe()
 
     def tell(self, **changes: Any) -> None:
         self.state.update(changes)
@@ -123,7 +126,7 @@ class LocalRun:
                 "current_host": host,
                 "hosts": self.hosts,
                 "current_instance_type": "local",
-                "network_interface_name": "lo",
+                "network_interface_name": LOOPBACK,
             },
         )
         write_json(
@@ -151,8 +154,11 @@ class LocalRun:
         }
         gpus, index = self.record["gpus_per_host"], self.hosts.index(host)
         if gpus:
-            first = index * gpus
-            kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(gpus))
+            every = [str(i) for i in range(gpus * len(self.hosts))]
+            chosen = (
+                kept["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in kept else every
+            )
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(chosen[index * gpus : (index + 1) * gpus])
         if "OMP_NUM_THREADS" not in kept and len(self.hosts) > 1:
             # Each host of a job believes that the machine is its own.
             ranks = len(self.hosts) * self.record["processes_per_host"]
@@ -168,7 +174,9 @@ class LocalRun:
             "SM_CURRENT_HOST": host,
             "SM_NUM_GPUS": str(gpus),
             "SM_NUM_CPUS": str(available_cpus()),
-            "SM_NETWORK_INTERFACE_NAME": "lo",
+            "SM_NETWORK_INTERFACE_NAME": LOOPBACK,
+            "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
+            "SM_NANOGPT_LIFELINE": str(self.lifeline),
             "SM_MODEL_DIR": str(base / "model"),
             "SM_INPUT_DIR": str(base / "input"),
             "SM_INPUT_CONFIG_DIR": str(base / "input" / "config"),
@@ -208,7 +216,7 @@ class LocalRun:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=die_with_parent,
+                    pass_fds=(self.lifeline,),
                 )
                 ranks.append(Rank(host, rank, process))
         return ranks
@@ -317,15 +325,6 @@ def available_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-LIBC = ctypes.CDLL(None)
-
-
-def die_with_parent() -> None:
-    """On Linux, has the kernel kill a rank whose runner was killed (PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGKILL)
 
 
 def main() -> None:
