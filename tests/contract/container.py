@@ -1,0 +1,441 @@
+"""SageMaker's training containers without Docker: each host in namespaces of its own.
+
+A host has its own network, processes, name and files. Its root is the machine's, under a layer in
+memory that takes all writes, so nothing outside is touched and everything vanishes with the first
+process. Its /opt/ml is a directory of the test, which outlives it.
+
+Inside, the real toolkit starts train.py through the real mpirun, sshd or torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runs import SCRIPT
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHON = Path(
+    os.environ.get("SM_NANOGPT_CONTRACT_PYTHON", REPOSITORY / ".venv-contract/bin/python")
+)
+LIMIT = 240.0  # seconds until a job counts as hung; some test machines are slow
+SSHD = "/usr/sbin/sshd"
+
+# What the SDK adds to the hyperparameters for each `distribution`.
+LAUNCHERS: dict[str, dict[str, Any]] = {
+    "pytorchddp": dict(
+        sagemaker_distributed_dataparallel_enabled=True,
+        sagemaker_distributed_dataparallel_custom_mpi_options="",
+    ),
+    "torchrun": dict(sagemaker_torch_distributed_enabled=True),
+    # {"pytorchddp": {"enable": True}}, as in a tutorial that many have copied
+    "typo": dict(sagemaker_distributed_dataparallel_enabled=False),
+}
+
+# The host's directory is $1, its name $2, its address $3; the rest are directories to show inside.
+BOOT = r"""
+set -euo pipefail
+host=$1 name=$2 address=$3
+shift 3
+read -r _  # until the network is there
+hostname "$name"
+ip link set lo up
+ip address add "$address/24" dev eth0
+ip link set eth0 up
+
+mount -t tmpfs tmpfs "$host/stage"
+cd "$host/stage"
+mkdir above work root
+cp -a "$host/files/." above
+mount -t overlay overlay -o lowerdir=/,upperdir=above,workdir=work root
+cd root
+mount --rbind /dev dev
+mount --rbind /sys sys
+mount -t proc proc proc
+for place in dev/shm tmp run; do mount -t tmpfs tmpfs $place; done
+mkdir run/sshd
+mount --bind "$host/ssh" root/.ssh
+mount --bind "$host/sshd" etc/ssh
+mount --bind "$host/ml" opt/ml
+for place; do
+    mkdir -p ".$place"
+    mount --bind --options ro "$place" ".$place"
+done
+sed -i '/pam_loginuid/s/required/optional/' etc/pam.d/sshd
+
+# As in the images, PID 1 is a bash that waits for the command and handles no signal.
+exec chroot . /usr/bin/bash -m /opt/image/start.sh </dev/null
+"""
+
+# The toolkit sleeps 30 s on each host after the work is done, and this does not.
+TRAIN = """\
+import time, types
+from subprocess import run
+from sagemaker_training import mpi, smdataparallel, trainer
+
+hurried = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, 1)))
+mpi.time = smdataparallel.time = hurried
+write = mpi._write_env_vars_to_file
+
+def write_and_edit():
+    write()
+    run(["sed", "-i", "-f", "/opt/image/environment.sed", "/etc/environment"], check=True)
+
+mpi._write_env_vars_to_file = write_and_edit
+trainer.train()
+"""
+
+# Of the images 2.0 to 2.5; the later ones have none.
+SMDDPRUN = """\
+#!/bin/sh
+export RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
+export WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
+exec "$@"
+"""
+
+OPEN_MPI = """\
+hwloc_base_binding_policy = none
+rmaps_base_mapping_policy = slot
+"""
+
+SSHD_CONFIG = """\
+HostKey /etc/ssh/host_key
+PermitRootLogin yes
+UsePAM yes
+Subsystem sftp internal-sftp
+"""
+
+SSH_CONFIG = """\
+Host *
+    StrictHostKeyChecking no
+    UserKnownHostsFile /dev/null
+    LogLevel ERROR
+"""
+
+
+def lacking() -> str:
+    """What keeps this machine from having such containers; '' if nothing does."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "they take root"
+    if not PYTHON.exists():
+        return f"no {PYTHON} (make .venv-contract/installed)"
+    tools = ["mpirun", "torchrun", SSHD, "ssh", "ssh-keygen", "ip", "nsenter", "setpriv", "unshare"]
+    path = f"{PYTHON.parent}:/usr/sbin:/sbin:{os.environ['PATH']}"
+    if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
+        return f"not installed: {', '.join(missing)} (see CONTRIBUTING.md)"
+    probe = (
+        "ip link add eth0 type veth peer name eth1 && mount -t tmpfs tmpfs /mnt && cd /mnt"
+        " && mkdir above work root"
+        " && mount -t overlay overlay -o lowerdir=/,upperdir=above,workdir=work root"
+    )
+    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-c", probe]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    return f"no namespaces here: {ran.stderr.strip()}" if ran.returncode else ""
+
+
+def write_tree(directory: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if path.read_bytes().startswith(b"#!"):
+            path.chmod(0o755)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a job: the directory that holds its /opt/ml and its log."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def ml(self) -> Path:
+        return self.directory / "ml"
+
+    @property
+    def model(self) -> Path:
+        return self.ml / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.ml / "checkpoints"
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    @property
+    def failure(self) -> str:
+        """What SageMaker would show as FailureReason."""
+        path = self.ml / "output/failure"
+        return path.read_text()[:1024] if path.exists() else ""
+
+    @property
+    def status(self) -> int:
+        """The exit status of the container; negative when it was killed."""
+        return int((self.directory / "status").read_text())
+
+    def lay_out(
+        self,
+        *,
+        text: str,
+        hosts: Sequence[str],
+        hyperparameters: Mapping[str, Any],
+        script: Path,
+        gpus: int,
+        smddprun: bool,
+        environment_sed: str,
+        checkpoints: Path | None,
+    ) -> None:
+        """All that SageMaker and the image put there before the container starts."""
+        encoded = {key: json.dumps(value) for key, value in hyperparameters.items()}
+        resources = dict(
+            current_host=self.name,
+            current_instance_type="ml.g5.12xlarge",
+            current_group_name="homogeneousCluster",
+            hosts=list(hosts),
+            instance_groups=[
+                dict(
+                    instance_group_name="homogeneousCluster",
+                    instance_type="ml.g5.12xlarge",
+                    hosts=list(hosts),
+                )
+            ],
+            network_interface_name="eth0",
+        )
+        channels = dict(
+            training=dict(
+                TrainingInputMode="File",
+                S3DistributionType="FullyReplicated",
+                RecordWrapperType="None",
+            )
+        )
+        write_tree(
+            self.ml,
+            {
+                "input/config/hyperparameters.json": json.dumps(encoded),
+                "input/config/resourceconfig.json": json.dumps(resources),
+                "input/config/inputdataconfig.json": json.dumps(channels),
+                "input/data/training/input.txt": text,
+            },
+        )
+        for name in ("model", "output/data", "checkpoints"):
+            (self.ml / name).mkdir(parents=True)
+        if checkpoints is not None:
+            shutil.copytree(checkpoints, self.checkpoints, dirs_exist_ok=True)
+
+        bin = "opt/image/bin"  # before all else on the container's PATH
+        write_tree(
+            self.directory / "files",
+            {
+                "etc/hosts": "127.0.0.1 localhost\n"
+                + "".join(f"{address(i)} {host}\n" for i, host in enumerate(hosts)),
+                "etc/environment": "",
+                "etc/openmpi/openmpi-mca-params.conf": OPEN_MPI,
+                "opt/image/start.sh": "train\n",
+                "opt/image/environment.sed": environment_sed,
+                f"{bin}/train": f"#!{PYTHON.absolute()}\n{TRAIN}",
+                f"{bin}/mpirun": '#!/bin/sh\nexec mpirun.real --allow-run-as-root "$@"\n',
+                f"{bin}/nvidia-smi": "#!/bin/sh\n"
+                + "".join(f"echo 'GPU {i}: NVIDIA A10G (UUID: GPU-{i})'\n" for i in range(gpus)),
+                **({f"{bin}/smddprun": SMDDPRUN} if smddprun else {}),
+            },
+        )
+        mpirun = shutil.which("mpirun")
+        assert mpirun is not None
+        (self.directory / "files" / bin / "mpirun.real").symlink_to(mpirun)
+        for name in ("root/.ssh", "etc/ssh", "opt/ml", "tmp", "run"):
+            (self.directory / "files" / name).mkdir(parents=True, exist_ok=True)
+        with tarfile.open(self.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as archive:
+            archive.add(script, "train.py")
+        (self.directory / "stage").mkdir()
+
+
+def address(index: int) -> str:
+    return f"10.0.0.{index + 1}"
+
+
+def python_homes() -> list[str]:
+    """The directories of the containers' Python, which may lie under /tmp or on other disks."""
+    words = "import sys; print(sys.prefix); print(sys.base_prefix)"
+    return subprocess.check_output([PYTHON, "-c", words], text=True).splitlines()
+
+
+class Job:
+    """A training job of one or two hosts; as a context, nothing of it runs on afterwards.
+
+    Each host has `gpus` GPUs as far as nvidia-smi knows, and the launchers start one rank for each.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        text: str,
+        values: Mapping[str, Any],
+        launcher: str = "pytorchddp",
+        hosts: int = 1,
+        gpus: int = 2,
+        script: Path = SCRIPT,
+        smddprun: bool = False,
+        second_environment_sed: str = "",
+        checkpoints: Path | None = None,
+    ) -> None:
+        assert hosts in (1, 2)
+        names = [f"algo-{i + 1}" for i in range(hosts)]
+        self.hosts = [Host(directory / name) for name in names]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failed_first: Host | None = None
+        self.failed_at = 0.0
+        hyperparameters = {
+            **values,
+            "sagemaker_submit_directory": "/opt/image/sourcedir.tar.gz",
+            "sagemaker_program": "train.py",
+            "sagemaker_container_log_level": 20,
+            "sagemaker_job_name": "sm-nanogpt-contract",
+            "sagemaker_region": "us-east-1",
+            "sagemaker_instance_type": "ml.g5.12xlarge",
+            **LAUNCHERS[launcher],
+        }
+        keys = directory / "keys"
+        keys.mkdir(parents=True)
+        for name in ("user", "host"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
+            subprocess.run(command, check=True)
+        for index, host in enumerate(self.hosts):
+            host.lay_out(
+                text=text,
+                hosts=names,
+                hyperparameters=hyperparameters,
+                script=script,
+                gpus=gpus,
+                smddprun=smddprun,
+                environment_sed=second_environment_sed if index else "",
+                checkpoints=checkpoints,
+            )
+            write_tree(host.directory, {"sshd/sshd_config": SSHD_CONFIG})
+            write_tree(host.directory, {"ssh/config": SSH_CONFIG})
+            shutil.copy(keys / "host", host.directory / "sshd/host_key")
+            shutil.copy(keys / "user", host.directory / "ssh/id_ed25519")
+            shutil.copy(keys / "user.pub", host.directory / "ssh/authorized_keys")
+            (host.directory / "ssh").chmod(0o700)
+
+    def __enter__(self) -> Job:
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        # The two outer words make the containers die with the tests, however those end.
+        inside = "setpriv --pdeathsig KILL unshare --kill-child --fork --mount --uts --pid --net"
+        homes = python_homes()
+        env = {
+            "PATH": f"/opt/image/bin:{PYTHON.absolute().parent}:/usr/local/sbin:/usr/local/bin"
+            ":/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            "LD_LIBRARY_PATH": "/usr/local/lib",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main",
+            "TRAINING_JOB_NAME": "sm-nanogpt-contract",
+        }
+        for index, host in enumerate(self.hosts):
+            place = [str(host.directory), host.name, address(index)]
+            with (host.directory / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [*inside.split(), "bash", "-c", BOOT, "boot", *place, *homes],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.processes.append(process)
+        first, last = self.pid1(0), self.pid1(len(self.hosts) - 1)
+        peer = f"eth0 netns {last}" if first != last else "eth1"
+        link = f"ip link add eth0 type veth peer name {peer}"
+        subprocess.run(["nsenter", f"--net=/proc/{first}/ns/net", *link.split()], check=True)
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.close()
+
+    def pid1(self, index: int) -> int:
+        """The machine's number for the first process of a host."""
+        outer = self.processes[index].pid
+        children = Path(f"/proc/{outer}/task/{outer}/children")
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if pids := children.read_text().split():
+                return int(pids[0])
+            time.sleep(0.01)
+        raise AssertionError(f"no container: {self.hosts[index].log}")
+
+    def wait(self, limit: float = LIMIT) -> None:
+        """Until all hosts have ended. As on SageMaker, one that fails takes the others along."""
+        deadline = time.time() + limit
+        while True:
+            codes = [process.poll() for process in self.processes]
+            if any(codes) and self.failed_first is None:
+                self.failed_first = next(h for h, c in zip(self.hosts, codes, strict=True) if c)
+                self.failed_at = time.time()
+                deadline = min(deadline, self.failed_at + 10)
+            if None not in codes or time.time() > deadline:
+                break
+            time.sleep(0.05)
+        self.kill()
+        assert None not in codes or any(codes), f"hung:\n{self.log}"
+
+    def wait_for_file(self, pattern: str, limit: float = LIMIT) -> None:
+        """Until the first host has such a file in /opt/ml."""
+        deadline = time.time() + limit
+        while not any(self.hosts[0].ml.glob(pattern)):
+            ended = [process.poll() for process in self.processes] != [None] * len(self.hosts)
+            assert not ended and time.time() < deadline, f"no {pattern}:\n{self.log}"
+            time.sleep(0.05)
+
+    def stop(self, grace: float) -> None:
+        """StopTrainingJob, which on SageMaker gives 120 s of grace."""
+        self.signal(signal.SIGTERM)
+        time.sleep(grace)
+        self.kill()
+
+    def signal(self, signum: int) -> None:
+        for index, process in enumerate(self.processes):
+            if process.poll() is None:
+                os.kill(self.pid1(index), signum)
+
+    def kill(self) -> None:
+        running = [process.poll() is None for process in self.processes]
+        # With its first process, a container ends whole, before that process counts as ended.
+        self.signal(signal.SIGKILL)
+        for host, process, killed in zip(self.hosts, self.processes, running, strict=False):
+            status = process.wait()  # unshare's own, which tells nothing of a killed container
+            (host.directory / "status").write_text(str(-signal.SIGKILL if killed else status))
+        self.processes.clear()
+
+    @property
+    def log(self) -> str:
+        """The logs of all hosts, one after the other."""
+        return "".join(host.log for host in self.hosts)

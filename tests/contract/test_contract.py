@@ -1,0 +1,284 @@
+"""train.py under the real SageMaker toolkit, mpirun, sshd and torchrun, on one host and on two."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from container import Host, Job
+from runs import SMALL, edited_script, words
+
+VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
+
+# How the ranks are started, and who says so in the log.
+LAUNCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "pytorchddp": (dict(launcher="pytorchddp"), "mpirun"),
+    "pytorchddp-smddprun": (dict(launcher="pytorchddp", smddprun=True), "mpirun"),
+    "torchrun": (dict(launcher="torchrun"), "torchrun"),
+}
+
+Finished = Callable[..., list[Host]]
+
+
+def log_of(hosts: list[Host]) -> str:
+    return "".join(host.log for host in hosts)
+
+
+def training_of(host: Host) -> dict[str, Any]:
+    return json.loads((host.model / "training.json").read_text())
+
+
+def assert_done(hosts: list[Host]) -> None:
+    assert [host.status for host in hosts] == [0] * len(hosts), log_of(hosts)
+
+
+# -- one group -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_ranks_of_one_host_make_one_model(finished: Finished, launch: str) -> None:
+    options, launcher = LAUNCHES[launch]
+    hosts = finished(f"one-{launch}", values=VALUES, **options)
+    assert_done(hosts)
+    said = f"running on 1 host x 2 CPU = 2 processes in one group (launched by {launcher};"
+    assert hosts[0].log.count(said) == 1
+    assert training_of(hosts[0])["world_size"] == 2
+
+
+@pytest.fixture(scope="session", params=LAUNCHES)
+def two_hosts(request: pytest.FixtureRequest, finished: Finished) -> tuple[list[Host], str]:
+    """The hosts of a job of two hosts with two ranks each, and the launcher's name in the log."""
+    options, launcher = LAUNCHES[request.param]
+    hosts = finished(f"two-{request.param}", hosts=2, values=VALUES, **options)
+    assert_done(hosts)
+    return hosts, launcher
+
+
+def test_two_hosts_leave_one_model_on_the_first_alone(two_hosts: tuple[list[Host], str]) -> None:
+    (first, second), _ = two_hosts
+    assert "model.safetensors" in {path.name for path in first.model.iterdir()}
+    assert list(second.model.iterdir()) == []
+
+
+def test_two_hosts_are_one_group_and_say_so_once(two_hosts: tuple[list[Host], str]) -> None:
+    hosts, launcher = two_hosts
+    said = f"running on 2 hosts x 2 CPU = 4 processes in one group (launched by {launcher};"
+    assert log_of(hosts).count("running on ") == 1
+    assert said in hosts[0].log
+    assert training_of(hosts[0])["world_size"] == 4
+
+
+def test_four_ranks_on_two_hosts_follow_the_losses_of_one_process(
+    two_hosts: tuple[list[Host], str], excerpt: str, tmp_path: Path
+) -> None:
+    hosts, _ = two_hosts
+    (tmp_path / "input.txt").write_text(excerpt)
+    arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
+    assert runs.run(arguments, cwd=tmp_path).status == 0
+    for alone, together in zip(
+        runs.metrics(tmp_path / "out/output"),
+        runs.metrics(hosts[0].ml / "output/data"),
+        strict=True,
+    ):
+        for name in ("step", "train_loss", "val_loss"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-4)
+
+
+def test_hosts_that_are_each_started_alone_make_one_model_and_say_so(finished: Finished) -> None:
+    """The typo {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places."""
+    hosts = finished("typo", hosts=2, launcher="typo", values={**VALUES, "processes": 2})
+    assert_done(hosts)
+    for host in hosts:
+        assert re.search(r"^\S+/python -- train\.py ", host.log, re.MULTILINE)
+    assert log_of(hosts).count("running on ") == 1
+    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by train.py;"
+    assert said in hosts[0].log
+    assert training_of(hosts[0])["world_size"] == 4
+    assert list(hosts[1].model.iterdir()) == []
+
+
+# -- what reaches a rank ---------------------------------------------------------------------------
+
+DECLARE = (
+    "    config, options = parse_argv(argv)\n",
+    """\
+    names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG")
+    say("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
+    config, options = parse_argv(argv)
+""",
+)
+
+# /etc/environment loses quotes and what follows a `#`, and long values are cut.
+LOSSES = r"""
+/^SM_/s/"//g
+/^SM_/s/^\(.\{60\}\).*/\1/
+s/^SM_CURRENT_HOST=/&#/
+"""
+
+ODD_VALUES: dict[str, Any] = {
+    **VALUES,
+    "optimizer": "adamw",
+    "learning_rate": 1e-05,
+    "tie_embeddings": True,
+    "dropout": 0.0,
+}
+
+
+@pytest.fixture(scope="session")
+def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list[Host]:
+    """A job whose ranks declare what reached them, which on the second host is broken."""
+    script = tmp_path_factory.mktemp("declaring") / "train.py"
+    edited_script(script, DECLARE)
+    options = dict(second_environment_sed=LOSSES, script=script)
+    return finished("broken", hosts=2, values=ODD_VALUES, **options)
+
+
+def declared(hosts: list[Host]) -> dict[int, tuple[dict[str, str | None], list[str]]]:
+    """What each rank declared: variables and arguments."""
+    found = re.findall(r"<stdout>:declares (.+)", log_of(hosts))
+    declarations = [json.loads(line) for line in found]
+    return {int(env["OMPI_COMM_WORLD_RANK"]): (env, argv) for env, argv in declarations}
+
+
+def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host]) -> None:
+    env, _ = declared(broken)[3]
+    assert env["SM_HOSTS"] == "[algo-1,algo-2]"
+    assert not env["SM_CURRENT_HOST"]
+    assert env["SM_RESOURCE_CONFIG"] is not None and "network" not in env["SM_RESOURCE_CONFIG"]
+    assert_done(broken)
+    assert log_of(broken).count("running on ") == 1
+    assert "running on 2 hosts x 2 CPU = 4 processes in one group" in broken[0].log
+    assert list(broken[1].model.iterdir()) == []
+
+
+def test_mpirun_alone_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
+    assert [env["RANK"] for env, _ in declared(broken).values()] == [None] * 4
+
+
+def test_hyperparameters_reach_every_rank_through_argv(broken: list[Host]) -> None:
+    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
+    assert "1e-05" in expected and "True" in expected
+    ranks = declared(broken)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert [argv for _, argv in ranks.values()] == [expected] * 4
+
+
+def test_hyperparameters_keep_their_types_and_values(broken: list[Host]) -> None:
+    config = training_of(broken[0])["config"]
+    assert {name: config[name] for name in ODD_VALUES} == ODD_VALUES
+    assert config["tie_embeddings"] is True
+
+
+def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> None:
+    options, _ = LAUNCHES["pytorchddp"]
+    host = finished("one-pytorchddp", values=VALUES, **options)[0]
+    rows = runs.metrics(host.ml / "output/data")
+    assert len(rows) == 2
+    tagged = [line for line in host.log.splitlines() if "train_loss=" in line]
+    assert all(line.startswith("[1,mpirank:0,algo-1]<stdout>:step=") for line in tagged)
+    for name in ("train_loss", "val_loss", "learning_rate", "tokens_per_second"):
+        read = [float(value) for value in re.findall(rf"\b{name}=(\S+)", host.log)]
+        assert read == [
+            pytest.approx(row[name], abs=0.5 if name == "tokens_per_second" else 5e-6)
+            for row in rows
+        ]
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+DIE = (
+    "            agreement = group.largest_soon(self.wish())\n",
+    """\
+            if group.rank == 3 and self.step == 3:
+                say(f"rank 3 dies at {time.time()}")
+                raise OSError("the disk is on fire")
+            agreement = group.largest_soon(self.wish())
+""",
+)
+
+
+@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+def test_a_rank_that_dies_fails_the_job_in_seconds_and_names_the_cause(
+    launcher: str, excerpt: str, tmp_path: Path
+) -> None:
+    edited_script(tmp_path / "train.py", DIE)
+    options: dict[str, Any] = dict(launcher=launcher, hosts=2, script=tmp_path / "train.py")
+    with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
+        job.wait()
+    # Of several hosts, SageMaker takes the reason of the one that failed first.
+    assert job.failed_first is not None, job.log
+    assert 'ErrorMessage "OSError: the disk is on fire' in job.failed_first.failure
+    died = re.search(r"rank 3 dies at (\S+)", job.log)
+    assert died is not None
+    assert job.failed_at - float(died[1]) < 20
+    assert all(list(host.model.iterdir()) == [] for host in job.hosts)
+
+
+@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+def test_a_hyperparameter_that_only_the_ranks_can_refuse_is_named(
+    launcher: str, finished: Finished
+) -> None:
+    values = {**VALUES, "batch_size": 7}
+    host = finished(f"refused-{launcher}", launcher=launcher, values=values)[0]
+    assert host.status == 1, host.log
+    cause = "ConfigError: batch_size=7 cannot be shared by 2 processes"
+    assert f'ErrorMessage "{cause}' in host.failure
+
+
+# -- the end of a job ------------------------------------------------------------------------------
+
+
+def test_a_stopped_job_leaves_checkpoints_on_which_a_new_one_goes_on(
+    excerpt: str, tmp_path: Path
+) -> None:
+    endless = dict(max_steps=1_000_000, log_interval=1_000_000, eval_interval=1_000_000)
+    values = {**VALUES, **endless, "checkpoint_seconds": 1}
+    with Job(tmp_path / "stopped", text=excerpt, values=values) as job:
+        job.wait_for_file("checkpoints/checkpoint-*.safetensors")
+        job.stop(grace=3)
+    stopped = job.hosts[0]
+    assert stopped.status == -9  # SIGTERM reached nothing
+    assert "stopped by a signal" not in stopped.log
+    newest = max(stopped.checkpoints.glob("checkpoint-*.safetensors"))
+    step = int(newest.stem.removeprefix("checkpoint-"))
+    assert step > 0
+
+    values = {**VALUES, "max_steps": step + 10}
+    with Job(
+        tmp_path / "resumed", text=excerpt, values=values, checkpoints=stopped.checkpoints
+    ) as job:
+        job.wait()
+    assert_done(job.hosts)
+    assert f"resumed from the checkpoint of step {step}" in job.log
+    assert training_of(job.hosts[0])["metrics"]["step"] == step + 10
+
+
+def test_containers_end_with_the_tests_however_those_end(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+from pathlib import Path
+from container import Job
+with Job(Path({str(tmp_path / "job")!r}), text="", values={{}}, hosts=2) as job:
+    print(job.pid1(0), job.pid1(1), flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        processes = [Path("/proc", number) for number in tests.stdout.readline().split()]
+        assert len(processes) == 2 and all(process.exists() for process in processes)
+        tests.kill()
+    deadline = time.monotonic() + 30
+    while any(process.exists() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
