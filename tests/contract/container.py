@@ -400,7 +400,7 @@ class Job:
             if any(codes) and self.failed_first is None:
                 self.failed_first = next(h for h, c in zip(self.hosts, codes, strict=True) if c)
                 self.failed_at = time.time()
-                deadline = min(deadline, self.failed_at + 10)
+                deadline = min(deadline, self.failed_at + 3)
             if None not in codes or time.time() > deadline:
                 break
             time.sleep(0.05)
