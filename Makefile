@@ -5,14 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test clean
+.PHONY: demo test test-image clean
 
 demo: .venv/installed
 	$(BIN)/sm-nanogpt upload-data
 	job_id=$$($(BIN)/sm-nanogpt launch --instance local --preset cpu --processes-per-instance 2) && \
 	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
 
-test: .venv/installed-for-tests
+test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -31,5 +31,23 @@ test: .venv/installed-for-tests
 .venv:
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
+# SageMaker's training toolkit, for tests/contract; it cannot share an environment with the SDK.
+.venv-contract/installed: tests/contract/requirements.txt
+	@echo "installing SageMaker's training toolkit into .venv-contract; this takes a minute" >&2
+	$(PYTHON) -m venv .venv-contract
+	.venv-contract/bin/pip install --quiet --disable-pip-version-check -r tests/contract/requirements.txt
+	touch $@
+
+# The tests of train.py with the versions of the default training image.
+test-image: .venv-image/installed
+	.venv-image/bin/pytest -n 2 --dist worksteal tests/test_train_*.py
+
+.venv-image/installed: pyproject.toml constraints.txt
+	python3.12 -m venv .venv-image
+	grep -v '^torch==' constraints.txt > .venv-image/constraints.txt
+	.venv-image/bin/pip install --quiet --disable-pip-version-check \
+		-c .venv-image/constraints.txt -e '.[test]' torch==2.8.0
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-contract .venv-image build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

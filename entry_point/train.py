@@ -2065,6 +2065,12 @@ def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> 
     return " ".join(words)
 
 
+def metric_definitions() -> list[dict[str, str]]:
+    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
+
+
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     """The type of matrix products; also switches TF32 on where it was chosen."""
     cuda = device.type == "cuda"

@@ -6,7 +6,6 @@ A fetched model is a directory HOME/models/JOB-ID/WHICH: it appears whole or not
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import shutil
 import tarfile
@@ -60,14 +59,14 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
     """Fetches and unpacks model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
+    target = parent / storage.fingerprint(description.model_uri)
+    if target.exists():
+        return target
     with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress)
-        with archive.open("rb") as file:
-            target = parent / hashlib.file_digest(file, "sha256").hexdigest()[:12]
-        if not target.exists():
-            extract(archive, directory / "model")
-            check_model(directory / "model", description.model_uri)
-            keep(directory / "model", target)
+        extract(archive, directory / "model")
+        check_model(directory / "model", description.model_uri)
+        keep(directory / "model", target)
     return target
 
 

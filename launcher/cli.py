@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[in
 def settings_of(context: click.Context) -> Settings:
     from launcher.settings import load_settings
 
-    return load_settings(context.obj["store"])
+    return load_settings(**context.obj)
 
 
 def print_json(value: Any) -> None:
@@ -64,18 +65,21 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
     metavar="URL",
     help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else ~/.sm-nanogpt/store).",
 )
+@click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
+@click.option("--profile", metavar="NAME", help="AWS profile.")
+@click.option("--role", metavar="ARN", help="The role that SageMaker acts as.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
-def cli(context: click.Context, store: str | None, **_: object) -> None:
+def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
     """Train a GPT of your own, and sample from it, in three commands.
 
     \b
     Example:
       sm-nanogpt upload-data input.txt
-      sm-nanogpt launch --instance local
+      sm-nanogpt launch                      (on SageMaker; --instance local: here)
       sm-nanogpt fetch-and-sample JOB-ID
     """
-    context.obj = {"store": store}
+    context.obj = settings
 
 
 @cli.command("upload-data")
@@ -142,97 +146,156 @@ def built_in_text(corpus: str | None, settings: Settings) -> Path:
     return get_corpus("python-docs", settings)
 
 
+def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
+    """A click callback that reads `KEY=VALUE` words into a dictionary."""
+
+    def read(context: Any, parameter: Any, words: tuple[str, ...]) -> dict[str, str]:
+        from launcher.job import parse_assignments
+
+        return parse_assignments(words, option)
+
+    return read
+
+
 @cli.command("launch")
-@click.option("--instance", metavar="TYPE", required=True, help="local: this machine.")
-@click.option("--instance-count", metavar="N", type=int, default=None, help="Hosts (default: 1).")
+@click.option(
+    "--instance",
+    metavar="TYPE",
+    default="ml.g5.12xlarge",
+    show_default=True,
+    help="A SageMaker instance type, or local: this machine.",
+)
+@click.option("--instance-count", metavar="N", type=int, help="Hosts (default: 1).")
 @click.option(
     "--processes-per-instance",
     metavar="K",
     type=int,
-    help="Processes on each host without GPUs (default: 1); with GPUs there is one for each.",
+    help="local: processes on each host without GPUs (default: 1); with GPUs one for each.",
 )
 @click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
 @click.option(
     "--validation", metavar="URI|PATH", help="Text to validate on (default: the last tenth)."
 )
-@click.option("--preset", metavar="NAME", help="cpu (a minute; the default) or baby (wants a GPU).")
-@click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="A hyperparameter.")
+@click.option(
+    "--preset",
+    metavar="NAME",
+    help="cpu (a minute on a CPU; default there) or baby (wants a GPU; default there).",
+)
+@click.option(
+    "--set",
+    "assignments",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=pairs("set"),
+    help="A hyperparameter.",
+)
 @click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
 @click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
 @click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
 @click.option(
     "--follow/--detach",
-    default=True,
-    help="Show the log until the end (default), or come back at once.",
+    default=None,
+    help="Show the log until the end (default: local), or come back at once (SageMaker).",
 )
+@click.option("--dry-run", is_flag=True, help="Print the request to SageMaker; send nothing.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["pytorchddp", "torchrun"]),
+    help="What starts the ranks on SageMaker (default: pytorchddp).",
+)
+@click.option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
+@click.option("--image-uri", metavar="URI", help="A container image of your own.")
+@click.option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
+@click.option("--spot", is_flag=True, default=None, help="Spot capacity: cheaper; goes on later.")
+@click.option(
+    "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
+)
+@click.option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
+@click.option("--volume-size", metavar="GIB", type=int, help="Disk of each host (default: 50).")
+@click.option(
+    "--environment",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=pairs("environment"),
+    help="A variable in the container.",
+)
+@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True, callback=pairs("tag"))
+@click.option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
+@click.option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
+@click.option("--security-group", "security_group_ids", metavar="ID", multiple=True)
+@click.option("--network-isolation", is_flag=True, default=None, help="No network in the job.")
 @click.pass_context
 def launch_command(
     context: click.Context,
-    instance: str,
-    instance_count: int | None,
-    processes_per_instance: int | None,
-    data: str | None,
-    validation: str | None,
-    preset: str | None,
-    assignments: tuple[str, ...],
+    assignments: dict[str, str],
     config_file: str | None,
-    entry_point: str | None,
-    resume: str | None,
-    follow: bool,
+    follow: bool | None,
+    dry_run: bool,
+    **fields: Any,
 ) -> None:
     """Start a training and print its id.
 
-    Ctrl-C while following stops the job; it leaves a checkpoint to go on from.
+    Ctrl-C while following stops a local job, which leaves a checkpoint to go on from; a job on
+    SageMaker goes on.
 
     \b
     Example:
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
+      sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
     """
-    from launcher.backends import backend_for, prepare, submit
-    from launcher.job import TrainingJob, parse_assignments, read_hyperparameters
+    from launcher.backends import backend_for, cloud_settings, new_job_id, prepare, submit
+    from launcher.instances import remark
+    from launcher.job import TrainingJob, read_hyperparameters
 
-    values = {
-        "instance": instance,
-        "instance_count": instance_count,
-        "processes_per_instance": processes_per_instance,
-        "data": data,
-        "validation": validation,
-        "preset": preset,
-        "entry_point": entry_point,
-        "resume": resume,
-        "hyperparameters": {
-            **(read_hyperparameters(Path(config_file)) if config_file else {}),
-            **parse_assignments(assignments),
-        },
-    }
+    from_file = read_hyperparameters(Path(config_file)) if config_file else {}
+    said = {name: value for name, value in fields.items() if value not in (None, (), {})}
+    job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
+    local = job.instance == "local"
     settings = settings_of(context)
-    backend = backend_for(instance, settings)
-    job = TrainingJob(**{name: value for name, value in values.items() if value is not None})
+    if not local:
+        told = settings.store
+        settings = cloud_settings(settings, dry_run)
+        if settings.store != told:
+            note(f"store: {settings.store} (the account's default bucket of SageMaker)")
+        if remarks := remark(job.instance):
+            note(remarks)
+    backend = backend_for(job.instance, settings)
     with byte_progress("upload") as progress:
-        job = prepare(job, settings, progress)
-    note(f"data: {job.data}{' (the last upload)' if data is None and resume is None else ''}")
-    job_id = submit(job, backend)
+        ready = prepare(job, settings, progress, dry_run)
+    last = job.data is None and job.resume is None
+    note(f"data: {ready.data}{' (the last upload)' if last else ''}")
+    if ready.preset and not job.preset:
+        note(f"preset: {ready.preset}")
+    if dry_run:
+        print_json(backend.dry_run(new_job_id(), ready))
+        return
+    job_id = submit(ready, backend)
     click.echo(job_id)
     sys.stdout.flush()
-    if follow:
-        follow_job(job_id, settings)
+    if link := backend.console_link(job_id):
+        note(f"console: {link}")
+    if follow or (follow is None and local):
+        follow_job(job_id, settings, stops=local)
     else:
         note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
 
 
-def follow_job(job_id: str, settings: Settings) -> None:
-    """Shows a job's log on stderr to its end; Ctrl-C stops the job."""
+def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
+    """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing."""
     from launcher.backends import describe, explain, logs, stop
 
     try:
         for line in logs(job_id, follow=True, settings=settings):
             note(line)
     except KeyboardInterrupt:
+        if not stops:
+            note(f"the job goes on; {RECONNECT.format(id=job_id)}")
+            return
         note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
-        for _ in poll(job_id, settings):
-            pass
+    for _ in poll(job_id, settings):
+        pass
     description = describe(job_id, settings)
     if description.status != "Completed":
         raise ServiceError(explain(description))
@@ -362,12 +425,25 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import jobs
+    from launcher.backends import all_backends
 
-    found = jobs(settings_of(context))
+    found: list[JobDescription] = []
+    failure = None
+    for backend in all_backends(settings_of(context)):
+        try:
+            found += backend.list()
+        except ServiceError as error:  # what the other home has is shown all the same
+            failure = error
+    found.sort(key=lambda description: description.created, reverse=True)
     if as_json:
         print_json([asdict(description) for description in found])
-        return
+    else:
+        print_jobs(found)
+    if failure is not None:
+        raise failure
+
+
+def print_jobs(found: list[JobDescription]) -> None:
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
         return
@@ -382,7 +458,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
     metrics = description.metrics or {}
-    step = f"{metrics['step']}/{metrics['max_steps']}" if metrics else "-"
+    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
     return step, f"{metrics['val_loss']:.4f}" if "val_loss" in metrics else "-"
 
 
@@ -399,13 +475,13 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import describe
+    from launcher.backends import describe, logs
 
-    description = describe(job_id, settings_of(context))
+    settings = settings_of(context)
+    d = description = describe(job_id, settings)
     if as_json:
         print_json(asdict(description))
         return
-    d = description
     step, loss = progress_words(d)
     lines = {
         "job": d.job_id,
@@ -422,10 +498,24 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "val loss": loss,
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
+        "billable": billable_words(d),
     }
     for name, value in lines.items():
         if value is not None:
             click.echo(f"{name + ':':<13}{value}")
+    if d.status == "Failed":
+        click.echo("its last lines:")
+        for line in deque(logs(job_id, settings=settings), maxlen=10):
+            click.echo(f"  {line}")
+
+
+def billable_words(description: JobDescription) -> str | None:
+    """The seconds that SageMaker bills, and what spot capacity saved of them."""
+    billable, trained = description.billable_seconds, description.training_seconds
+    if billable is None:
+        return None
+    saving = f", {1 - billable / trained:.0%} saved by spot" if description.spot and trained else ""
+    return f"{billable} s{saving}"
 
 
 def moment(seconds: float | None) -> str | None:
@@ -450,6 +540,24 @@ def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
             click.echo(line)
     except KeyboardInterrupt:
         note("the job goes on")
+
+
+@cli.command("wait")
+@JOB_ID
+@click.pass_context
+def wait_command(context: click.Context, job_id: str) -> None:
+    """Wait until a job has ended; exit code 0 if it completed.
+
+    \b
+    Example:
+      sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
+    """
+    from launcher.backends import explain, wait
+
+    description = wait(job_id, settings_of(context))
+    if description.status != "Completed":
+        raise ServiceError(explain(description))
+    note(f"job {job_id} completed")
 
 
 @cli.command("stop")

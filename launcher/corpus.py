@@ -76,8 +76,12 @@ def upload_data(
     return upload
 
 
-def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
+def survey(
+    path: str | Path, settings: Settings, offline: bool = False
+) -> tuple[Upload, list[Path]]:
     """The data set that this text makes in the store, and its files here; nothing is sent.
+
+    offline does not ask the store whether it is there already.
 
     Raises:
         InputError: as upload_data.
@@ -86,7 +90,8 @@ def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
     files = find_text(root)
     text = check_text(root, [source for _, source in files])
     slug = re.sub(r"[^a-z0-9]+", "-", root.absolute().stem.lower()).strip("-")[:40] or "text"
-    name = f"{slug}-{text.sha256[:12]}"
+    content = f"-{text.sha256[:12]}"
+    name = slug.removesuffix(content) + content
     uri = storage.to_uri(storage.join(settings.data_store, "data", name))
     upload = Upload(
         uri=uri,
@@ -95,7 +100,7 @@ def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
         vocabulary_size=text.vocabulary_size,
         sha256=text.sha256,
         files=tuple(name for name, _ in files),
-        uploaded=find_upload(uri) is None,
+        uploaded=offline or find_upload(uri) is None,
     )
     return upload, [source for _, source in files]
 

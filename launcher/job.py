@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from launcher.errors import InputError
 
 Scalar = bool | int | float | str
+
+CLOUD_FIELDS = (
+    "environment",
+    "image_uri",
+    "keep_alive",
+    "kms_key",
+    "launcher",
+    "max_run",
+    "max_wait",
+    "network_isolation",
+    "pytorch_version",
+    "security_group_ids",
+    "spot",
+    "subnets",
+    "tags",
+    "volume_size",
+)
+
+
+def option(field: str) -> str:
+    """The command line's word for a field."""
+    words = {"subnets": "subnet", "security_group_ids": "security-group", "tags": "tag"}
+    return f"--{words.get(field, field).replace('_', '-')}"
 
 
 class TrainingJob(BaseModel):
@@ -38,6 +62,22 @@ class TrainingJob(BaseModel):
     entry_point: Path | None = None  # None: the script of this package
     resume: str | None = None  # id of the job whose checkpoints this one goes on from
 
+    # What only SageMaker has. Times are in seconds.
+    launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
+    pytorch_version: str = "2.8.0"
+    image_uri: str | None = None  # None: AWS's image of that version
+    max_run: int = Field(default=86_400, ge=60, le=2_419_200)
+    spot: bool = False
+    max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
+    keep_alive: int | None = Field(default=None, ge=1, le=3600)
+    volume_size: int = Field(default=50, ge=1, le=16_384)  # GiB
+    environment: dict[str, str] = Field(default_factory=dict)
+    tags: dict[str, str] = Field(default_factory=dict)
+    kms_key: str | None = None
+    subnets: tuple[str, ...] = ()
+    security_group_ids: tuple[str, ...] = ()
+    network_isolation: bool = False
+
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
@@ -50,6 +90,60 @@ class TrainingJob(BaseModel):
                     f"{inner[0]}={value!r}: must be a number, true, false or text"
                 ) from None
             raise InputError(f"{name}={first['input']!r}: {first['msg']}") from None
+
+    @model_validator(mode="after")
+    def _refuse_what_aws_refuses(self) -> TrainingJob:
+        local = self.instance == "local"
+        cloud = {name for name in CLOUD_FIELDS if name in self.model_fields_set}
+        problem = None
+        if local and cloud:
+            problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
+        elif not local and self.processes_per_instance is not None:
+            problem = (
+                "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
+            )
+        elif self.max_wait is not None and not self.spot:
+            problem = "--max-wait is for --spot jobs"
+        elif self.max_wait is not None and self.max_wait < self.max_run:
+            problem = f"--max-wait {self.max_wait} has to be at least --max-run {self.max_run}"
+        elif self.spot and self.keep_alive is not None:
+            problem = "--keep-alive does not go with --spot"
+        elif bool(self.subnets) != bool(self.security_group_ids):
+            problem = "--subnet and --security-group go together"
+        elif len(self.environment) > 100:
+            problem = f"--environment: {len(self.environment)} variables, and AWS allows 100"
+        elif len(self.tags) > 48:
+            problem = f"--tag: {len(self.tags)} tags, and AWS allows 48 beside ours"
+        for name, value in self.environment.items():
+            if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
+                problem = (
+                    f"--environment {name}: a name of letters, digits and _, a value up to 512"
+                )
+        for name, value in self.tags.items():
+            if not 1 <= len(name) <= 128 or len(value) > 256 or name.lower().startswith("aws:"):
+                problem = f"--tag {name}: a key up to 128 characters (not aws:), a value up to 256"
+        if problem:
+            raise InputError(problem)
+        return self
+
+    def sendable_hyperparameters(self) -> dict[str, Scalar]:
+        """What is sent to SageMaker.
+
+        Older containers pass the values through a shell, unquoted, so they are of harmless
+        characters only.
+
+        Raises:
+            InputError: a value has other characters.
+        """
+        values = self.explicit_hyperparameters()
+        for name, value in values.items():
+            if not re.fullmatch(r"[A-Za-z0-9._:/=+-]{1,2500}", str(value)):
+                raise InputError(
+                    f"{name}={value!r}: SageMaker hyperparameters are of A-Z a-z 0-9 . _ : / = + -"
+                )
+        if len(values) > 80:  # AWS allows 100, the SDK's own among them
+            raise InputError(f"{len(values)} hyperparameters, and AWS allows 80 beside the SDK's")
+        return values
 
     @property
     def script(self) -> Path:
@@ -150,16 +244,16 @@ def read_hyperparameters(file: Path) -> dict[str, Scalar]:
         raise InputError(f"{file}: not TOML: {error}") from None
 
 
-def parse_assignments(words: tuple[str, ...]) -> dict[str, str]:
+def parse_assignments(words: tuple[str, ...], option: str = "set") -> dict[str, str]:
     """{'n_layer': '6'} of ('n_layer=6',), as `--set` takes them."""
     values: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise InputError(f"--set {word}: must be name=value")
-        name = name.replace("-", "_")
+            raise InputError(f"--{option} {word}: must be name=value")
+        name = name.replace("-", "_") if option == "set" else name
         if name in values:
-            raise InputError(f"--set {name}: given twice ({values[name]!r} and {value!r})")
+            raise InputError(f"--{option} {name}: given twice ({values[name]!r} and {value!r})")
         values[name] = value
     return values
 

@@ -6,6 +6,7 @@ import os
 import tomllib
 from pathlib import Path
 
+import fsspec
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -34,6 +35,10 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=default_home)
     store: str = ""
+    region: str = ""  # "": as the AWS configuration has it
+    profile: str = ""
+    role: str = ""  # ARN of the role that SageMaker acts as
+    kms_key: str = ""  # encrypts what is put into S3; "": as the bucket has it
 
     @field_validator("home")
     @classmethod
@@ -51,6 +56,28 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
         return init_settings, env_settings, file
+
+    @property
+    def reaches_aws(self) -> bool:
+        """Whether something says that AWS is in use; without it, no command makes a call there."""
+        names = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE")
+        said = self.region or self.profile or any(os.environ.get(name) for name in names)
+        return bool(said or self.store.startswith("s3://") or self.sagemaker_mark.exists())
+
+    @property
+    def sagemaker_mark(self) -> Path:
+        """There since the first launch on SageMaker from here."""
+        return self.home / "sagemaker-used"
+
+    def export_aws(self) -> None:
+        """Gives profile and region to boto3, s3fs and child processes by the variables all read."""
+        if self.kms_key:
+            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
+            fsspec.config.conf["s3"] = {"s3_additional_kwargs": encryption}
+        if self.profile:
+            os.environ["AWS_PROFILE"] = self.profile
+        if self.region:
+            os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = self.region
 
     @property
     def local_store(self) -> str:
@@ -74,15 +101,16 @@ class Settings(BaseSettings):
         return self.home / "cache"
 
 
-def load_settings(store: str | None = None) -> Settings:
+def load_settings(**said: str | None) -> Settings:
     """The settings in force, with what the command line says over the rest.
 
     Raises:
         InputError: a value or the config file cannot be read, or home cannot be written.
     """
     try:
-        settings = Settings(store=store) if store else Settings()
+        settings = Settings(**{name: value for name, value in said.items() if value})  # type: ignore[arg-type]
         settings.home.mkdir(parents=True, exist_ok=True)
+        settings.export_aws()
     except ValidationError as error:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])

@@ -17,6 +17,8 @@ from fsspec.core import url_to_fs
 from launcher.errors import InputError, ServiceError
 
 CHUNK_BYTES = 1 << 22
+PART_BYTES = 1 << 24
+PARALLEL_PARTS = 8
 TEMPORARY = ".tmp"  # ends the names of files that are being written
 
 Progress = Callable[[int], object]  # told the number of bytes that were moved since the last call
@@ -107,25 +109,81 @@ def replacing(uri: str) -> Iterator[Any]:
         raise
 
 
-def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> str:
-    """Copies a local file into the store, whole or not at all; returns its SHA-256.
+def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> None:
+    """Copies a local file into the store, whole or not at all.
+
+    To S3 it goes in parallel parts, each checked on arrival by the checksum that botocore sends
+    along; the SHA-256 of the whole lies in the object's metadata, and the object is asked for
+    afterwards.
 
     Raises:
-        ServiceError: the store refuses.
+        ServiceError: the store refuses, or what arrived is not what was sent.
     """
-    digest = hashlib.sha256()
-    with reported(uri), source.open("rb") as file, replacing(uri) as target:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            target.write(chunk)
-            progress(len(chunk))
-    return digest.hexdigest()
+    if local_path(uri) is not None:
+        with reported(uri), source.open("rb") as file, replacing(uri) as target:
+            while chunk := file.read(CHUNK_BYTES):
+                target.write(chunk)
+                progress(len(chunk))
+        return
+    fs, path = file_system(uri)
+    sha256 = file_sha256(source)
+    with reported(uri):
+        fs.put_file(
+            str(source),
+            path,
+            callback=Told(progress),
+            chunksize=PART_BYTES,
+            max_concurrency=PARALLEL_PARTS,
+            Metadata={"sha256": sha256},
+        )
+        arrived = fs.info(path, refresh=True)
+        there = (arrived["size"], fs.metadata(path, refresh=True).get("sha256"))
+    if there != (source.stat().st_size, sha256):
+        raise ServiceError(f"{uri}: what arrived is not what was sent; upload it again")
+
+
+class Told(fsspec.Callback):
+    """fsspec's way to tell of progress, as ours."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.progress(inc)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(uri: str, text: str) -> None:
     """Writes a small document, whole or not at all."""
+    write_bytes(uri, text.encode())
+
+
+def write_bytes(uri: str, content: bytes) -> None:
     with reported(uri), replacing(uri) as target:
-        target.write(text.encode())
+        target.write(content)
+
+
+def copy(source: str, target: str) -> None:
+    """Copies all files below one prefix of a store to another, without bringing them here."""
+    fs, path = file_system(source)
+    with reported(source):
+        for name in list_files(source):
+            fs.copy(f"{path}/{name}", f"{file_system(target)[1]}/{name}")
+
+
+def fingerprint(uri: str) -> str:
+    """Twelve characters that change when the content of a file does: of its SHA-256 or its ETag."""
+    path = local_path(uri)
+    with reported(uri):
+        if path is not None:
+            return file_sha256(path)[:12]
+        fs, key = file_system(uri)
+        return hashlib.sha256(str(fs.info(key, refresh=True)["ETag"]).encode()).hexdigest()[:12]
 
 
 def read_text(uri: str) -> str | None:
@@ -173,12 +231,21 @@ def fetch(uri: str, directory: Path, progress: Progress = lambda n: None) -> lis
             if not target.resolve().is_relative_to(directory.resolve()):
                 raise ServiceError(f"{uri}: refuses to write {name!r} outside of {directory}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                fs.open(path if single else f"{path}/{name}", "rb") as file,
-                target.open("wb") as out,
-            ):
-                while chunk := file.read(CHUNK_BYTES):
-                    out.write(chunk)
-                    progress(len(chunk))
+            source = path if single else f"{path}/{name}"
+            if local_path(uri) is None:
+                fs.get_file(source, str(target), callback=Told(progress))
+                check_arrival(fs, source, target)
+            else:
+                with fs.open(source, "rb") as file, target.open("wb") as out:
+                    while chunk := file.read(CHUNK_BYTES):
+                        out.write(chunk)
+                        progress(len(chunk))
             copied.append(target)
     return copied
+
+
+def check_arrival(fs: Any, source: str, target: Path) -> None:
+    """Raises ServiceError unless a fetched file has the size, and SHA-256 if any, of its source."""
+    size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
+    if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
+        raise ServiceError(f"s3://{source}: what arrived is not what is there; fetch it again")

@@ -6,9 +6,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
+import sagemaker_service
 import torch
 
 # As many tests run side by side as there are cores.
@@ -84,3 +86,54 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
     copy = launching.Finished(home, finished.job_id)
     shutil.copytree(finished.directory, copy.directory)
     return copy
+
+
+# ------------------------------------------------------------------------------------------------
+# AWS on loopback
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """An S3 on loopback."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(
+    s3_server: str, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """A client of that S3, with a bucket of this test's own under `s3.bucket`."""
+    import boto3
+    from s3fs import S3FileSystem
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"
+    client.create_bucket(Bucket=client.bucket)
+    monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{client.bucket}/some/prefix")
+    S3FileSystem.clear_instance_cache()
+    yield client
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def cloud(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[sagemaker_service.Service]:
+    """SageMaker on loopback beside that S3, and a person who may use both."""
+    with sagemaker_service.serving() as (service, url):
+        for name in ("SAGEMAKER", "CLOUDWATCH_LOGS", "STS"):
+            monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", url)
+        monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
+        monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
+        yield service

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,42 +141,6 @@ def test_a_store_below_a_file_is_one_line_about_it(
 
 
 # -- S3 -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    """An S3 on loopback."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(
-    s3_server: str, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Any]:
-    """A client of that S3, with a bucket of this test's own under `s3.bucket`."""
-    import boto3
-    from s3fs import S3FileSystem
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_server,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"
-    client.create_bucket(Bucket=client.bucket)
-    monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{client.bucket}/some/prefix")
-    S3FileSystem.clear_instance_cache()
-    yield client
-    S3FileSystem.clear_instance_cache()
 
 
 def keys(s3: Any) -> list[str]:

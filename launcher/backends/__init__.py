@@ -5,18 +5,21 @@ A job is known by its id alone; the functions here find the home that it runs in
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from launcher import corpus, storage
 from launcher.errors import InputError, ServiceError
+from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
 from launcher.job import TrainingJob
 from launcher.settings import Settings, load_settings
 
+CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
 
 
@@ -43,10 +46,20 @@ class JobDescription:
     metrics: dict[str, Any] | None = None
     model_uri: str | None = None
     checkpoint_uri: str | None = None
+    checkpoint_step: int | None = None  # of the newest
+    billable_seconds: int | None = None  # SageMaker only, as are the next two
+    training_seconds: int | None = None
+    spot: bool = False
 
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+
+def newest_checkpoint(names: Iterable[str]) -> int | None:
+    """The highest step of the checkpoints among these file names."""
+    steps = [int(m[1]) for name in names if (m := CHECKPOINT.fullmatch(name))]
+    return max(steps, default=None)
 
 
 class Backend(Protocol):
@@ -70,6 +83,12 @@ class Backend(Protocol):
     def stop(self, job_id: str) -> None:
         """Asks the job to stop, and returns at once."""
 
+    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+        """The request that submit would send. Raises InputError where none is sent."""
+
+    def console_link(self, job_id: str) -> str | None:
+        """Where a browser shows the job, if one can."""
+
     def logs(self, job_id: str, follow: bool) -> Iterator[str]:
         """Lines of all hosts, without line ends; with follow, until the job ends."""
 
@@ -77,14 +96,46 @@ class Backend(Protocol):
 def all_backends(settings: Settings) -> tuple[Backend, ...]:
     from launcher.backends.local import LocalBackend
 
-    return (LocalBackend(settings),)
+    if not settings.reaches_aws:
+        return (LocalBackend(settings),)
+    from launcher.backends.sagemaker import SageMakerBackend
+
+    return (LocalBackend(settings), SageMakerBackend(settings))
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
     """Raises InputError when nothing here runs such an instance."""
     if instance == "local":
-        return all_backends(settings)[0]
-    raise InputError(f"--instance {instance}: this version runs jobs on --instance local alone")
+        from launcher.backends.local import LocalBackend
+
+        return LocalBackend(settings)
+    if not PATTERN.fullmatch(instance):
+        near = nearest_instances(f"ml.{instance}")
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"--instance {instance}: must be local or a SageMaker type{hint}")
+    from launcher.backends.sagemaker import SageMakerBackend
+
+    return SageMakerBackend(settings)
+
+
+def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
+    """The settings with a store that SageMaker can read: the one set, or the default bucket.
+
+    Raises:
+        InputError: no store is set, and the default bucket is not there; none is created.
+        ServiceError: AWS cannot be asked.
+    """
+    if settings.store:
+        return settings
+    how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
+    if dry_run:
+        raise InputError(f"a dry run asks AWS for nothing, so it needs a store: {how}")
+    from launcher.backends.sagemaker import SageMakerBackend
+
+    bucket = SageMakerBackend(settings).default_bucket()
+    if bucket is None:
+        raise InputError(f"no store is set, and the account has no default bucket yet: {how}")
+    return settings.model_copy(update={"store": f"s3://{bucket}/sm-nanogpt"})
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
@@ -116,6 +167,8 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         ServiceError: the store or the service refuses.
     """
     settings = settings or load_settings()
+    if job.instance != "local":
+        settings = cloud_settings(settings)
     backend = backend_for(job.instance, settings)
     return submit(prepare(job, settings), backend)
 
@@ -127,9 +180,14 @@ def submit(job: TrainingJob, backend: Backend) -> str:
 
 
 def prepare(
-    job: TrainingJob, settings: Settings, progress: storage.Progress = lambda n: None
+    job: TrainingJob,
+    settings: Settings,
+    progress: storage.Progress = lambda n: None,
+    dry_run: bool = False,
 ) -> TrainingJob:
     """The job with everything filled in: what it takes over from another, and data as URIs.
+
+    A dry run sends nothing, and asks nobody whether what it would send is there already.
 
     Raises:
         InputError, ServiceError: as launch.
@@ -139,20 +197,23 @@ def prepare(
         job, before, step = take_over(job, settings)
     if job.entry_point is not None:
         job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
+    if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
+        job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.
     config = backend_for(job.instance, settings).check(job)
     # A path given to a local job goes no further than this machine.
-    near = settings.model_copy(update={"store": ""}) if job.instance == "local" else settings
-    data = job.data if job.data is not None else corpus.last_upload(settings).uri
-    texts = {"data": survey(data, near)}
+    here = settings.model_copy(update={"store": ""})
+    near = here if job.instance == "local" else settings
+    data = job.data if job.data is not None else last_data(here if dry_run else settings, here)
+    texts = {"data": survey(data, near, dry_run)}
     if job.validation is not None:
-        texts["validation"] = survey(job.validation, near)
+        texts["validation"] = survey(job.validation, near, dry_run)
     check_length(texts, config)
     job = job.model_copy(update={channel: text.uri for channel, text in texts.items()})
     if before is not None:
         job.check_resumable(before, step)
     for text in texts.values():
-        if text.upload is not None:
+        if text.upload is not None and not dry_run:
             corpus.send(text.upload, text.sources, progress)
     return job
 
@@ -167,18 +228,29 @@ class Text:
     sources: list[Path]
 
 
-def survey(location: str, settings: Settings) -> Text:
-    """Text that is remote or was uploaded before stays where it is; a path is to be uploaded."""
-    uri = storage.to_uri(location)
+def last_data(settings: Settings, here: Settings) -> str:
+    """The last upload to the store; without any, the last to this machine's own."""
+    try:
+        return corpus.last_upload(settings).uri
+    except InputError:
+        if settings.data_store == here.data_store:
+            raise
+        return corpus.last_upload(here).uri
+
+
+def survey(location: str, settings: Settings, offline: bool = False) -> Text:
+    """Text that is where the job reads it stays there; what is on this machine goes there."""
+    uri, path = storage.to_uri(location), storage.local_path(location)
+    if path is None and offline:
+        return Text(location, uri, None, [])
     known = corpus.find_upload(uri)
-    if known is not None:
+    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
         return Text(location, uri, replace(known, uploaded=False), [])
-    path = storage.local_path(location)
     if path is None:
         if not storage.list_files(uri):
             raise InputError(f"{location}: nothing is there")
         return Text(location, uri, None, [])
-    upload, sources = corpus.survey(path, settings)
+    upload, sources = corpus.survey(path, settings, offline)
     return Text(location, upload.uri, upload, sources)
 
 
@@ -281,7 +353,8 @@ def explain(description: JobDescription) -> str:
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
     if description.checkpoint_uri is not None:
         return (
-            f"{told}; go on from its checkpoint: `sm-nanogpt launch --instance"
+            f"{told}; go on from its checkpoint of step {description.checkpoint_step}:"
+            " `sm-nanogpt launch --instance"
             f" {description.instance} --resume {job_id}`"
         )
     return f"{told}; its log: `sm-nanogpt logs {job_id}`"

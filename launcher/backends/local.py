@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.backends import RUNNING, JobDescription
+from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
 from launcher.settings import Settings
@@ -101,6 +101,7 @@ class LocalBackend:
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
+        step = own_checkpoint(checkpoints, state.get("started"))
         job = record["job"]
         return JobDescription(
             job_id=job_id,
@@ -116,11 +117,8 @@ class LocalBackend:
             ended=state.get("ended"),
             metrics=last_metrics(checkpoints / "metrics.jsonl", record["max_steps"]),
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
-            checkpoint_uri=(
-                storage.to_uri(checkpoints)
-                if has_own_checkpoint(checkpoints, state.get("started"))
-                else None
-            ),
+            checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
+            checkpoint_step=step,
         )
 
     def job(self, job_id: str) -> TrainingJob:
@@ -143,6 +141,12 @@ class LocalBackend:
 
     def stop(self, job_id: str) -> None:
         (self.jobs_dir / job_id / "stop").touch()
+
+    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
+
+    def console_link(self, job_id: str) -> str | None:
+        return None
 
     def logs(self, job_id: str, follow: bool) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
@@ -209,10 +213,11 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def has_own_checkpoint(directory: Path, started: float | None) -> bool:
-    """Whether the job wrote a checkpoint, beside those that it was given to go on from."""
+def own_checkpoint(directory: Path, started: float | None) -> int | None:
+    """The step of the newest checkpoint that the job wrote, beside those that it was given."""
     files = directory.glob("checkpoint-*.safetensors")
-    return started is not None and any(path.stat().st_mtime >= started for path in files)
+    written = [path.name for path in files if path.stat().st_mtime >= (started or float("inf"))]
+    return newest_checkpoint(written)
 
 
 def last_line(path: Path) -> str:

@@ -1,0 +1,160 @@
+"""The SageMaker SDK (v2), all of it that is used: from a plan to the request that is sent.
+
+The SDK's PyTorch estimator makes the CreateTrainingJob request, whether it is sent or only shown.
+It is given what would otherwise make it call AWS on its own: image, role, source archive and every
+place in S3. The v2 SDK ends in 2027; what replaces it has to replace this module alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError
+
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    # `enable` for `enabled`, as a well-known tutorial has it, starts each host alone.
+    "pytorchddp": {"pytorchddp": {"enabled": True}},
+    "torchrun": {"torch_distributed": {"enabled": True}},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A SageMaker training job with every decision made."""
+
+    job_name: str
+    region: str
+    role: str
+    instance_type: str
+    instance_count: int
+    launcher: str
+    image_uri: str
+    source_uri: str
+    output_uri: str
+    checkpoint_uri: str
+    channels: Mapping[str, str]
+    hyperparameters: Mapping[str, Any]
+    metric_definitions: list[dict[str, str]]
+    tags: Mapping[str, str]
+    max_run: int
+    max_wait: int | None
+    keep_alive: int | None
+    volume_size: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kms_key: str | None = None
+    subnets: tuple[str, ...] = ()
+    security_group_ids: tuple[str, ...] = ()
+    network_isolation: bool = False
+
+
+def quiet_sdk() -> None:
+    """Turns off what the SDK does besides: telemetry, a banner, and remarks about its config."""
+    os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
+    config = Path(tempfile.gettempdir()) / f"sm-nanogpt-sdk-{os.getuid()}.yaml"
+    config.write_text(
+        "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
+    )
+    os.environ["SAGEMAKER_USER_CONFIG_OVERRIDE"] = str(config)
+    logging.getLogger("sagemaker").setLevel(logging.WARNING)
+    logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
+
+
+def training_image(region: str, pytorch_version: str, instance_type: str, gpu: bool) -> str:
+    """The URI of AWS's PyTorch training image.
+
+    Raises:
+        InputError: the SDK knows no image of that version, or no such region.
+    """
+    quiet_sdk()
+    from sagemaker import image_uris
+
+    # Given a type that it does not know, the SDK takes the image for CPUs without a word, so it is
+    # asked with a type whose kind is known.
+    asked = instance_type if not gpu else "ml.g5.xlarge"
+    try:
+        known = image_uris.config_for_framework("pytorch")["training"]["versions"]
+        if pytorch_version not in known:
+            raise InputError(
+                f"--pytorch-version {pytorch_version}: AWS's images that the SDK knows are"
+                f" {', '.join(list(known)[-4:])}; --image-uri names any other"
+            )
+        return str(
+            image_uris.retrieve(
+                "pytorch",
+                region,
+                version=pytorch_version,
+                py_version=known[pytorch_version]["py_versions"][-1],
+                image_scope="training",
+                instance_type=asked if gpu else "ml.m5.xlarge",
+            )
+        )
+    except ValueError as error:
+        raise InputError(f"region {region}: {error}") from None
+
+
+def create_request(plan: Plan) -> dict[str, Any]:
+    """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
+    quiet_sdk()
+    import boto3
+    import sagemaker
+    from sagemaker.inputs import TrainingInput
+    from sagemaker.pytorch import PyTorch
+
+    class Recorder(sagemaker.Session):
+        """A session that keeps the request which it was about to send."""
+
+        request: dict[str, Any]
+
+        def _intercept_create_request(
+            self, request: dict[str, Any], create: Any, func_name: str | None = None
+        ) -> None:
+            self.request = request
+
+    # Nothing is signed, and with these nobody goes looking for credentials.
+    unsigned = boto3.Session("none", "none", region_name=plan.region)
+    session = Recorder(boto_session=unsigned)
+    spot = plan.max_wait is not None
+    try:
+        estimator = PyTorch(
+            entry_point="train.py",
+            source_dir=plan.source_uri,
+            image_uri=plan.image_uri,  # with framework_version, pytorchddp ends at PyTorch 2.2
+            distribution=DISTRIBUTIONS[plan.launcher],
+            role=plan.role,
+            instance_type=plan.instance_type,
+            instance_count=plan.instance_count,
+            hyperparameters=dict(plan.hyperparameters),
+            metric_definitions=plan.metric_definitions,
+            output_path=plan.output_uri,
+            code_location=plan.output_uri,
+            checkpoint_s3_uri=plan.checkpoint_uri,
+            use_spot_instances=spot,
+            max_run=plan.max_run,
+            max_wait=plan.max_wait,
+            keep_alive_period_in_seconds=plan.keep_alive,
+            volume_size=plan.volume_size,
+            environment=dict(plan.environment) or None,
+            tags=[{"Key": key, "Value": value} for key, value in plan.tags.items()],
+            output_kms_key=plan.kms_key,
+            volume_kms_key=plan.kms_key,
+            subnets=list(plan.subnets) or None,
+            security_group_ids=list(plan.security_group_ids) or None,
+            enable_network_isolation=plan.network_isolation,
+            disable_profiler=True,
+            debugger_hook_config=False,
+            sagemaker_session=session,
+        )
+        inputs = {name: TrainingInput(uri) for name, uri in plan.channels.items()}
+        estimator.fit(inputs, job_name=plan.job_name, wait=False)
+    except ValueError as error:  # the SDK's own table of what goes together
+        raise InputError(
+            f"the SageMaker SDK refuses this job: {error} (--launcher torchrun starts the same"
+            " training in another way)"
+        ) from None
+    return session.request

@@ -1,0 +1,315 @@
+"""Jobs on Amazon SageMaker: the SDK makes the request, boto3 does everything else.
+
+A job keeps all it has below its own prefix of the store, STORE/jobs/JOB-ID:
+
+    source/sourcedir.tar.gz     the training script and nothing else
+    checkpoints/                what SageMaker copies from and to /opt/ml/checkpoints
+    output/model.tar.gz         what SageMaker packs of /opt/ml/model
+    output/output.tar.gz
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from launcher import storage
+from launcher.aws import Missing, aws_session, service_errors
+from launcher.backends import RUNNING, JobDescription, newest_checkpoint
+from launcher.errors import InputError, ServiceError
+from launcher.instances import INSTANCES, looks_like_gpu
+from launcher.job import TrainingJob
+from launcher.settings import Settings
+
+TAG = "sm-nanogpt"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
+TAG_VALUE = "job"
+POLL_SECONDS = 2
+
+
+class SageMakerBackend:
+    """The Backend of `--instance ml.*`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.session = aws_session(settings)
+
+    @property
+    def region(self) -> str:
+        region = self.session.region_name
+        if not region:
+            raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
+        return str(region)
+
+    def client(self, service: str) -> Any:
+        return self.session.client(service, region_name=self.region)
+
+    # -- launch -----------------------------------------------------------------------------------
+
+    def default_bucket(self) -> str | None:
+        """The bucket that SageMaker makes for an account in a region, if it is there."""
+        with service_errors("GetCallerIdentity"):
+            account = self.client("sts").get_caller_identity()["Account"]
+        bucket = f"sagemaker-{self.region}-{account}"
+        try:
+            with service_errors("HeadBucket"):
+                self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
+        except Missing:
+            return None
+        return bucket
+
+    def job_uri(self, job_id: str, *parts: str) -> str:
+        return storage.join(self.settings.data_store, "jobs", job_id, *parts)
+
+    def role(self, job: TrainingJob, required: bool) -> str:
+        if self.settings.role:
+            return self.settings.role
+        if required:
+            raise InputError(
+                "no execution role: name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as"
+                " this role; it has to read and write the store)"
+            )
+        return ROLE_PLACEHOLDER
+
+    def request(self, job_id: str, job: TrainingJob, role_required: bool) -> dict[str, Any]:
+        """The CreateTrainingJob request of a job.
+
+        Raises:
+            InputError: the job asks for what AWS refuses, or something that it needs is not known.
+        """
+        from launcher.backends.estimator import Plan, create_request, training_image
+
+        if not self.settings.data_store.startswith("s3://"):
+            raise InputError(
+                f"SageMaker cannot read {self.settings.data_store}: set --store or SM_NANOGPT_STORE"
+                " to s3://bucket/prefix"
+            )
+        gpu = looks_like_gpu(job.instance)
+        assert job.data is not None
+        channels = {"training": job.data}
+        if job.validation is not None:
+            channels["validation"] = job.validation
+        for name, uri in channels.items():
+            if not uri.startswith("s3://"):
+                raise InputError(f"{uri}: SageMaker reads from s3:// alone")
+            if not uri.endswith(".txt"):
+                # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
+                channels[name] = uri.rstrip("/") + "/"
+        plan = Plan(
+            job_name=job_id,
+            region=self.region,
+            role=self.role(job, role_required),
+            instance_type=job.instance,
+            instance_count=job.instance_count,
+            launcher=job.launcher,
+            image_uri=job.image_uri
+            or training_image(self.region, job.pytorch_version, job.instance, gpu),
+            source_uri=self.job_uri(job_id, "source", "sourcedir.tar.gz"),
+            output_uri=storage.join(self.settings.data_store, "jobs"),
+            checkpoint_uri=self.job_uri(job_id, "checkpoints"),
+            channels=channels,
+            hyperparameters=job.sendable_hyperparameters(),
+            metric_definitions=job.script_module().metric_definitions(),
+            tags={TAG: TAG_VALUE, **job.tags},
+            max_run=job.max_run,
+            max_wait=(job.max_wait or 2 * job.max_run) if job.spot else None,
+            keep_alive=job.keep_alive,
+            volume_size=job.volume_size,
+            environment=job.environment,
+            kms_key=job.kms_key,
+            subnets=job.subnets,
+            security_group_ids=job.security_group_ids,
+            network_isolation=job.network_isolation,
+        )
+        return create_request(plan)
+
+    def check(self, job: TrainingJob) -> Any:
+        known = INSTANCES.get(job.instance)
+        config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
+        job.sendable_hyperparameters()
+        _ = self.region
+        return config
+
+    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+        """The request that submit would send. Sends nothing; needs no credentials."""
+        return self.request(job_id, job, role_required=False)
+
+    def submit(self, job_id: str, job: TrainingJob) -> None:
+        request = self.request(job_id, job, role_required=True)
+        archive = source_archive(job.script.read_bytes())
+        storage.write_bytes(self.job_uri(job_id, "source", "sourcedir.tar.gz"), archive)
+        if job.resume is not None:
+            before, now = (self.job_uri(name, "checkpoints") for name in (job.resume, job_id))
+            storage.copy(before, now)
+        record = job.model_dump(mode="json", exclude_defaults=True)
+        storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
+        with service_errors("CreateTrainingJob"):
+            self.client("sagemaker").create_training_job(**request)
+        self.settings.sagemaker_mark.touch()
+
+    def console_link(self, job_id: str) -> str | None:
+        host = f"{self.region}.console.aws.amazon.com"
+        return f"https://{host}/sagemaker/home?region={self.region}#/jobs/{job_id}"
+
+    # -- after ------------------------------------------------------------------------------------
+
+    def raw(self, job_id: str) -> dict[str, Any] | None:
+        """What DescribeTrainingJob says; None when there is no such job."""
+        try:
+            with service_errors("DescribeTrainingJob"):
+                return dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
+        except Missing:
+            return None
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        raw = self.raw(job_id)
+        if raw is None:
+            return None
+        uri = raw.get("CheckpointConfig", {}).get("S3Uri")
+        return describe_job(raw, newest_checkpoint(storage.list_files(uri)) if uri else None)
+
+    def job(self, job_id: str) -> TrainingJob:
+        raw = self.raw(job_id) or {}
+        prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
+        document = storage.read_text(storage.join(prefix, job_id, "job.json")) if prefix else None
+        if document is None:
+            raise ServiceError(
+                f"job {job_id} was not launched by sm-nanogpt, or from another store"
+            )
+        return TrainingJob(**json.loads(document))
+
+    def list(self) -> Iterator[JobDescription]:
+        """By tag, so that other jobs of the account are left out."""
+        search = {
+            "Resource": "TrainingJob",
+            "SearchExpression": {
+                "Filters": [{"Name": f"Tags.{TAG}", "Operator": "Equals", "Value": TAG_VALUE}]
+            },
+            "SortBy": "CreationTime",
+            "SortOrder": "Descending",
+        }
+        client = self.client("sagemaker")
+        token: dict[str, str] = {}
+        while True:
+            with service_errors("Search"):
+                page = client.search(**search, **token)
+            for result in page["Results"]:
+                yield describe_job(result["TrainingJob"], None)
+            if not page.get("NextToken"):
+                return
+            token = {"NextToken": page["NextToken"]}
+
+    def stop(self, job_id: str) -> None:
+        with service_errors("StopTrainingJob"):
+            self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+
+    def logs(self, job_id: str, follow: bool) -> Iterator[str]:
+        """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
+        seen: dict[str, str] = {}
+        hosts = 0
+        while True:
+            raw = self.raw(job_id)
+            ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
+            hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
+            events = sorted(self.new_events(job_id, seen), key=lambda event: event[0])
+            for _, host, message in events:
+                yield f"{host}: {message}" if hosts > 1 else message
+            if (ended and not events) or (ended and not follow) or not follow:
+                return
+            if not events:
+                time.sleep(POLL_SECONDS)
+
+    def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
+        """(time in ms, host, message) of each event since the last call; `seen` remembers where."""
+        client = self.client("logs")
+        try:
+            with service_errors("DescribeLogStreams"):
+                pages = client.get_paginator("describe_log_streams").paginate(
+                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
+                )
+                streams = [
+                    stream["logStreamName"] for page in pages for stream in page["logStreams"]
+                ]
+        except Missing:  # the group comes with the account's first line of log
+            return
+        for stream in streams:
+            host = stream.removeprefix(f"{job_id}/").rsplit("-", 1)[0]
+            while True:
+                token = {"nextToken": seen[stream]} if stream in seen else {}
+                with service_errors("GetLogEvents"):
+                    page = client.get_log_events(
+                        logGroupName=LOG_GROUP,
+                        logStreamName=stream,
+                        startFromHead=True,
+                        **token,
+                    )
+                for event in page["events"]:
+                    yield event["timestamp"], host, event["message"].rstrip("\n")
+                # The end of a stream gives back the token that it was asked with.
+                finished = seen.get(stream) == page["nextForwardToken"] or not page["events"]
+                seen[stream] = page["nextForwardToken"]
+                if finished:
+                    break
+
+
+def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
+    """Our words for what SageMaker says of a job."""
+    has_checkpoint = checkpoint_step is not None
+    channels = {
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
+        for channel in raw.get("InputDataConfig", [])
+    }
+    hyperparameters = {
+        name: json.loads(value)
+        for name, value in raw.get("HyperParameters", {}).items()
+        if not name.startswith("sagemaker_")
+    }
+    metrics = {
+        metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
+    }
+    resources = raw["ResourceConfig"]
+    completed = raw["TrainingJobStatus"] == "Completed"
+    return JobDescription(
+        job_id=raw["TrainingJobName"],
+        status=raw["TrainingJobStatus"],
+        secondary_status=raw.get("SecondaryStatus", raw["TrainingJobStatus"]),
+        instance=resources["InstanceType"],
+        instance_count=resources["InstanceCount"],
+        created=raw["CreationTime"].timestamp(),
+        data=channels.get("training", ""),
+        hyperparameters=hyperparameters,
+        failure_reason=raw.get("FailureReason"),
+        started=timestamp(raw.get("TrainingStartTime")),
+        ended=timestamp(raw.get("TrainingEndTime")),
+        metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
+        model_uri=raw.get("ModelArtifacts", {}).get("S3ModelArtifacts") if completed else None,
+        checkpoint_uri=raw["CheckpointConfig"]["S3Uri"] if has_checkpoint else None,
+        checkpoint_step=checkpoint_step,
+        billable_seconds=raw.get("BillableTimeInSeconds"),
+        training_seconds=raw.get("TrainingTimeInSeconds"),
+        spot=raw.get("EnableManagedSpotTraining", False),
+    )
+
+
+def timestamp(moment: datetime | None) -> float | None:
+    return None if moment is None else moment.timestamp()
+
+
+def source_archive(script: bytes) -> bytes:
+    """sourcedir.tar.gz: train.py and nothing else, the same bytes for the same script."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+    ):
+        member = tarfile.TarInfo("train.py")
+        member.size, member.mode = len(script), 0o644
+        tar.addfile(member, io.BytesIO(script))
+    return packed.getvalue()

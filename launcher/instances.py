@@ -1,0 +1,126 @@
+"""The SageMaker training instances: what a launch has to know of each.
+
+Facts from the EC2 instance type pages and the SageMaker pricing page; the SDK's own table lacks the
+newer families.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Instance:
+    """gpu_memory is in GiB for each GPU, network in Gbit/s. gpu is '' on CPU instances."""
+
+    gpus: int
+    gpu: str
+    gpu_memory: int
+    network: int
+
+
+def _gpu_family(
+    family: str, gpu: str, gpu_memory: int, sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, Instance]:
+    return {
+        f"ml.{family}.{size}": Instance(gpus, gpu, gpu_memory, network)
+        for size, (gpus, network) in sizes.items()
+    }
+
+
+def _cpu_family(family: str, sizes: str) -> dict[str, Instance]:
+    return {f"ml.{family}.{size}": Instance(0, "", 0, 10) for size in sizes.split()}
+
+
+_ONE_TO_EIGHT = {
+    "xlarge": (1, 10),
+    "2xlarge": (1, 10),
+    "4xlarge": (1, 25),
+    "8xlarge": (1, 25),
+    "16xlarge": (1, 25),
+    "12xlarge": (4, 40),
+    "24xlarge": (4, 50),
+    "48xlarge": (8, 100),
+}
+
+INSTANCES: dict[str, Instance] = {
+    **_gpu_family("g5", "A10G", 24, _ONE_TO_EIGHT),
+    **_gpu_family("g6", "L4", 24, _ONE_TO_EIGHT),
+    **_gpu_family(
+        "g6e",
+        "L40S",
+        48,
+        {
+            **_ONE_TO_EIGHT,
+            "12xlarge": (4, 100),
+            "24xlarge": (4, 200),
+            "48xlarge": (8, 400),
+        },
+    ),
+    **_gpu_family(
+        "g4dn",
+        "T4",
+        16,
+        {
+            "xlarge": (1, 25),
+            "2xlarge": (1, 25),
+            "4xlarge": (1, 25),
+            "8xlarge": (1, 50),
+            "16xlarge": (1, 50),
+            "12xlarge": (4, 50),
+        },
+    ),
+    **_gpu_family("p3", "V100", 16, {"2xlarge": (1, 10), "8xlarge": (4, 10), "16xlarge": (8, 25)}),
+    **_gpu_family("p3dn", "V100", 32, {"24xlarge": (8, 100)}),
+    **_gpu_family("p4d", "A100", 40, {"24xlarge": (8, 400)}),
+    **_gpu_family("p4de", "A100", 80, {"24xlarge": (8, 400)}),
+    **_gpu_family("p5", "H100", 80, {"4xlarge": (1, 100), "48xlarge": (8, 3200)}),
+    **_gpu_family("p5e", "H200", 141, {"48xlarge": (8, 3200)}),
+    **_gpu_family("p5en", "H200", 141, {"48xlarge": (8, 3200)}),
+    **_gpu_family("p6-b200", "B200", 179, {"48xlarge": (8, 3200)}),
+    **_cpu_family("t3", "medium large xlarge 2xlarge"),
+    **_cpu_family("m5", "large xlarge 2xlarge 4xlarge 12xlarge 24xlarge"),
+    **_cpu_family("c5", "xlarge 2xlarge 4xlarge 9xlarge 18xlarge"),
+    **_cpu_family("c5n", "xlarge 2xlarge 4xlarge 9xlarge 18xlarge"),
+    **_cpu_family("r5", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge"),
+    **_cpu_family(
+        "m6i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 32xlarge"
+    ),
+    **_cpu_family("c6i", "xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 32xlarge"),
+    **_cpu_family(
+        "m7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
+    ),
+    **_cpu_family(
+        "c7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
+    ),
+    **_cpu_family(
+        "r7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
+    ),
+}
+
+PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
+
+
+def nearest_instances(name: str) -> list[str]:
+    """Up to three known types that look like `name`."""
+    return difflib.get_close_matches(name, INSTANCES, n=3, cutoff=0.5)
+
+
+def remark(name: str) -> str | None:
+    """What to say of a type that is not in the table; it may be newer than the table is."""
+    if name in INSTANCES:
+        return None
+    near = nearest_instances(name)
+    kind = "GPU" if looks_like_gpu(name) else "CPU"
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"warning: {name} is not known here and taken for a {kind} instance{hint}"
+
+
+def looks_like_gpu(name: str) -> bool:
+    """Whether a type is of a GPU family, known or not: AWS names those g and p."""
+    if name in INSTANCES:
+        return INSTANCES[name].gpus > 0
+    return bool(re.match(r"ml\.[gp]\d", name))

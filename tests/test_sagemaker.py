@@ -1,0 +1,526 @@
+"""Jobs on SageMaker: request, refusals and the life of a job, against a service on loopback."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+import sagemaker_service
+from launching import Finished, Ran
+from sagemaker_service import Service
+
+from entry_point import train
+from launcher import InputError, TrainingJob
+from launcher.backends.estimator import training_image
+from launcher.instances import INSTANCES, remark
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
+
+
+@pytest.fixture
+def launched(cloud: Service, cli: Callable[..., Ran], text_file: Path) -> str:
+    """The id of a job on SageMaker."""
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    return ran.out.strip()
+
+
+def names_and_times_apart(request: dict[str, Any]) -> str:
+    return re.sub(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB", json.dumps(request, sort_keys=True))
+
+
+# -- the request -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dry(home: Path, cli: Callable[..., Ran], text_file: Path) -> Callable[..., dict[str, Any]]:
+    """The request of a dry run, in an environment without credentials or network."""
+
+    def run(*words: str) -> dict[str, Any]:
+        place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+        ran = cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run", *words)
+        assert ran.code == 0, ran.err
+        request: dict[str, Any] = json.loads(ran.out)
+        return request
+
+    return run
+
+
+def test_a_dry_run_shows_the_request_without_credentials(
+    dry: Callable[..., dict[str, Any]],
+) -> None:
+    request = dry()
+    values = request["HyperParameters"]
+    assert values["sagemaker_distributed_dataparallel_enabled"] == "true"
+    assert json.loads(values["n_embd"]) == 384  # a GPU gets the baby preset
+    image = request["AlgorithmSpecification"]["TrainingImage"]
+    assert image.endswith("/pytorch-training:2.8.0-gpu-py312")
+    assert request["AlgorithmSpecification"]["MetricDefinitions"] == train.metric_definitions()
+    assert request["CheckpointConfig"]["S3Uri"].endswith("/checkpoints")
+    assert request["ProfilerConfig"] == {"DisableProfiler": True}
+    assert "DebugHookConfig" not in request
+    assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
+    places = re.findall(r"s3://[^\"\\]+", json.dumps(request))
+    assert len(places) == 4
+    assert all(place.startswith("s3://bucket/some/prefix/") for place in places[1:]), places
+    assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
+
+
+def test_what_is_sent_is_what_a_dry_run_shows(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
+    shown = json.loads(cli(*words, "--dry-run").out)
+    assert not cloud.calls
+    assert cli(*words).code == 0
+    ((operation, sent),) = cloud.calls
+    assert operation == "CreateTrainingJob"
+    assert names_and_times_apart(sent) == names_and_times_apart(shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "expected"),
+    [
+        (
+            ("--launcher", "torchrun"),
+            ("HyperParameters", "sagemaker_torch_distributed_enabled"),
+            "true",
+        ),
+        (("--max-run", "3600"), ("StoppingCondition", "MaxRuntimeInSeconds"), 3600),
+        (("--spot", "--max-run", "60"), ("StoppingCondition", "MaxWaitTimeInSeconds"), 120),
+        (("--spot",), ("EnableManagedSpotTraining",), True),
+        (("--keep-alive", "600"), ("ResourceConfig", "KeepAlivePeriodInSeconds"), 600),
+        (("--volume-size", "99"), ("ResourceConfig", "VolumeSizeInGB"), 99),
+        (("--kms-key", "key"), ("ResourceConfig", "VolumeKmsKeyId"), "key"),
+        (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
+        (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
+        (("--network-isolation",), ("EnableNetworkIsolation",), True),
+        (("--image-uri", "mine:1"), ("AlgorithmSpecification", "TrainingImage"), "mine:1"),
+        (
+            ("--subnet", "subnet-1", "--security-group", "sg-1"),
+            ("VpcConfig",),
+            {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
+        ),
+    ],
+)
+def test_each_option_is_in_the_request(
+    dry: Callable[..., dict[str, Any]],
+    words: tuple[str, ...],
+    where: tuple[str, ...],
+    expected: Any,
+) -> None:
+    value: Any = dry(*words)
+    for name in where:
+        value = value[name]
+    assert value == expected
+
+
+def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None:
+    tags = {tag["Key"]: tag["Value"] for tag in dry("--tag", "team=a")["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "a"}
+
+
+def test_each_metric_regex_reads_each_line_under_the_tag_of_mpirun() -> None:
+    row = {
+        "step": 250,
+        "train_loss": 2.130314,
+        "val_loss": 10.5,
+        "learning_rate": 0.00001,
+        "tokens_per_second": 25765.4,
+    }
+    line = TAGGED + train.metric_line(row, 2000, 3725)
+    found = {
+        definition["Name"]: float(re.findall(definition["Regex"], line)[0])
+        for definition in train.metric_definitions()
+    }
+    assert found == {
+        "step": 250,
+        "train_loss": 2.13031,
+        "val_loss": 10.5,
+        "learning_rate": 0.00001,
+        "tokens_per_second": 25765,
+    }
+
+
+def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus() -> None:
+    told = remark("ml.g5.13xlarge")
+    assert told is not None
+    assert "did you mean" in told
+    assert "-gpu-" in training_image("us-east-1", "2.8.0", "ml.g5.13xlarge", gpu=True)
+
+
+def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image() -> None:
+    assert INSTANCES["ml.p6-b200.48xlarge"].gpus == 8
+    assert "-gpu-" in training_image("eu-west-1", "2.8.0", "ml.p6-b200.48xlarge", gpu=True)
+
+
+def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has() -> None:
+    with pytest.raises(InputError, match=r"--pytorch-version 2\.99.*2\.8\.0"):
+        training_image("us-east-1", "2.99", "ml.g5.xlarge", gpu=True)
+
+
+# -- refusals before anything is sent --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--max-wait", "100"), "--max-wait is for --spot"),
+        (("--spot", "--max-wait", "100"), "--max-wait 100 has to be at least --max-run 86400"),
+        (("--spot", "--keep-alive", "60"), "--keep-alive does not go with --spot"),
+        (("--keep-alive", "3601"), "less than or equal to 3600"),
+        (("--subnet", "subnet-1"), "--subnet and --security-group go together"),
+        (("--environment", f"A={'x' * 513}"), "--environment A"),
+        (("--environment", "a-b=c"), "--environment a-b"),
+        (("--tag", "aws:a=b"), "--tag aws:a"),
+        (("--processes-per-instance", "2"), "--processes-per-instance is for --instance local"),
+        (("--set", "batch_size=66"), "cannot be shared by 4 processes"),
+        (("--set", "n_embdd=3"), "did you mean n_embd"),
+        (("--instance", "g5.12xlarge"), "did you mean ml.g5.12xlarge"),
+        (("--instance", "local", "--spot"), "--spot is for SageMaker"),
+        (("--pytorch-version", "2.99"), "--image-uri names any other"),
+        (("--max-run", "1"), "greater than or equal to 60"),
+        (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
+    ],
+)
+def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
+    cloud: Service,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    words: tuple[str, ...],
+    reason: str,
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), *words)
+    assert ran.code == 2
+    assert reason in ran.error
+    assert not cloud.calls
+    assert ran.out == ""
+
+
+def test_no_region_no_role_and_no_store_are_each_one_line(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file))
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    assert "--role" in cli(*words).error
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert "--region" in cli(*words).error
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+
+
+def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
+    cloud: Service,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    bucket = f"sagemaker-us-east-1-{sagemaker_service.ACCOUNT}"
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 2
+    assert "no default bucket yet" in ran.error
+    assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
+    s3.create_bucket(Bucket=bucket)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert f"store: s3://{bucket}/sm-nanogpt (the account's default bucket" in ran.err
+
+
+# -- launching -------------------------------------------------------------------------------------
+
+
+def test_a_launch_prints_the_id_alone_and_says_where_to_look(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert ran.out.strip() in cloud.jobs
+    assert f"#/jobs/{ran.out.strip()}" in ran.err
+    assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
+
+
+def test_the_source_archive_holds_the_script_and_nothing_else(
+    cloud: Service, s3: Any, launched: str
+) -> None:
+    key = f"some/prefix/jobs/{launched}/source/sourcedir.tar.gz"
+    archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        assert tar.getnames() == ["train.py"]
+        file = tar.extractfile("train.py")
+        assert file is not None
+        assert file.read() == Path(train.__file__).read_bytes()
+
+
+def test_nothing_is_written_outside_of_the_prefix(cloud: Service, s3: Any, launched: str) -> None:
+    keys = [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket)["Contents"]]
+    assert keys
+    assert all(key.startswith("some/prefix/") for key in keys)
+
+
+def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
+    cloud: Service,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = f"s3://{s3.bucket}/some/prefix"
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    near = cli("upload-data", str(text_file)).out.strip()
+    ran = cli("--store", store, *LAUNCH)
+    assert ran.code == 0, ran.err
+    sent = cloud.jobs[ran.out.strip()].request["InputDataConfig"][0]["DataSource"]["S3DataSource"]
+    assert sent["S3Uri"] == f"{store}/data/{near.rsplit('/', 1)[-1]}/"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "told"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "EXPIRED"}, (), "have expired"),
+        ({"AWS_ACCESS_KEY_ID": "WRONG"}, (), "does not accept the credentials"),
+        ({}, ("--instance", "ml.g6.48xlarge"), "quota is too small"),
+        ({}, (), None),
+    ],
+)
+def test_a_refusal_of_aws_is_one_line_with_what_to_do(
+    cloud: Service,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+    words: tuple[str, ...],
+    told: str | None,
+) -> None:
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
+    ran = cli(*LAUNCH, *words, "--data", str(text_file))
+    if told is None:
+        assert ran.code == 0, ran.err
+        return
+    assert ran.code == 1
+    assert told in ran.error
+    assert not cloud.jobs
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "told"),
+    [
+        ("ThrottlingException", "Rate exceeded", "wait a minute"),
+        ("AccessDeniedException", "User x is not authorized to perform: y", "not allowed"),
+        ("CapacityError", "Unable to provision requested ML compute capacity.", "Try later"),
+        ("ValidationException", "Something else", "Something else (ValidationException)"),
+    ],
+)
+def test_each_error_of_the_service_is_one_line_that_says_what_to_do(
+    cloud: Service, cli: Callable[..., Ran], launched: str, code: str, message: str, told: str
+) -> None:
+    cloud.refuse["StopTrainingJob"] = (code, message)
+    ran = cli("stop", launched)
+    assert ran.code == 1
+    assert told in ran.error
+
+
+# -- the life of a job -----------------------------------------------------------------------------
+
+
+def test_status_tells_the_states_times_and_numbers(
+    cloud: Service, cli: Callable[..., Ran], launched: str
+) -> None:
+    assert "state:       InProgress (" in cli("status", launched).out
+    assert cli("wait", launched).code == 0
+    told = cli("status", launched).out
+    assert "state:       Completed" in told
+    assert "billable:    100 s" in told
+    assert "val loss:    1.5000" in told
+    assert "step:        5000/5000" in told
+    assert json.loads(cli("status", launched, "--json").out)["billable_seconds"] == 100
+
+
+def test_status_of_a_spot_job_tells_what_was_saved(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
+    assert cli("wait", job_id).code == 0
+    assert "billable:    30 s, 70% saved by spot" in cli("status", job_id).out
+
+
+def test_a_failed_job_tells_why_with_its_last_lines(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.next_job = {
+        "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
+        "log": [(0.1, "algo-1", "one"), (0.2, "algo-1", "DataError: no text")],
+    }
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    ran = cli("wait", job_id)
+    assert ran.code == 1
+    assert "DataError: no text" in ran.error
+    time.sleep(sagemaker_service.LOG_DELAY_SECONDS)
+    told = cli("status", job_id)
+    assert "state:       Failed" in told.out
+    assert told.out.endswith("  one\n  DataError: no text\n")
+
+
+def test_jobs_lists_ours_page_by_page_with_the_local_ones(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ids = [cli(*LAUNCH, "--data", str(text_file)).out.strip() for _ in range(4)]
+    local = cli(*launching.launching(data=text_file), "--detach").out.strip()
+    request = {**cloud.jobs[ids[0]].request, "TrainingJobName": "another", "Tags": []}
+    cloud.CreateTrainingJob(request)
+    listed = [job["job_id"] for job in json.loads(cli("jobs", "--json").out)]
+    assert listed == [local, *reversed(ids)]
+    assert all(job_id in cli("jobs").out for job_id in listed)
+
+
+def test_local_jobs_are_listed_when_aws_cannot_be_asked(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    local = cli(*launching.launching(data=text_file), "--detach").out.strip()
+    cloud.refuse["Search"] = ("AccessDeniedException", "no")
+    ran = cli("jobs")
+    assert local in ran.out
+    assert ran.code == 1
+    assert "Search: not allowed" in ran.err
+
+
+def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    lines = [(0.05 * i, f"algo-{1 + i % 2}", f"line {i}") for i in range(20)]
+    cloud.next_job = {"log": lines}
+    job_id = cli(*LAUNCH, "--data", str(text_file), "--instance-count", "2").out.strip()
+    ran = cli("logs", job_id, "--follow")
+    assert ran.code == 0, ran.err
+    told = ran.out.splitlines()
+    for host in ("algo-1", "algo-2"):
+        own = [f"{host}: {line}" for _, at, line in lines if at == host]
+        assert [line for line in told if line.startswith(host)] == own
+    assert "state:       Completed" in cli("status", job_id).out
+
+
+def test_a_followed_launch_ends_with_the_job(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.next_job = {"log": [(0.1, "algo-1", f"{TAGGED}step=1/2 train_loss=1.0")]}
+    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
+    assert ran.code == 0, ran.err
+    assert f"{TAGGED}step=1/2 train_loss=1.0" in ran.err
+    cloud.next_job = {"reason": "AlgorithmError: oh no"}
+    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
+    assert ran.code == 1
+    assert "failed: AlgorithmError: oh no" in ran.err
+
+
+def test_ctrl_c_leaves_a_job_on_sagemaker_running(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.backends.logs", interrupted)
+    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
+    assert ran.code == 0
+    assert "the job goes on" in ran.err
+    assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
+
+
+def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
+    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+) -> None:
+    key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    ran = cli("stop", launched)
+    assert ran.code == 0, ran.err
+    assert f"--resume {launched}" in ran.err
+    assert "its checkpoint of step 10" in ran.err
+    again = cli("stop", launched)
+    assert again.code == 1
+    assert "has ended already: Stopped" in again.error
+
+
+def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
+    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+) -> None:
+    key = "some/prefix/jobs/{}/checkpoints/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key.format(launched), Body=b"x")
+    running = cli(*LAUNCH, "--resume", launched)
+    assert running.code == 1
+    assert f"`sm-nanogpt stop {launched}`" in running.error
+    assert cli("stop", launched).code == 0
+    ran = cli(*LAUNCH, "--resume", launched, "--set", "max_steps=6000")
+    assert ran.code == 0, ran.err
+    resumed = ran.out.strip()
+    assert s3.get_object(Bucket=s3.bucket, Key=key.format(resumed))["Body"].read() == b"x"
+    before, after = (cloud.jobs[name].request for name in (launched, resumed))
+    assert after["InputDataConfig"] == before["InputDataConfig"]
+    assert after["HyperParameters"]["max_steps"] == "6000"
+    assert after["HyperParameters"]["n_embd"] == before["HyperParameters"]["n_embd"]
+    refused = cli(*LAUNCH, "--resume", launched, "--set", "n_embd=192")
+    assert refused.code == 2
+    assert "n_embd was 384 and is 192" in refused.error
+
+
+def test_a_model_is_fetched_from_where_describe_says_and_only_once(
+    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
+) -> None:
+    archive = finished.directory / "output" / "model.tar.gz"
+    key = f"some/prefix/jobs/{launched}/output/model.tar.gz"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
+    early = cli("fetch-and-sample", launched)
+    assert early.code == 1
+    assert "still InProgress" in early.error
+    assert cli("wait", launched).code == 0
+    first = cli("fetch-and-sample", launched, "--max-new-tokens", "20")
+    assert first.code == 0, first.err
+    s3.delete_object(Bucket=s3.bucket, Key=key)
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"another")
+    other = cli("fetch-and-sample", launched)
+    assert other.code == 1
+    assert "damaged" in other.error
+
+
+def test_an_unknown_job_is_one_line(cloud: Service, cli: Callable[..., Ran]) -> None:
+    ran = cli("status", "nope")
+    assert ran.code == 1
+    assert "there is no job 'nope'" in ran.error
+
+
+# -- what is validated without AWS -----------------------------------------------------------------
+
+
+def test_a_value_that_a_shell_could_read_otherwise_is_not_sent() -> None:
+    job = TrainingJob(instance="ml.g5.xlarge", hyperparameters={"optimizer": "adamw"})
+    assert job.sendable_hyperparameters() == {"optimizer": "adamw"}
+
+
+def test_the_sdk_is_imported_by_one_module_alone() -> None:
+    root = Path(train.__file__).parent.parent / "launcher"
+    importing = [
+        path.name
+        for path in root.rglob("*.py")
+        if re.search(r"^\s*(?:import|from) sagemaker\b", path.read_text(), re.MULTILINE)
+    ]
+    assert importing == ["estimator.py"]
+
+
+def test_a_local_command_imports_neither_the_sdk_nor_boto3(home: Path) -> None:
+    code = (
+        "import sys; from launcher.cli import run; run(['jobs']);"
+        "print([m for m in ('sagemaker', 'boto3', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run(["python", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
