@@ -44,7 +44,7 @@ def fetch_model(
     if description.is_running:
         raise ServiceError(
             f"job {job_id} is still {description.status}: `sm-nanogpt logs {job_id} --follow` shows"
-            f" how far it is, `sm-nanogpt stop {job_id}` ends it with a checkpoint"
+            f" how far it is, `sm-nanogpt stop {job_id}` ends it early"
         )
     if description.checkpoint_uri is not None:
         return fetch_checkpoint(description, settings, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,32 +12,90 @@ from launcher.errors import InputError, ServiceError
 if TYPE_CHECKING:
     from launcher.settings import Settings
 
-EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "UnauthorizedSSOTokenError")
-DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "NotAuthorized")
-WRONG_KEY = ("InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch")
-THROTTLED = (
-    "Throttling",
-    "ThrottlingException",
-    "RequestLimitExceeded",
-    "TooManyRequestsException",
-)
+RENEW = "renew them: `aws sso login` or `aws configure`"
+
+# What to do about an error code of AWS, S3's among them.
+ACTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "RequestExpired",
+            "TokenRefreshRequired",
+            "UnauthorizedException",
+        ),
+        f"the AWS credentials have expired; {RENEW}",
+    ),
+    **dict.fromkeys(
+        (
+            "InvalidAccessKeyId",
+            "InvalidClientTokenId",
+            "InvalidToken",
+            "SignatureDoesNotMatch",
+            "UnrecognizedClientException",
+        ),
+        "AWS does not accept the credentials; check AWS_PROFILE or the keys",
+    ),
+    **dict.fromkeys(
+        (
+            "403",
+            "AccessDenied",
+            "AccessDeniedException",
+            "AllAccessDisabled",
+            "NotAuthorized",
+            "UnauthorizedOperation",
+        ),
+        "not allowed; ask for the permission, or use another AWS_PROFILE or store",
+    ),
+    **dict.fromkeys(
+        (
+            "RequestLimitExceeded",
+            "SlowDown",
+            "Throttling",
+            "ThrottlingException",
+            "TooManyRequestsException",
+        ),
+        "AWS is throttling; wait a minute and try again",
+    ),
+    **dict.fromkeys(
+        (
+            "301",
+            "AuthorizationHeaderMalformed",
+            "IllegalLocationConstraintException",
+            "PermanentRedirect",
+        ),
+        "it is in another region; name that with --region",
+    ),
+    "ResourceLimitExceeded": "the account's quota is too small; ask for more in the Service Quotas"
+    " console (SageMaker, 'for training job usage'), or take another --instance",
+    "NoSuchBucket": "there is no such bucket; none is created, so check the store's name",
+}
+CAPACITY = "AWS has no such machine free now; try later, or another --instance"
 
 
 def aws_session(settings: Settings) -> Any:
     """The boto3 session of the settings.
 
     Raises:
-        InputError: the profile does not exist.
+        InputError: the profile does not exist, or the AWS configuration cannot be read.
     """
     import boto3
-    from botocore.exceptions import ProfileNotFound
+    from botocore.exceptions import BotoCoreError
 
     try:
         return boto3.Session(
-            profile_name=settings.profile or None, region_name=settings.region or None
+            profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
-    except ProfileNotFound as error:
-        raise InputError(f"{error}: see `aws configure list-profiles`") from None
+    except BotoCoreError as error:
+        raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
+
+
+def retrying() -> Any:
+    """How clients try again: a job is watched for hours, and one lost packet is no failure."""
+    from botocore.config import Config
+
+    attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", "6"))
+    return Config(retries={"mode": "standard", "max_attempts": attempts})
 
 
 class Missing(ServiceError):
@@ -51,55 +109,38 @@ def service_errors(call: str) -> Iterator[None]:
     Raises:
         Missing: AWS says that the thing does not exist.
     """
-    from botocore.exceptions import (
-        BotoCoreError,
-        ClientError,
-        EndpointConnectionError,
-        NoCredentialsError,
-        NoRegionError,
-        PartialCredentialsError,
-    )
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except ClientError as error:
-        code = error.response.get("Error", {}).get("Code", "")
-        message = " ".join(error.response.get("Error", {}).get("Message", "").split())
-        if re.search(r"not found|does not exist|NoSuch", f"{code} {message}", re.IGNORECASE):
+        code, message = code_and_message(error)
+        if code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException") or (
+            code == "ValidationException" and message.startswith("Requested resource not found")
+        ):
             raise Missing(f"{call}: {message}") from None
-        raise ServiceError(f"{call}: {explain_code(code, message)}") from None
-    except (NoCredentialsError, PartialCredentialsError):
-        raise ServiceError(
-            f"{call}: no AWS credentials: `aws configure` or `aws sso login` makes some"
-        ) from None
-    except NoRegionError:
-        raise InputError(
-            "no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION"
-        ) from None
-    except EndpointConnectionError as error:
-        raise ServiceError(f"{call}: {error} Check the region's name and the network") from None
+        raise ServiceError(f"{call}: {why(error)}") from None
     except BotoCoreError as error:
-        text = " ".join(str(error).split())
-        if type(error).__name__ in EXPIRED or "SSO" in text:
-            raise ServiceError(f"{call}: {text}; run `aws sso login`") from None
-        raise ServiceError(f"{call}: {text}") from None
+        raise ServiceError(f"{call}: {why(error)}") from None
 
 
-def explain_code(code: str, message: str) -> str:
-    """AWS's message, and what to do about it."""
-    if code in EXPIRED:
-        return f"the AWS credentials have expired ({message}); renew them: `aws sso login`"
-    if code in WRONG_KEY:
-        return f"AWS does not accept the credentials ({message}); check AWS_PROFILE or the keys"
-    if code in DENIED:
-        return f"not allowed: {message}"
-    if code in THROTTLED:
-        return f"AWS is throttling ({message}); wait a minute and try again"
-    if code == "ResourceLimitExceeded":
-        return (
-            f"the account's quota is too small: {message} Ask for more in the Service Quotas"
-            " console (SageMaker, 'for training job usage'), or take another --instance"
-        )
-    if "Capacity" in code:
-        return f"AWS has no such machine free now: {message} Try later, or another --instance"
-    return f"{message} ({code})"
+def code_and_message(error: BaseException) -> tuple[str, str]:
+    said = getattr(error, "response", {}).get("Error", {})
+    return str(said.get("Code", "")), " ".join(str(said.get("Message", "")).split())
+
+
+def why(error: BaseException) -> str:
+    """What an error of boto3 or s3fs says, and what to do about it, in one line."""
+    cause = error if hasattr(error, "response") else error.__cause__ or error
+    code, message = code_and_message(cause)
+    if code:
+        action = CAPACITY if "Capacity" in code else ACTIONS.get(code)
+        return f"{action} ({message})" if action else f"{message} ({code})"
+    kind, text = type(cause).__name__, " ".join(str(cause).split()) or type(cause).__name__
+    if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+        return f"no AWS credentials ({text}): `aws configure` or `aws sso login` makes some"
+    if "sso" in f"{kind} {text}".lower() or kind == "TokenRetrievalError":
+        return f"the AWS credentials have expired ({text}); {RENEW}"
+    if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
+        return f"{text}; check the region's name and the network"
+    return text

@@ -122,7 +122,8 @@ def upload_data_command(
         print_json(asdict(upload))
     else:
         click.echo(upload.uri)
-    note("next: sm-nanogpt launch --instance local")
+    near = upload.uri.startswith("file:")
+    note(f"next: sm-nanogpt launch{' --instance local' if near else ''}")
 
 
 def text_below(source: Path) -> list[Path]:
@@ -161,9 +162,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--instance",
     metavar="TYPE",
-    default="ml.g5.12xlarge",
-    show_default=True,
-    help="A SageMaker instance type, or local: this machine.",
+    help="A SageMaker type, or local: this machine (default: ml.g5.12xlarge, or as --resume's).",
 )
 @click.option("--instance-count", metavar="N", type=int, help="Hosts (default: 1).")
 @click.option(
@@ -243,15 +242,25 @@ def launch_command(
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
     """
-    from launcher.backends import backend_for, cloud_settings, new_job_id, prepare, submit
+    from launcher.backends import (
+        backend_for,
+        cloud_settings,
+        describe,
+        new_job_id,
+        prepare,
+        submit,
+    )
     from launcher.instances import remark
     from launcher.job import TrainingJob, read_hyperparameters
 
     from_file = read_hyperparameters(Path(config_file)) if config_file else {}
     said = {name: value for name, value in fields.items() if value not in (None, (), {})}
+    settings = settings_of(context)
+    if "instance" not in said:
+        earlier = fields["resume"] and describe(fields["resume"], settings)
+        said["instance"] = earlier.instance if earlier else "ml.g5.12xlarge"
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
     local = job.instance == "local"
-    settings = settings_of(context)
     if not local:
         told = settings.store
         settings = cloud_settings(settings, dry_run)
@@ -282,7 +291,7 @@ def launch_command(
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing."""
-    from launcher.backends import describe, explain, logs, stop
+    from launcher.backends import describe, explain, logs, stop, wait
 
     try:
         for line in logs(job_id, follow=True, settings=settings):
@@ -294,21 +303,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
-    for _ in poll(job_id, settings):
-        pass
-    description = describe(job_id, settings)
+    description = wait(job_id, settings)
     if description.status != "Completed":
         raise ServiceError(explain(description))
     note(f"next: sm-nanogpt fetch-and-sample {job_id}")
-
-
-def poll(job_id: str, settings: Settings) -> Iterator[JobDescription]:
-    """The job as it stands, again and again until it has ended."""
-    from launcher.backends import describe
-
-    while (description := describe(job_id, settings)).is_running:
-        yield description
-        time.sleep(0.2)
 
 
 @cli.command("fetch-and-sample")
@@ -429,11 +427,11 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
 
     found: list[JobDescription] = []
     failure = None
-    for backend in all_backends(settings_of(context)):
-        try:
+    try:
+        for backend in all_backends(settings_of(context)):
             found += backend.list()
-        except ServiceError as error:  # what the other home has is shown all the same
-            failure = error
+    except (InputError, ServiceError) as error:  # this machine's jobs are shown all the same
+        failure = error
     found.sort(key=lambda description: description.created, reverse=True)
     if as_json:
         print_json([asdict(description) for description in found])
@@ -499,6 +497,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
+        "message": d.message if d.is_running else None,
     }
     for name, value in lines.items():
         if value is not None:
@@ -564,20 +563,18 @@ def wait_command(context: click.Context, job_id: str) -> None:
 @JOB_ID
 @click.pass_context
 def stop_command(context: click.Context, job_id: str) -> None:
-    """Stop a running job; it writes a checkpoint first.
+    """Stop a running job. A local one writes a checkpoint first; SageMaker keeps the newest.
 
     \b
     Example:
       sm-nanogpt stop JOB-ID
     """
-    from launcher.backends import describe, explain, stop
+    from launcher.backends import explain, stop, wait
 
     settings = settings_of(context)
-    stop(job_id, settings)
-    note("stopping; the job writes a checkpoint first")
-    for _ in poll(job_id, settings):
-        pass
-    note(explain(describe(job_id, settings)))
+    local = stop(job_id, settings).instance == "local"
+    note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
+    note(explain(wait(job_id, settings)))
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -73,7 +73,18 @@ def upload_data(
     upload, sources = survey(path, settings)
     send(upload, sources, progress)
     storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n")
+    noted = {**read_noted(settings), settings.data_store: upload.uri}
+    storage.write_text(str(settings.last_uploads), json.dumps(noted, indent=2) + "\n")
     return upload
+
+
+def read_noted(settings: Settings) -> dict[str, str]:
+    """The last uploads from this machine, by store; no store has to be asked for them."""
+    text = storage.read_text(str(settings.last_uploads))
+    try:
+        return dict(json.loads(text)) if text else {}
+    except (ValueError, TypeError):
+        return {}
 
 
 def survey(

@@ -119,6 +119,11 @@ def remark(name: str) -> str | None:
     return f"warning: {name} is not known here and taken for a {kind} instance{hint}"
 
 
+def has_local_storage(name: str) -> bool:
+    """Whether the machine brings a disk of its own, as most GPU families do."""
+    return bool(re.match(r"ml\.(g4dn|g5|g6|g6e|p3dn|p4d|p4de|p5|p5e|p5en|p6-b200)\.", name))
+
+
 def looks_like_gpu(name: str) -> bool:
     """Whether a type is of a GPU family, known or not: AWS names those g and p."""
     if name in INSTANCES:

@@ -36,6 +36,8 @@ CLOUD_FIELDS = (
     "volume_size",
 )
 
+TAG = re.compile(r"[\w\s.:/=+\-@]*")
+
 
 def option(field: str) -> str:
     """The command line's word for a field."""
@@ -120,8 +122,11 @@ class TrainingJob(BaseModel):
                     f"--environment {name}: a name of letters, digits and _, a value up to 512"
                 )
         for name, value in self.tags.items():
-            if not 1 <= len(name) <= 128 or len(value) > 256 or name.lower().startswith("aws:"):
-                problem = f"--tag {name}: a key up to 128 characters (not aws:), a value up to 256"
+            ours = name.lower().startswith("aws:") or name == "sm-nanogpt"
+            if ours or not (TAG.fullmatch(name) and 1 <= len(name) <= 128):
+                problem = f"--tag {name}: the key is not allowed (letters, digits and _.:/=+-@)"
+            elif not TAG.fullmatch(value) or len(value) > 256:
+                problem = f"--tag {name}={value}: the value is not allowed (as the key, up to 256)"
         if problem:
             raise InputError(problem)
         return self
@@ -173,7 +178,7 @@ class TrainingJob(BaseModel):
             sys.modules[spec.name] = module  # dataclasses look their module up there
             with contextlib.redirect_stdout(sys.stderr):
                 spec.loader.exec_module(module)
-            _ = module.make_config, module.PRESETS
+            _ = module.make_config, module.PRESETS, module.metric_definitions
         except FileNotFoundError:
             raise InputError(f"{self.entry_point}: no such file") from None
         except AttributeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from launcher.errors import InputError
 
 def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
+
+
+AWS_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_REGION",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
 
 
 class Settings(BaseSettings):
@@ -40,6 +52,13 @@ class Settings(BaseSettings):
     role: str = ""  # ARN of the role that SageMaker acts as
     kms_key: str = ""  # encrypts what is put into S3; "": as the bucket has it
 
+    @field_validator("role")
+    @classmethod
+    def _arn(cls, role: str) -> str:
+        if role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", role):
+            raise ValueError("must be an ARN, arn:aws:iam::ACCOUNT:role/NAME")
+        return role
+
     @field_validator("home")
     @classmethod
     def _absolute(cls, home: Path) -> Path:
@@ -57,27 +76,40 @@ class Settings(BaseSettings):
         file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
         return init_settings, env_settings, file
 
+    def model_post_init(self, context: object) -> None:
+        """Gives s3fs what boto3 is given, so that both act as the same person in the same place."""
+        options: dict[str, object] = {}
+        if self.profile:
+            options["profile"] = self.profile
+        if self.aws_region:
+            options["client_kwargs"] = {"region_name": self.aws_region}
+        if self.kms_key:
+            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
+            options["s3_additional_kwargs"] = encryption
+        fsspec.config.conf["s3"] = options
+
+    @property
+    def aws_region(self) -> str:
+        """The region that was said; '' leaves it to the AWS configuration."""
+        return self.region or os.environ.get("AWS_REGION", "")
+
     @property
     def reaches_aws(self) -> bool:
         """Whether something says that AWS is in use; without it, no command makes a call there."""
-        names = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE")
-        said = self.region or self.profile or any(os.environ.get(name) for name in names)
-        return bool(said or self.store.startswith("s3://") or self.sagemaker_mark.exists())
+        if self.region or self.profile or self.store.startswith("s3://"):
+            return True
+        if any(os.environ.get(name) for name in AWS_VARIABLES):
+            return True
+        files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
+        return any(
+            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().exists()
+            for name, file in files
+        )
 
     @property
-    def sagemaker_mark(self) -> Path:
-        """There since the first launch on SageMaker from here."""
-        return self.home / "sagemaker-used"
-
-    def export_aws(self) -> None:
-        """Gives profile and region to boto3, s3fs and child processes by the variables all read."""
-        if self.kms_key:
-            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
-            fsspec.config.conf["s3"] = {"s3_additional_kwargs": encryption}
-        if self.profile:
-            os.environ["AWS_PROFILE"] = self.profile
-        if self.region:
-            os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = self.region
+    def last_uploads(self) -> Path:
+        """What was last uploaded from here, by store."""
+        return self.home / "last-uploads.json"
 
     @property
     def local_store(self) -> str:
@@ -110,7 +142,6 @@ def load_settings(**said: str | None) -> Settings:
     try:
         settings = Settings(**{name: value for name, value in said.items() if value})  # type: ignore[arg-type]
         settings.home.mkdir(parents=True, exist_ok=True)
-        settings.export_aws()
     except ValidationError as error:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])

@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.core import url_to_fs
 
+from launcher.aws import why
 from launcher.errors import InputError, ServiceError
 
 CHUNK_BYTES = 1 << 22
@@ -53,14 +54,14 @@ def reported(uri: str) -> Iterator[None]:
     except ValueError as error:
         raise InputError(f"{uri}: {error}; use s3://bucket/prefix or a local directory") from None
     except OSError as error:
-        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        reason = why(error) if error.__cause__ else error.strerror or why(error)
         raise ServiceError(f"{uri}: {reason}") from None
     except Exception as error:
         # botocore's errors share no base with anything in fsspec, and importing botocore to name
         # it would cost every local command a quarter of a second.
         if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
             raise
-        raise ServiceError(f"{uri}: {' '.join(str(error).split())}") from None
+        raise ServiceError(f"{uri}: {why(error)}") from None
 
 
 def file_system(uri: str) -> tuple[Any, str]:
@@ -168,12 +169,17 @@ def write_bytes(uri: str, content: bytes) -> None:
         target.write(content)
 
 
-def copy(source: str, target: str) -> None:
-    """Copies all files below one prefix of a store to another, without bringing them here."""
+def copy(source: str, target: str) -> int:
+    """Copies all files below one prefix of S3 to another, without bringing them here.
+
+    Returns how many there were.
+    """
     fs, path = file_system(source)
+    names = list_files(source)
     with reported(source):
-        for name in list_files(source):
+        for name in names:
             fs.copy(f"{path}/{name}", f"{file_system(target)[1]}/{name}")
+    return len(names)
 
 
 def fingerprint(uri: str) -> str:

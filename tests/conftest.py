@@ -135,5 +135,7 @@ def cloud(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[sagemaker_servic
         for name in ("SAGEMAKER", "CLOUDWATCH_LOGS", "STS"):
             monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", url)
         monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
         monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
+        monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
         yield service

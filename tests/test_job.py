@@ -175,7 +175,7 @@ def test_what_an_edited_copy_prints_when_imported_stays_off_stdout(
         (["--instance-count", "two"], "two"),
         (["--processes-per-instance", "0"], "processes_per_instance=0"),
         (["--entry-point", "missing.py"], "missing.py"),
-        (["--instance", "ml.g5.xlarge"], "ml.g5.xlarge"),
+        (["--instance", "ml.g5.xlarge"], "--region"),
         (["--validation", "missing.txt"], "missing.txt"),
         (["--nonsense"], "--nonsense"),
     ],

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -71,8 +72,8 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert "DebugHookConfig" not in request
     assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
     places = re.findall(r"s3://[^\"\\]+", json.dumps(request))
-    assert len(places) == 4
-    assert all(place.startswith("s3://bucket/some/prefix/") for place in places[1:]), places
+    assert len(places) == 4  # data, source, checkpoints, output
+    assert all(place.startswith("s3://bucket/some/prefix/") for place in places), places
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
@@ -101,7 +102,11 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         (("--spot",), ("EnableManagedSpotTraining",), True),
         (("--keep-alive", "600"), ("ResourceConfig", "KeepAlivePeriodInSeconds"), 600),
         (("--volume-size", "99"), ("ResourceConfig", "VolumeSizeInGB"), 99),
-        (("--kms-key", "key"), ("ResourceConfig", "VolumeKmsKeyId"), "key"),
+        (
+            ("--instance", "ml.p3.8xlarge", "--kms-key", "key"),
+            ("ResourceConfig", "VolumeKmsKeyId"),
+            "key",
+        ),
         (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
         (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
         (("--network-isolation",), ("EnableNetworkIsolation",), True),
@@ -123,6 +128,14 @@ def test_each_option_is_in_the_request(
     for name in where:
         value = value[name]
     assert value == expected
+
+
+def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(
+    dry: Callable[..., dict[str, Any]],
+) -> None:
+    request = dry("--kms-key", "key")
+    assert "VolumeKmsKeyId" not in request["ResourceConfig"]
+    assert request["OutputDataConfig"]["KmsKeyId"] == "key"
 
 
 def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None:
@@ -152,21 +165,21 @@ def test_each_metric_regex_reads_each_line_under_the_tag_of_mpirun() -> None:
     }
 
 
-def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus() -> None:
+def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus(home: Path) -> None:
     told = remark("ml.g5.13xlarge")
     assert told is not None
     assert "did you mean" in told
-    assert "-gpu-" in training_image("us-east-1", "2.8.0", "ml.g5.13xlarge", gpu=True)
+    assert "-gpu-" in training_image("us-east-1", "2.8.0", True, home)
 
 
-def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image() -> None:
+def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
     assert INSTANCES["ml.p6-b200.48xlarge"].gpus == 8
-    assert "-gpu-" in training_image("eu-west-1", "2.8.0", "ml.p6-b200.48xlarge", gpu=True)
+    assert "-gpu-" in training_image("eu-west-1", "2.8.0", True, home)
 
 
-def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has() -> None:
+def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path) -> None:
     with pytest.raises(InputError, match=r"--pytorch-version 2\.99.*2\.8\.0"):
-        training_image("us-east-1", "2.99", "ml.g5.xlarge", gpu=True)
+        training_image("us-east-1", "2.99", True, home)
 
 
 # -- refusals before anything is sent --------------------------------------------------------------
@@ -191,6 +204,9 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has() -> None:
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
         (("--max-run", "1"), "greater than or equal to 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
+        (("--instance", "ml.trn1.2xlarge"), "Neuron"),
+        (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
+        (("--tag", "a=b;c"), "--tag a=b;c"),
     ],
 )
 def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
@@ -205,6 +221,7 @@ def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
     assert ran.code == 2
     assert reason in ran.error
     assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
     assert ran.out == ""
 
 
@@ -320,7 +337,7 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
     [
         ("ThrottlingException", "Rate exceeded", "wait a minute"),
         ("AccessDeniedException", "User x is not authorized to perform: y", "not allowed"),
-        ("CapacityError", "Unable to provision requested ML compute capacity.", "Try later"),
+        ("CapacityError", "Unable to provision requested ML compute capacity.", "try later"),
         ("ValidationException", "Something else", "Something else (ValidationException)"),
     ],
 )
@@ -362,7 +379,7 @@ def test_a_failed_job_tells_why_with_its_last_lines(
 ) -> None:
     cloud.next_job = {
         "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
-        "log": [(0.1, "algo-1", "one"), (0.2, "algo-1", "DataError: no text")],
+        "log": [(0.1, "algo-1", "one"), (3.4, "algo-1", "DataError: no text")],
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     ran = cli("wait", job_id)
@@ -400,7 +417,7 @@ def test_local_jobs_are_listed_when_aws_cannot_be_asked(
 def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
     cloud: Service, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    lines = [(0.05 * i, f"algo-{1 + i % 2}", f"line {i}") for i in range(20)]
+    lines = [(0.2 * i, f"algo-{1 + i % 2}", f"line {i}") for i in range(20)]
     cloud.next_job = {"log": lines}
     job_id = cli(*LAUNCH, "--data", str(text_file), "--instance-count", "2").out.strip()
     ran = cli("logs", job_id, "--follow")
@@ -493,6 +510,100 @@ def test_a_model_is_fetched_from_where_describe_says_and_only_once(
     assert "damaged" in other.error
 
 
+def test_a_job_that_another_tool_launched_is_left_alone(
+    cloud: Service, cli: Callable[..., Ran], launched: str
+) -> None:
+    request = {**cloud.jobs[launched].request, "TrainingJobName": "prod-xgb"}
+    cloud.CreateTrainingJob(request)
+    for command in ("stop", "status", "logs", "fetch-and-sample"):
+        ran = cli(command, "prod-xgb")
+        assert ran.code == 1
+        assert "sm-nanogpt did not launch" in ran.error
+    assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
+
+
+def test_checkpoints_come_from_where_the_earlier_job_kept_them(
+    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+) -> None:
+    key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("stop", launched).code == 0
+    other = f"s3://{s3.bucket}/other"
+    ran = cli("--store", other, "launch", "--resume", launched)
+    assert ran.code == 0, ran.err
+    key = f"other/jobs/{ran.out.strip()}/checkpoints/checkpoint-00000010.safetensors"
+    assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
+
+
+def test_a_job_is_resumed_where_it_ran(
+    cloud: Service, cli: Callable[..., Ran], finished: Finished, text_file: Path
+) -> None:
+    local = cli(*launching.launching(data=text_file)).out.strip()
+    ran = cli(*LAUNCH, "--resume", local)
+    assert ran.code == 2
+    assert "ran on local" in ran.error
+    assert cli("launch", "--resume", local, "--set", "max_steps=12").code == 0
+
+
+def test_a_job_that_got_no_machine_tells_what_to_do(
+    cloud: Service, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.next_job = {"reason": "CapacityError: Unable to provision requested ML compute capacity."}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    assert "try later, or another --instance" in cli("wait", job_id).error
+
+
+def test_the_region_may_come_from_either_variable_of_aws(
+    dry: Callable[..., dict[str, Any]],
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(text_file), "--dry-run")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "eu-west-1")
+            assert ".eu-west-1." in cli(*words).out
+
+
+def test_a_dry_run_takes_the_last_upload_to_the_store_without_asking_it(
+    cloud: Service, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    uploaded = cli("upload-data", str(text_file)).out.strip()
+    s3.delete_object(Bucket=s3.bucket, Key="some/prefix/data/latest.json")
+    request = json.loads(cli(*LAUNCH, "--dry-run").out)
+    sent = request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+    assert sent == uploaded + "/"
+
+
+def test_a_role_is_an_arn(cli: Callable[..., Ran], text_file: Path) -> None:
+    ran = cli("--role", "mine", *LAUNCH, "--data", str(text_file))
+    assert ran.code == 2
+    assert "must be an ARN" in ran.error
+
+
+def test_a_local_job_is_found_when_aws_is_misconfigured(
+    home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = cli(*launching.launching(data=text_file), "--detach").out.strip()
+    monkeypatch.setenv("AWS_PROFILE", "nope")
+    assert cli("status", local).code == 0
+    ran = cli("jobs")
+    assert local in ran.out
+    assert "nope" in ran.err
+
+
+def test_an_upload_is_encrypted_with_the_key_of_the_settings(
+    s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
+    uri = cli("upload-data", str(text_file)).out.strip()
+    key = uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt"
+    head = s3.head_object(Bucket=s3.bucket, Key=key)
+    assert head["ServerSideEncryption"] == "aws:kms"
+    assert head["SSEKMSKeyId"].endswith("alias/mine")
+
+
 def test_an_unknown_job_is_one_line(cloud: Service, cli: Callable[..., Ran]) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
@@ -502,9 +613,18 @@ def test_an_unknown_job_is_one_line(cloud: Service, cli: Callable[..., Ran]) -> 
 # -- what is validated without AWS -----------------------------------------------------------------
 
 
-def test_a_value_that_a_shell_could_read_otherwise_is_not_sent() -> None:
-    job = TrainingJob(instance="ml.g5.xlarge", hyperparameters={"optimizer": "adamw"})
-    assert job.sendable_hyperparameters() == {"optimizer": "adamw"}
+def test_a_value_that_a_shell_could_read_otherwise_is_not_sent(tmp_path: Path, home: Path) -> None:
+    """train.py has no such hyperparameter, but an edited copy may."""
+    source = Path(train.__file__).read_text(encoding="utf-8")
+    edited = source.replace('choices=("auto", "on", "off")', "")
+    assert edited != source
+    script = tmp_path / "edited.py"
+    script.write_text(edited, encoding="utf-8")
+    job = TrainingJob(
+        instance="ml.g5.xlarge", entry_point=script, hyperparameters={"compile": "$(reboot)"}
+    )
+    with pytest.raises(InputError, match=r"compile='\$\(reboot\)'"):
+        job.sendable_hyperparameters()
 
 
 def test_the_sdk_is_imported_by_one_module_alone() -> None:
@@ -522,5 +642,5 @@ def test_a_local_command_imports_neither_the_sdk_nor_boto3(home: Path) -> None:
         "import sys; from launcher.cli import run; run(['jobs']);"
         "print([m for m in ('sagemaker', 'boto3', 'torch') if m in sys.modules])"
     )
-    done = subprocess.run(["python", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -59,7 +59,7 @@ def test_the_command_line_goes_over_the_environment(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
-    assert load_settings("s3://words").data_store == "s3://words"
+    assert load_settings(store="s3://words").data_store == "s3://words"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import launching
 import pytest
 from launching import Ran
 
-from launcher import ServiceError, storage, upload_data
+from launcher import InputError, ServiceError, storage, upload_data
+from launcher.corpus import last_upload
+from launcher.settings import load_settings
 
 ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
 
@@ -171,10 +173,14 @@ def test_an_unchanged_text_is_not_sent_to_s3_again(
     assert s3.head_object(Bucket=s3.bucket, Key=name)["LastModified"] == sent
 
 
-def test_an_interrupted_upload_to_s3_leaves_no_object(s3: Any, text_file: Path) -> None:
+def test_an_interrupted_upload_to_s3_leaves_nothing_that_counts_as_data(
+    s3: Any, text_file: Path
+) -> None:
     with pytest.raises(Interrupted):
         upload_data(text_file, progress=interrupt)
-    assert keys(s3) == []
+    assert not [key for key in keys(s3) if key.endswith(".json")]
+    with pytest.raises(InputError, match="nothing was uploaded"):
+        last_upload(load_settings())
 
 
 def test_a_missing_bucket_is_one_line_and_is_not_created(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher import corpus, storage
+from launcher.aws import CAPACITY
 from launcher.errors import InputError, ServiceError
 from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
 from launcher.job import TrainingJob
@@ -47,6 +48,7 @@ class JobDescription:
     model_uri: str | None = None
     checkpoint_uri: str | None = None
     checkpoint_step: int | None = None  # of the newest
+    message: str | None = None  # what the service says of the present state
     billable_seconds: int | None = None  # SageMaker only, as are the next two
     training_seconds: int | None = None
     spot: bool = False
@@ -65,7 +67,15 @@ def newest_checkpoint(names: Iterable[str]) -> int | None:
 class Backend(Protocol):
     """A home for jobs."""
 
-    def check(self, job: TrainingJob) -> Any:
+    @property
+    def place(self) -> str:
+        """Where that is, in words that follow a job's id."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """How often to ask about a job that is waited for."""
+
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         """The script's Config of the job. Raises InputError for what this home cannot do."""
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
@@ -93,14 +103,15 @@ class Backend(Protocol):
         """Lines of all hosts, without line ends; with follow, until the job ends."""
 
 
-def all_backends(settings: Settings) -> tuple[Backend, ...]:
+def all_backends(settings: Settings) -> Iterator[Backend]:
+    """The homes, this machine first; the next is not touched before it is asked for."""
     from launcher.backends.local import LocalBackend
 
-    if not settings.reaches_aws:
-        return (LocalBackend(settings),)
-    from launcher.backends.sagemaker import SageMakerBackend
+    yield LocalBackend(settings)
+    if settings.reaches_aws:
+        from launcher.backends.sagemaker import SageMakerBackend
 
-    return (LocalBackend(settings), SageMakerBackend(settings))
+        yield SageMakerBackend(settings)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
@@ -144,11 +155,15 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     Raises:
         ServiceError: no home knows the id.
     """
+    backend = None
     for backend in all_backends(settings):
         description = backend.describe(job_id)
         if description is not None:
             return backend, description
-    raise ServiceError(f"there is no job {job_id!r}: `sm-nanogpt jobs` lists those there are")
+    where = backend.place if backend else ""
+    raise ServiceError(
+        f"there is no job {job_id!r} {where}: `sm-nanogpt jobs` lists those there are"
+    )
 
 
 def new_job_id() -> str:
@@ -200,11 +215,11 @@ def prepare(
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.
-    config = backend_for(job.instance, settings).check(job)
+    config = backend_for(job.instance, settings).check(job, dry_run)
     # A path given to a local job goes no further than this machine.
     here = settings.model_copy(update={"store": ""})
     near = here if job.instance == "local" else settings
-    data = job.data if job.data is not None else last_data(here if dry_run else settings, here)
+    data = job.data if job.data is not None else last_data(settings, here, dry_run)
     texts = {"data": survey(data, near, dry_run)}
     if job.validation is not None:
         texts["validation"] = survey(job.validation, near, dry_run)
@@ -228,9 +243,15 @@ class Text:
     sources: list[Path]
 
 
-def last_data(settings: Settings, here: Settings) -> str:
-    """The last upload to the store; without any, the last to this machine's own."""
+def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
+    """The last upload to the store; without any, the last to this machine's own.
+
+    A dry run does not ask a remote store; it knows what was uploaded from here.
+    """
     try:
+        if dry_run and settings.data_store != here.data_store:
+            noted = corpus.read_noted(settings).get(settings.data_store)
+            return noted or corpus.last_upload(here).uri
         return corpus.last_upload(settings).uri
     except InputError:
         if settings.data_store == here.data_store:
@@ -247,8 +268,10 @@ def survey(location: str, settings: Settings, offline: bool = False) -> Text:
     if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
         return Text(location, uri, replace(known, uploaded=False), [])
     if path is None:
-        if not storage.list_files(uri):
-            raise InputError(f"{location}: nothing is there")
+        there = storage.list_files(uri)
+        if not any(name.endswith(".txt") for name in there):
+            what = "no *.txt file is there" if there else "nothing is there"
+            raise InputError(f"{location}: {what}")
         return Text(location, uri, None, [])
     upload, sources = corpus.survey(path, settings, offline)
     return Text(location, upload.uri, upload, sources)
@@ -288,6 +311,11 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
         )
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
+    if (earlier.instance == "local") != (job.instance == "local"):
+        raise InputError(
+            f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
+            f" --instance {job.instance} reads them"
+        )
     before = backend.job(job.resume)
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
@@ -295,9 +323,9 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
     hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
-    kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"})
+    kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"}, exclude_defaults=True)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
-    return after, before, (earlier.metrics or {}).get("step", 0)
+    return after, before, earlier.checkpoint_step or 0
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -318,7 +346,10 @@ def logs(job_id: str, follow: bool = False, settings: Settings | None = None) ->
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Asks a running job to write a checkpoint and stop; returns at once.
+    """Asks a running job to stop, and returns at once.
+
+    A local job writes a checkpoint first; SageMaker ends a job in two minutes without telling it,
+    so that the newest checkpoint of its timer remains.
 
     Raises:
         ServiceError: there is no such job, or it has ended.
@@ -340,16 +371,20 @@ def wait(
     """
     settings = settings or load_settings()
     deadline = None if timeout is None else time.monotonic() + timeout
-    while (description := describe(job_id, settings)).is_running:
+    backend, description = find(job_id, settings)
+    while description.is_running:
         if deadline is not None and time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
-        time.sleep(0.2)
+        time.sleep(backend.poll_seconds)
+        description = backend.describe(job_id) or description
     return description
 
 
 def explain(description: JobDescription) -> str:
     """Why a job that has ended is not Completed, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
+    if reason and reason.startswith("CapacityError"):
+        reason = f"{reason} {CAPACITY}"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
     if description.checkpoint_uri is not None:
         return (
@@ -357,7 +392,7 @@ def explain(description: JobDescription) -> str:
             " `sm-nanogpt launch --instance"
             f" {description.instance} --resume {job_id}`"
         )
-    return f"{told}; its log: `sm-nanogpt logs {job_id}`"
+    return f"{told}; no checkpoint is left; its log: `sm-nanogpt logs {job_id}`"
 
 
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,15 +47,17 @@ class Plan:
     volume_size: int
     environment: Mapping[str, str] = field(default_factory=dict)
     kms_key: str | None = None
+    volume_kms_key: str | None = None
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
     network_isolation: bool = False
 
 
-def quiet_sdk() -> None:
+def quiet_sdk(home: Path) -> None:
     """Turns off what the SDK does besides: telemetry, a banner, and remarks about its config."""
     os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
-    config = Path(tempfile.gettempdir()) / f"sm-nanogpt-sdk-{os.getuid()}.yaml"
+    home.mkdir(parents=True, exist_ok=True)
+    config = home / "sagemaker-sdk.yaml"
     config.write_text(
         "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
     )
@@ -65,18 +66,15 @@ def quiet_sdk() -> None:
     logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
 
 
-def training_image(region: str, pytorch_version: str, instance_type: str, gpu: bool) -> str:
-    """The URI of AWS's PyTorch training image.
+def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:
+    """The URI of AWS's PyTorch training image, for GPUs or for a CPU.
 
     Raises:
         InputError: the SDK knows no image of that version, or no such region.
     """
-    quiet_sdk()
+    quiet_sdk(home)
     from sagemaker import image_uris
 
-    # Given a type that it does not know, the SDK takes the image for CPUs without a word, so it is
-    # asked with a type whose kind is known.
-    asked = instance_type if not gpu else "ml.g5.xlarge"
     try:
         known = image_uris.config_for_framework("pytorch")["training"]["versions"]
         if pytorch_version not in known:
@@ -91,16 +89,18 @@ def training_image(region: str, pytorch_version: str, instance_type: str, gpu: b
                 version=pytorch_version,
                 py_version=known[pytorch_version]["py_versions"][-1],
                 image_scope="training",
-                instance_type=asked if gpu else "ml.m5.xlarge",
+                # Given a type that it does not know, the SDK takes the image for CPUs without a
+                # word, so it is asked with a type of the same kind that it knows.
+                instance_type="ml.g5.xlarge" if gpu else "ml.m5.xlarge",
             )
         )
     except ValueError as error:
         raise InputError(f"region {region}: {error}") from None
 
 
-def create_request(plan: Plan) -> dict[str, Any]:
+def create_request(plan: Plan, home: Path) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
-    quiet_sdk()
+    quiet_sdk(home)
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput
@@ -142,7 +142,7 @@ def create_request(plan: Plan) -> dict[str, Any]:
             environment=dict(plan.environment) or None,
             tags=[{"Key": key, "Value": value} for key, value in plan.tags.items()],
             output_kms_key=plan.kms_key,
-            volume_kms_key=plan.kms_key,
+            volume_kms_key=plan.volume_kms_key,
             subnets=list(plan.subnets) or None,
             security_group_ids=list(plan.security_group_ids) or None,
             enable_network_isolation=plan.network_isolation,

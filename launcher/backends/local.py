@@ -32,7 +32,7 @@ from typing import Any
 from launcher import storage
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
-from launcher.job import TrainingJob
+from launcher.job import CLOUD_FIELDS, TrainingJob
 from launcher.settings import Settings
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
@@ -43,10 +43,14 @@ NOT_STARTED = "it could not be started"
 class LocalBackend:
     """The Backend of `--instance local`."""
 
+    place = "on this machine"
+    poll_seconds = 0.2
+
     def __init__(self, settings: Settings) -> None:
         self.jobs_dir = settings.jobs_dir
+        self.settings = settings
 
-    def check(self, job: TrainingJob) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         processes, _ = plan_processes(job)
         return job.config(job.instance_count * processes)
 
@@ -55,7 +59,7 @@ class LocalBackend:
         config = job.config(job.instance_count * processes)
         directory = self.jobs_dir / job_id
         record = {
-            "job": job.model_dump(mode="json"),
+            "job": job.model_dump(mode="json", exclude=set(CLOUD_FIELDS)),
             "hyperparameters": job.explicit_hyperparameters(),
             "created": time.time(),
             "processes_per_host": processes,
@@ -78,6 +82,12 @@ class LocalBackend:
                     str(lock.fileno()),
                 ],
                 cwd=directory,  # nothing here can be imported by mistake
+                env={
+                    **os.environ,
+                    "SM_NANOGPT_HOME": str(self.settings.home),
+                    "SM_NANOGPT_PROFILE": self.settings.profile,
+                    "SM_NANOGPT_REGION": self.settings.region,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -24,6 +24,7 @@ from launcher import storage
 from launcher.backends.local import read_json, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.job import command_line
+from launcher.settings import load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
 PEER_GRACE_SECONDS = 2  # the same when a rank has failed, as mpirun has it
@@ -328,6 +329,7 @@ def available_cpus() -> int:
 
 
 def main() -> None:
+    load_settings()  # the same profile and region as those of who launched the job
     directory = Path(sys.argv[1])  # argv[2], the lock's descriptor, is held by being open
     run = LocalRun(directory)
 

@@ -20,10 +20,10 @@ from datetime import datetime
 from typing import Any
 
 from launcher import storage
-from launcher.aws import Missing, aws_session, service_errors
+from launcher.aws import Missing, aws_session, retrying, service_errors
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
-from launcher.instances import INSTANCES, looks_like_gpu
+from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.settings import Settings
 
@@ -31,7 +31,8 @@ TAG = "sm-nanogpt"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 TAG_VALUE = "job"
-POLL_SECONDS = 2
+POLL_SECONDS = 5.0
+QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
 
 
 class SageMakerBackend:
@@ -40,6 +41,15 @@ class SageMakerBackend:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = aws_session(settings)
+        self.clients: dict[str, Any] = {}
+
+    @property
+    def place(self) -> str:
+        return f"on this machine or in {self.region}"
+
+    @property
+    def poll_seconds(self) -> float:
+        return POLL_SECONDS
 
     @property
     def region(self) -> str:
@@ -49,7 +59,12 @@ class SageMakerBackend:
         return str(region)
 
     def client(self, service: str) -> Any:
-        return self.session.client(service, region_name=self.region)
+        if service not in self.clients:
+            with service_errors(service):
+                self.clients[service] = self.session.client(
+                    service, region_name=self.region, config=retrying()
+                )
+        return self.clients[service]
 
     # -- launch -----------------------------------------------------------------------------------
 
@@ -63,6 +78,8 @@ class SageMakerBackend:
                 self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
         except Missing:
             return None
+        except ServiceError as error:
+            raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
         return bucket
 
     def job_uri(self, job_id: str, *parts: str) -> str:
@@ -91,7 +108,7 @@ class SageMakerBackend:
                 f"SageMaker cannot read {self.settings.data_store}: set --store or SM_NANOGPT_STORE"
                 " to s3://bucket/prefix"
             )
-        gpu = looks_like_gpu(job.instance)
+        gpu, home = looks_like_gpu(job.instance), self.settings.home
         assert job.data is not None
         channels = {"training": job.data}
         if job.validation is not None:
@@ -109,8 +126,7 @@ class SageMakerBackend:
             instance_type=job.instance,
             instance_count=job.instance_count,
             launcher=job.launcher,
-            image_uri=job.image_uri
-            or training_image(self.region, job.pytorch_version, job.instance, gpu),
+            image_uri=job.image_uri or training_image(self.region, job.pytorch_version, gpu, home),
             source_uri=self.job_uri(job_id, "source", "sourcedir.tar.gz"),
             output_uri=storage.join(self.settings.data_store, "jobs"),
             checkpoint_uri=self.job_uri(job_id, "checkpoints"),
@@ -124,17 +140,21 @@ class SageMakerBackend:
             volume_size=job.volume_size,
             environment=job.environment,
             kms_key=job.kms_key,
+            # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
+            volume_kms_key=None if has_local_storage(job.instance) else job.kms_key,
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
         )
-        return create_request(plan)
+        return create_request(plan, home)
 
-    def check(self, job: TrainingJob) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+        if job.instance.startswith(("ml.trn", "ml.inf")):
+            raise InputError(f"--instance {job.instance}: train.py needs GPUs or a CPU, not Neuron")
         known = INSTANCES.get(job.instance)
         config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
-        job.sendable_hyperparameters()
-        _ = self.region
+        anything = {"data": "s3://bucket/data", "validation": None}
+        self.request("job", job.model_copy(update=anything), role_required=not dry_run)
         return config
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
@@ -146,13 +166,14 @@ class SageMakerBackend:
         archive = source_archive(job.script.read_bytes())
         storage.write_bytes(self.job_uri(job_id, "source", "sourcedir.tar.gz"), archive)
         if job.resume is not None:
-            before, now = (self.job_uri(name, "checkpoints") for name in (job.resume, job_id))
-            storage.copy(before, now)
+            earlier = self.raw(job.resume) or {}
+            source = earlier.get("CheckpointConfig", {}).get("S3Uri", "")
+            if not source or not storage.copy(source, self.job_uri(job_id, "checkpoints")):
+                raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
         with service_errors("CreateTrainingJob"):
             self.client("sagemaker").create_training_job(**request)
-        self.settings.sagemaker_mark.touch()
 
     def console_link(self, job_id: str) -> str | None:
         host = f"{self.region}.console.aws.amazon.com"
@@ -164,16 +185,20 @@ class SageMakerBackend:
         """What DescribeTrainingJob says; None when there is no such job."""
         try:
             with service_errors("DescribeTrainingJob"):
-                return dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
+                raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
         except Missing:
             return None
+        if not is_ours(raw):
+            raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
+        return raw
 
     def describe(self, job_id: str) -> JobDescription | None:
         raw = self.raw(job_id)
         if raw is None:
             return None
-        uri = raw.get("CheckpointConfig", {}).get("S3Uri")
-        return describe_job(raw, newest_checkpoint(storage.list_files(uri)) if uri else None)
+        ended = raw["TrainingJobStatus"] not in RUNNING
+        names = storage.list_files(raw["CheckpointConfig"]["S3Uri"]) if ended else {}
+        return describe_job(raw, newest_checkpoint(names))
 
     def job(self, job_id: str) -> TrainingJob:
         raw = self.raw(job_id) or {}
@@ -201,7 +226,8 @@ class SageMakerBackend:
             with service_errors("Search"):
                 page = client.search(**search, **token)
             for result in page["Results"]:
-                yield describe_job(result["TrainingJob"], None)
+                if is_ours(result["TrainingJob"]):
+                    yield describe_job(result["TrainingJob"], None)
             if not page.get("NextToken"):
                 return
             token = {"NextToken": page["NextToken"]}
@@ -213,7 +239,7 @@ class SageMakerBackend:
     def logs(self, job_id: str, follow: bool) -> Iterator[str]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
-        hosts = 0
+        hosts, heard = 1, time.monotonic()
         while True:
             raw = self.raw(job_id)
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
@@ -221,10 +247,11 @@ class SageMakerBackend:
             events = sorted(self.new_events(job_id, seen), key=lambda event: event[0])
             for _, host, message in events:
                 yield f"{host}: {message}" if hosts > 1 else message
-            if (ended and not events) or (ended and not follow) or not follow:
+            if events or not ended:
+                heard = time.monotonic()
+            if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
                 return
-            if not events:
-                time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
         """(time in ms, host, message) of each event since the last call; `seen` remembers where."""
@@ -253,10 +280,17 @@ class SageMakerBackend:
                 for event in page["events"]:
                     yield event["timestamp"], host, event["message"].rstrip("\n")
                 # The end of a stream gives back the token that it was asked with.
-                finished = seen.get(stream) == page["nextForwardToken"] or not page["events"]
+                finished = seen.get(stream) == page["nextForwardToken"]
                 seen[stream] = page["nextForwardToken"]
                 if finished:
                     break
+
+
+def is_ours(raw: dict[str, Any]) -> bool:
+    """Whether a job's checkpoints lie where ours do; others are none of our business."""
+    output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
+    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
+    return bool(output) and checkpoints == f"{output}/{raw['TrainingJobName']}/checkpoints"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
@@ -274,18 +308,24 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     metrics = {
         metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
     }
+    if "step" in metrics:
+        metrics["step"] = int(metrics["step"])
+    secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
+    transitions = raw.get("SecondaryStatusTransitions", [])
+    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
     resources = raw["ResourceConfig"]
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
         job_id=raw["TrainingJobName"],
         status=raw["TrainingJobStatus"],
-        secondary_status=raw.get("SecondaryStatus", raw["TrainingJobStatus"]),
+        secondary_status=secondary,
         instance=resources["InstanceType"],
         instance_count=resources["InstanceCount"],
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
-        failure_reason=raw.get("FailureReason"),
+        failure_reason=raw.get("FailureReason") or (secondary if secondary in limits else None),
+        message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),
         ended=timestamp(raw.get("TrainingEndTime")),
         metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
