@@ -435,7 +435,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     found.sort(key=lambda description: description.created, reverse=True)
     if as_json:
         print_json([asdict(description) for description in found])
-    else:
+    elif found or failure is None:
         print_jobs(found)
     if failure is not None:
         raise failure
