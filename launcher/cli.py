@@ -266,9 +266,9 @@ def launch_command(
         settings = cloud_settings(settings, dry_run)
         if settings.store != told:
             note(f"store: {settings.store} (the account's default bucket of SageMaker)")
-        if remarks := remark(job.instance):
-            note(remarks)
     backend = backend_for(job.instance, settings)
+    if not local:
+        note(remark(job.instance))
     with byte_progress("upload") as progress:
         ready = prepare(job, settings, progress, dry_run)
     last = job.data is None and job.resume is None

@@ -19,11 +19,11 @@ class Instance:
     gpus: int
     gpu: str
     gpu_memory: int
-    network: int
+    network: float
 
 
 def _gpu_family(
-    family: str, gpu: str, gpu_memory: int, sizes: Mapping[str, tuple[int, int]]
+    family: str, gpu: str, gpu_memory: int, sizes: Mapping[str, tuple[int, float]]
 ) -> dict[str, Instance]:
     return {
         f"ml.{family}.{size}": Instance(gpus, gpu, gpu_memory, network)
@@ -31,10 +31,26 @@ def _gpu_family(
     }
 
 
-def _cpu_family(family: str, sizes: str) -> dict[str, Instance]:
-    return {f"ml.{family}.{size}": Instance(0, "", 0, 10) for size in sizes.split()}
+def _cpu_family(family: str, sizes: Mapping[str, float]) -> dict[str, Instance]:
+    return {f"ml.{family}.{size}": Instance(0, "", 0, network) for size, network in sizes.items()}
 
 
+# Gbit/s by size; most are "up to" on the smaller ones.
+_FIFTH = {
+    **dict.fromkeys(("large", "xlarge", "2xlarge", "4xlarge", "8xlarge", "9xlarge"), 10.0),
+    "12xlarge": 12.0,
+    "16xlarge": 20.0,
+    "18xlarge": 25.0,
+    "24xlarge": 25.0,
+}
+_SIXTH = {
+    **dict.fromkeys(("large", "xlarge", "2xlarge", "4xlarge", "8xlarge"), 12.5),
+    "12xlarge": 18.75,
+    "16xlarge": 25.0,
+    "24xlarge": 37.5,
+    "32xlarge": 50.0,
+}
+_SEVENTH = {**{size: n for size, n in _SIXTH.items() if size != "32xlarge"}, "48xlarge": 50.0}
 _ONE_TO_EIGHT = {
     "xlarge": (1, 10),
     "2xlarge": (1, 10),
@@ -54,7 +70,11 @@ INSTANCES: dict[str, Instance] = {
         "L40S",
         48,
         {
-            **_ONE_TO_EIGHT,
+            "xlarge": (1, 20),
+            "2xlarge": (1, 20),
+            "4xlarge": (1, 20),
+            "8xlarge": (1, 25),
+            "16xlarge": (1, 35),
             "12xlarge": (4, 100),
             "24xlarge": (4, 200),
             "48xlarge": (8, 400),
@@ -81,24 +101,23 @@ INSTANCES: dict[str, Instance] = {
     **_gpu_family("p5e", "H200", 141, {"48xlarge": (8, 3200)}),
     **_gpu_family("p5en", "H200", 141, {"48xlarge": (8, 3200)}),
     **_gpu_family("p6-b200", "B200", 179, {"48xlarge": (8, 3200)}),
-    **_cpu_family("t3", "medium large xlarge 2xlarge"),
-    **_cpu_family("m5", "large xlarge 2xlarge 4xlarge 12xlarge 24xlarge"),
-    **_cpu_family("c5", "xlarge 2xlarge 4xlarge 9xlarge 18xlarge"),
-    **_cpu_family("c5n", "xlarge 2xlarge 4xlarge 9xlarge 18xlarge"),
-    **_cpu_family("r5", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge"),
+    **_cpu_family("t3", dict.fromkeys(("medium", "large", "xlarge", "2xlarge"), 5.0)),
+    **_cpu_family("m5", _FIFTH),
+    **_cpu_family("c5", _FIFTH),
+    **_cpu_family("r5", _FIFTH),
     **_cpu_family(
-        "m6i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 32xlarge"
+        "c5n",
+        {
+            **dict.fromkeys(("xlarge", "2xlarge", "4xlarge"), 25.0),
+            "9xlarge": 50.0,
+            "18xlarge": 100.0,
+        },
     ),
-    **_cpu_family("c6i", "xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 32xlarge"),
-    **_cpu_family(
-        "m7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
-    ),
-    **_cpu_family(
-        "c7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
-    ),
-    **_cpu_family(
-        "r7i", "large xlarge 2xlarge 4xlarge 8xlarge 12xlarge 16xlarge 24xlarge 48xlarge"
-    ),
+    **_cpu_family("m6i", _SIXTH),
+    **_cpu_family("c6i", _SIXTH),
+    **_cpu_family("m7i", _SEVENTH),
+    **_cpu_family("c7i", _SEVENTH),
+    **_cpu_family("r7i", _SEVENTH),
 }
 
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
@@ -109,10 +128,12 @@ def nearest_instances(name: str) -> list[str]:
     return difflib.get_close_matches(name, INSTANCES, n=3, cutoff=0.5)
 
 
-def remark(name: str) -> str | None:
-    """What to say of a type that is not in the table; it may be newer than the table is."""
+def remark(name: str) -> str:
+    """What a machine is; a type that is not in the table may be newer than the table is."""
     if name in INSTANCES:
-        return None
+        known = INSTANCES[name]
+        gpus = f"{known.gpus} {known.gpu} of {known.gpu_memory} GiB" if known.gpus else "no GPU"
+        return f"{name}: {gpus}, {known.network:g} Gbit/s"
     near = nearest_instances(name)
     kind = "GPU" if looks_like_gpu(name) else "CPU"
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
