@@ -239,7 +239,13 @@ def fetch(uri: str, directory: Path, progress: Progress = lambda n: None) -> lis
             target.parent.mkdir(parents=True, exist_ok=True)
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
-                fs.get_file(source, str(target), callback=Told(progress))
+                fs.get_file(
+                    source,
+                    str(target),
+                    callback=Told(progress),
+                    chunksize=PART_BYTES,
+                    max_concurrency=PARALLEL_PARTS,
+                )
                 check_arrival(fs, source, target)
             else:
                 with fs.open(source, "rb") as file, target.open("wb") as out:

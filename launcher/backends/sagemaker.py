@@ -17,7 +17,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import storage
 from launcher.aws import Missing, aws_session, retrying, service_errors
@@ -26,6 +26,9 @@ from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.settings import Settings
+
+if TYPE_CHECKING:
+    from launcher.backends.estimator import Plan
 
 TAG = "sm-nanogpt"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -95,13 +98,13 @@ class SageMakerBackend:
             )
         return ROLE_PLACEHOLDER
 
-    def request(self, job_id: str, job: TrainingJob, role_required: bool) -> dict[str, Any]:
-        """The CreateTrainingJob request of a job.
+    def plan(self, job_id: str, job: TrainingJob, role_required: bool) -> Plan:
+        """The job with every decision made.
 
         Raises:
             InputError: the job asks for what AWS refuses, or something that it needs is not known.
         """
-        from launcher.backends.estimator import Plan, create_request, training_image
+        from launcher.backends.estimator import Plan, training_image
 
         if not self.settings.data_store.startswith("s3://"):
             raise InputError(
@@ -119,7 +122,7 @@ class SageMakerBackend:
             if not uri.endswith(".txt"):
                 # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
                 channels[name] = uri.rstrip("/") + "/"
-        plan = Plan(
+        return Plan(
             job_name=job_id,
             region=self.region,
             role=self.role(job, role_required),
@@ -146,15 +149,25 @@ class SageMakerBackend:
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
         )
-        return create_request(plan, home)
+
+    def request(self, job_id: str, job: TrainingJob, role_required: bool) -> dict[str, Any]:
+        """The CreateTrainingJob request of a job."""
+        from launcher.backends.estimator import create_request
+
+        return create_request(self.plan(job_id, job, role_required), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         if job.instance.startswith(("ml.trn", "ml.inf")):
             raise InputError(f"--instance {job.instance}: train.py needs GPUs or a CPU, not Neuron")
+        if job.instance.startswith("ml.p5.") and job.launcher == "pytorchddp":
+            raise InputError(
+                f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
+                " --launcher torchrun the same training runs"
+            )
         known = INSTANCES.get(job.instance)
         config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
         anything = {"data": "s3://bucket/data", "validation": None}
-        self.request("job", job.model_copy(update=anything), role_required=not dry_run)
+        self.plan("job", job.model_copy(update=anything), role_required=not dry_run)
         return config
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
