@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from runs import SCRIPT
 
@@ -188,70 +188,69 @@ class Host:
         """The exit status of the container; negative when it was killed."""
         return int((self.directory / "status").read_text())
 
-    def lay_out(
+    def lay_out_ml(
         self,
         *,
-        text: str,
         hosts: Sequence[str],
-        hyperparameters: Mapping[str, Any],
-        script: Path,
-        gpus: int,
-        smddprun: bool,
-        environment_sed: str,
-        checkpoints: Path | None,
+        instance_type: str,
+        hyperparameters: Mapping[str, str],
+        channels: Sequence[str],
     ) -> None:
-        """All that SageMaker and the image put there before the container starts."""
-        encoded = {key: json.dumps(value) for key, value in hyperparameters.items()}
+        """What SageMaker puts into /opt/ml before the container starts, the data apart."""
+        group = dict(
+            instance_group_name="homogeneousCluster", instance_type=instance_type, hosts=[*hosts]
+        )
         resources = dict(
             current_host=self.name,
-            current_instance_type="ml.g5.12xlarge",
+            current_instance_type=instance_type,
             current_group_name="homogeneousCluster",
-            hosts=list(hosts),
-            instance_groups=[
-                dict(
-                    instance_group_name="homogeneousCluster",
-                    instance_type="ml.g5.12xlarge",
-                    hosts=list(hosts),
-                )
-            ],
+            hosts=[*hosts],
+            instance_groups=[group],
             network_interface_name="eth0",
         )
-        channels = dict(
-            training=dict(
-                TrainingInputMode="File",
-                S3DistributionType="FullyReplicated",
-                RecordWrapperType="None",
-            )
+        channel = dict(
+            TrainingInputMode="File",
+            S3DistributionType="FullyReplicated",
+            RecordWrapperType="None",
         )
+        config = {
+            "hyperparameters": hyperparameters,
+            "resourceconfig": resources,
+            "inputdataconfig": dict.fromkeys(channels, channel),
+        }
         write_tree(
-            self.ml,
-            {
-                "input/config/hyperparameters.json": json.dumps(encoded),
-                "input/config/resourceconfig.json": json.dumps(resources),
-                "input/config/inputdataconfig.json": json.dumps(channels),
-                "input/data/training/input.txt": text,
-            },
+            self.ml / "input/config",
+            {f"{name}.json": json.dumps(value) for name, value in config.items()},
         )
-        for name in ("model", "output/data", "checkpoints"):
-            (self.ml / name).mkdir(parents=True)
-        if checkpoints is not None:
-            shutil.copytree(checkpoints, self.checkpoints, dirs_exist_ok=True)
+        for place in (
+            "model",
+            "output/data",
+            "checkpoints",
+            *(f"input/data/{c}" for c in channels),
+        ):
+            (self.ml / place).mkdir(parents=True, exist_ok=True)
 
+    def lay_out_image(
+        self, *, hosts: Sequence[str], gpus: int, smddprun: bool, environment_sed: str, keys: Path
+    ) -> None:
+        """What the image holds, and what is the host's own outside of /opt/ml."""
         bin = "opt/image/bin"  # before all else on the container's PATH
         write_tree(
-            self.directory / "files",
+            self.directory,
             {
-                "etc/hosts": "127.0.0.1 localhost\n"
+                "files/etc/hosts": "127.0.0.1 localhost\n"
                 + "".join(f"{address(i)} {host}\n" for i, host in enumerate(hosts)),
-                "etc/environment": "",
-                "etc/openmpi/openmpi-mca-params.conf": OPEN_MPI,
-                "opt/image/start.sh": "train\n",
-                "opt/image/environment.sed": environment_sed,
-                f"{bin}/train": f"#!{PYTHON.absolute()}\n{TRAIN}",
-                f"{bin}/mpirun": '#!/bin/sh\nexec mpirun.real --allow-run-as-root "$@"\n',
-                f"{bin}/nvidia-smi": "#!/bin/sh\n"
+                "files/etc/environment": "",
+                "files/etc/openmpi/openmpi-mca-params.conf": OPEN_MPI,
+                "files/opt/image/start.sh": "train\n",
+                "files/opt/image/environment.sed": environment_sed,
+                f"files/{bin}/train": f"#!{PYTHON.absolute()}\n{TRAIN}",
+                f"files/{bin}/mpirun": '#!/bin/sh\nexec mpirun.real --allow-run-as-root "$@"\n',
+                f"files/{bin}/nvidia-smi": "#!/bin/sh\n"
                 + "".join(f"echo 'GPU {i}: NVIDIA A10G (UUID: GPU-{i})'\n" for i in range(gpus)),
-                **({f"{bin}/smddprun": SMDDPRUN} if smddprun else {}),
+                **({f"files/{bin}/smddprun": SMDDPRUN} if smddprun else {}),
+                "sshd/sshd_config": SSHD_CONFIG,
+                "ssh/config": SSH_CONFIG,
             },
         )
         mpirun = shutil.which("mpirun")
@@ -259,9 +258,11 @@ class Host:
         (self.directory / "files" / bin / "mpirun.real").symlink_to(mpirun)
         for name in ("root/.ssh", "etc/ssh", "opt/ml", "tmp", "run"):
             (self.directory / "files" / name).mkdir(parents=True, exist_ok=True)
-        with tarfile.open(self.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as archive:
-            archive.add(script, "train.py")
         (self.directory / "stage").mkdir()
+        shutil.copy(keys / "host", self.directory / "sshd/host_key")
+        shutil.copy(keys / "user", self.directory / "ssh/id_ed25519")
+        shutil.copy(keys / "user.pub", self.directory / "ssh/authorized_keys")
+        (self.directory / "ssh").chmod(0o700)
 
 
 def address(index: int) -> str:
@@ -274,66 +275,46 @@ def python_homes() -> list[str]:
     return subprocess.check_output([PYTHON, "-c", words], text=True).splitlines()
 
 
-class Job:
-    """A training job of one or two hosts; as a context, nothing of it runs on afterwards.
+class Cluster:
+    """The hosts of a job, one or two; as a context, nothing of them runs on afterwards.
 
     Each host has `gpus` GPUs as far as nvidia-smi knows, and the launchers start one rank for each.
+    What is in /opt/ml when the hosts start is up to the caller, who writes below Host.ml.
     """
 
     def __init__(
         self,
         directory: Path,
         *,
-        text: str,
-        values: Mapping[str, Any],
-        launcher: str = "pytorchddp",
-        hosts: int = 1,
-        gpus: int = 2,
-        script: Path = SCRIPT,
+        job_name: str,
+        hosts: int,
+        gpus: int,
         smddprun: bool = False,
         second_environment_sed: str = "",
-        checkpoints: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         assert hosts in (1, 2)
-        names = [f"algo-{i + 1}" for i in range(hosts)]
-        self.hosts = [Host(directory / name) for name in names]
+        self.names = [f"algo-{i + 1}" for i in range(hosts)]
+        self.hosts = [Host(directory / name) for name in self.names]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.failed_first: Host | None = None
         self.failed_at = 0.0
-        hyperparameters = {
-            **values,
-            "sagemaker_submit_directory": "/opt/image/sourcedir.tar.gz",
-            "sagemaker_program": "train.py",
-            "sagemaker_container_log_level": 20,
-            "sagemaker_job_name": "sm-nanogpt-contract",
-            "sagemaker_region": "us-east-1",
-            "sagemaker_instance_type": "ml.g5.12xlarge",
-            **LAUNCHERS[launcher],
-        }
+        self.variables = {"TRAINING_JOB_NAME": job_name, **(variables or {})}
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
             subprocess.run(command, check=True)
         for index, host in enumerate(self.hosts):
-            host.lay_out(
-                text=text,
-                hosts=names,
-                hyperparameters=hyperparameters,
-                script=script,
+            host.lay_out_image(
+                hosts=self.names,
                 gpus=gpus,
                 smddprun=smddprun,
                 environment_sed=second_environment_sed if index else "",
-                checkpoints=checkpoints,
+                keys=keys,
             )
-            write_tree(host.directory, {"sshd/sshd_config": SSHD_CONFIG})
-            write_tree(host.directory, {"ssh/config": SSH_CONFIG})
-            shutil.copy(keys / "host", host.directory / "sshd/host_key")
-            shutil.copy(keys / "user", host.directory / "ssh/id_ed25519")
-            shutil.copy(keys / "user.pub", host.directory / "ssh/authorized_keys")
-            (host.directory / "ssh").chmod(0o700)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         try:
             self.start()
         except BaseException:
@@ -358,7 +339,7 @@ class Job:
             "PYTHONDONTWRITEBYTECODE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main",
-            "TRAINING_JOB_NAME": "sm-nanogpt-contract",
+            **self.variables,
         }
         for index, host in enumerate(self.hosts):
             place = [str(host.directory), host.name, address(index)]
@@ -439,3 +420,52 @@ class Job:
     def log(self) -> str:
         """The logs of all hosts, one after the other."""
         return "".join(host.log for host in self.hosts)
+
+
+class Job(Cluster):
+    """A training job without SageMaker around it: train.py with `values`, on `text`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        text: str,
+        values: Mapping[str, Any],
+        launcher: str = "pytorchddp",
+        hosts: int = 1,
+        gpus: int = 2,
+        script: Path = SCRIPT,
+        smddprun: bool = False,
+        second_environment_sed: str = "",
+        checkpoints: Path | None = None,
+    ) -> None:
+        super().__init__(
+            directory,
+            job_name="sm-nanogpt-contract",
+            hosts=hosts,
+            gpus=gpus,
+            smddprun=smddprun,
+            second_environment_sed=second_environment_sed,
+        )
+        hyperparameters = {
+            **values,
+            "sagemaker_submit_directory": "/opt/image/sourcedir.tar.gz",
+            "sagemaker_program": "train.py",
+            "sagemaker_container_log_level": 20,
+            "sagemaker_job_name": "sm-nanogpt-contract",
+            "sagemaker_region": "us-east-1",
+            "sagemaker_instance_type": "ml.g5.12xlarge",
+            **LAUNCHERS[launcher],
+        }
+        for host in self.hosts:
+            host.lay_out_ml(
+                hosts=self.names,
+                instance_type="ml.g5.12xlarge",
+                hyperparameters={k: json.dumps(v) for k, v in hyperparameters.items()},
+                channels=["training"],
+            )
+            (host.ml / "input/data/training/input.txt").write_text(text)
+            if checkpoints is not None:
+                shutil.copytree(checkpoints, host.checkpoints, dirs_exist_ok=True)
+            with tarfile.open(host.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as tar:
+                tar.add(script, "train.py")
