@@ -36,9 +36,12 @@ ACTIONS: dict[str, str] = {
         ),
         "AWS does not accept the credentials; check AWS_PROFILE or the keys",
     ),
+    # S3 answers HEAD with a number alone.
+    "400": f"AWS does not accept the request; if the credentials have expired, {RENEW}",
+    "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
+    " permission, or use another store",
     **dict.fromkeys(
         (
-            "403",
             "AccessDenied",
             "AccessDeniedException",
             "AllAccessDisabled",

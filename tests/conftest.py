@@ -10,8 +10,9 @@ from typing import Any
 
 import launching
 import pytest
-import sagemaker_service
 import torch
+from emulator import Emulator, make_role, serving
+from sagemaker_service import SageMaker, scripted
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
@@ -93,27 +94,23 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    """An S3 on loopback."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+def emulator() -> Iterator[Emulator]:
+    """AWS on loopback; shared, so that what a test puts there has names of its own."""
+    with serving(SageMaker(scripted)) as emulator:
+        make_role(emulator.url, "training", "s3:*", "logs:*")
+        yield emulator
 
 
 @pytest.fixture
 def s3(
-    s3_server: str, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    emulator: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    """A client of that S3, with a bucket of this test's own under `s3.bucket`."""
+    """A client of its S3, with a bucket of this test's own under `s3.bucket`."""
     import boto3
     from s3fs import S3FileSystem
 
     for name, value in {
-        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ENDPOINT_URL": emulator.url,
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -129,13 +126,11 @@ def s3(
 
 
 @pytest.fixture
-def cloud(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[sagemaker_service.Service]:
-    """SageMaker on loopback beside that S3, and a person who may use both."""
-    with sagemaker_service.serving() as (service, url):
-        for name in ("SAGEMAKER", "CLOUDWATCH_LOGS", "STS"):
-            monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", url)
-        monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-        monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
-        monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
-        yield service
+def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """SageMaker beside that S3, whose jobs only seem to run, and a person who may use both."""
+    emulator.reset(SageMaker(scripted))
+    monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
+    yield emulator

@@ -60,7 +60,11 @@ def store(
     """A bucket's URI on each of the servers in turn."""
     from s3fs import S3FileSystem
 
-    url = request.getfixturevalue("s3_server" if request.param == "moto" else "rclone")
+    url = (
+        request.getfixturevalue("emulator").url
+        if request.param == "moto"
+        else request.getfixturevalue("rclone")
+    )
     for name, value in {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": KEY,

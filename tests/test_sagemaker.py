@@ -16,8 +16,9 @@ from typing import Any
 import launching
 import pytest
 import sagemaker_service
+from access import ACCOUNT
+from emulator import Emulator
 from launching import Finished, Ran
-from sagemaker_service import Service
 
 from entry_point import train
 from launcher import InputError, TrainingJob
@@ -29,7 +30,7 @@ TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
 @pytest.fixture
-def launched(cloud: Service, cli: Callable[..., Ran], text_file: Path) -> str:
+def launched(cloud: Emulator, cli: Callable[..., Ran], text_file: Path) -> str:
     """The id of a job on SageMaker."""
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
@@ -78,7 +79,7 @@ def test_a_dry_run_shows_the_request_without_credentials(
 
 
 def test_what_is_sent_is_what_a_dry_run_shows(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
     shown = json.loads(cli(*words, "--dry-run").out)
@@ -210,7 +211,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
     ],
 )
 def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
-    cloud: Service,
+    cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -226,7 +227,7 @@ def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
 
 
 def test_no_region_no_role_and_no_store_are_each_one_line(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file))
     monkeypatch.delenv("SM_NANOGPT_ROLE")
@@ -238,14 +239,14 @@ def test_no_region_no_role_and_no_store_are_each_one_line(
 
 
 def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
-    cloud: Service,
+    cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
     text_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    bucket = f"sagemaker-us-east-1-{sagemaker_service.ACCOUNT}"
+    bucket = f"sagemaker-us-east-1-{ACCOUNT}"
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 2
     assert "no default bucket yet" in ran.error
@@ -260,17 +261,17 @@ def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
 
 
 def test_a_launch_prints_the_id_alone_and_says_where_to_look(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
-    assert ran.out.strip() in cloud.jobs
+    assert ran.out.strip() in cloud.sagemaker.jobs
     assert f"#/jobs/{ran.out.strip()}" in ran.err
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
 
 
 def test_the_source_archive_holds_the_script_and_nothing_else(
-    cloud: Service, s3: Any, launched: str
+    cloud: Emulator, s3: Any, launched: str
 ) -> None:
     key = f"some/prefix/jobs/{launched}/source/sourcedir.tar.gz"
     archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
@@ -281,14 +282,14 @@ def test_the_source_archive_holds_the_script_and_nothing_else(
         assert file.read() == Path(train.__file__).read_bytes()
 
 
-def test_nothing_is_written_outside_of_the_prefix(cloud: Service, s3: Any, launched: str) -> None:
+def test_nothing_is_written_outside_of_the_prefix(cloud: Emulator, s3: Any, launched: str) -> None:
     keys = [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket)["Contents"]]
     assert keys
     assert all(key.startswith("some/prefix/") for key in keys)
 
 
 def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
-    cloud: Service,
+    cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -299,7 +300,9 @@ def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
     near = cli("upload-data", str(text_file)).out.strip()
     ran = cli("--store", store, *LAUNCH)
     assert ran.code == 0, ran.err
-    sent = cloud.jobs[ran.out.strip()].request["InputDataConfig"][0]["DataSource"]["S3DataSource"]
+    sent = cloud.sagemaker.jobs[ran.out.strip()].request["InputDataConfig"][0]["DataSource"][
+        "S3DataSource"
+    ]
     assert sent["S3Uri"] == f"{store}/data/{near.rsplit('/', 1)[-1]}/"
 
 
@@ -307,13 +310,13 @@ def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
     ("change", "words", "told"),
     [
         ({"AWS_ACCESS_KEY_ID": "EXPIRED"}, (), "have expired"),
-        ({"AWS_ACCESS_KEY_ID": "WRONG"}, (), "does not accept the credentials"),
+        ({"AWS_ACCESS_KEY_ID": "WRONG"}, (), "check AWS_PROFILE and the keys"),
         ({}, ("--instance", "ml.g6.48xlarge"), "quota is too small"),
         ({}, (), None),
     ],
 )
 def test_a_refusal_of_aws_is_one_line_with_what_to_do(
-    cloud: Service,
+    cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -329,7 +332,7 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
         return
     assert ran.code == 1
     assert told in ran.error
-    assert not cloud.jobs
+    assert not cloud.sagemaker.jobs
 
 
 @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
     ],
 )
 def test_each_error_of_the_service_is_one_line_that_says_what_to_do(
-    cloud: Service, cli: Callable[..., Ran], launched: str, code: str, message: str, told: str
+    cloud: Emulator, cli: Callable[..., Ran], launched: str, code: str, message: str, told: str
 ) -> None:
     cloud.refuse["StopTrainingJob"] = (code, message)
     ran = cli("stop", launched)
@@ -354,7 +357,7 @@ def test_each_error_of_the_service_is_one_line_that_says_what_to_do(
 
 
 def test_status_tells_the_states_times_and_numbers(
-    cloud: Service, cli: Callable[..., Ran], launched: str
+    cloud: Emulator, cli: Callable[..., Ran], launched: str
 ) -> None:
     assert "state:       InProgress (" in cli("status", launched).out
     assert cli("wait", launched).code == 0
@@ -367,7 +370,7 @@ def test_status_tells_the_states_times_and_numbers(
 
 
 def test_status_of_a_spot_job_tells_what_was_saved(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
     assert cli("wait", job_id).code == 0
@@ -375,9 +378,9 @@ def test_status_of_a_spot_job_tells_what_was_saved(
 
 
 def test_a_failed_job_tells_why_with_its_last_lines(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.next_job = {
+    cloud.sagemaker.next_script = {
         "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
         "log": [(0.1, "algo-1", "one"), (3.4, "algo-1", "DataError: no text")],
     }
@@ -392,19 +395,19 @@ def test_a_failed_job_tells_why_with_its_last_lines(
 
 
 def test_jobs_lists_ours_page_by_page_with_the_local_ones(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ids = [cli(*LAUNCH, "--data", str(text_file)).out.strip() for _ in range(4)]
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
-    request = {**cloud.jobs[ids[0]].request, "TrainingJobName": "another", "Tags": []}
-    cloud.CreateTrainingJob(request)
+    request = {**cloud.sagemaker.jobs[ids[0]].request, "TrainingJobName": "another", "Tags": []}
+    cloud.sagemaker.CreateTrainingJob(request)
     listed = [job["job_id"] for job in json.loads(cli("jobs", "--json").out)]
     assert listed == [local, *reversed(ids)]
     assert all(job_id in cli("jobs").out for job_id in listed)
 
 
 def test_local_jobs_are_listed_when_aws_cannot_be_asked(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
     cloud.refuse["Search"] = ("AccessDeniedException", "no")
@@ -415,10 +418,10 @@ def test_local_jobs_are_listed_when_aws_cannot_be_asked(
 
 
 def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     lines = [(0.2 * i, f"algo-{1 + i % 2}", f"line {i}") for i in range(20)]
-    cloud.next_job = {"log": lines}
+    cloud.sagemaker.next_script = {"log": lines}
     job_id = cli(*LAUNCH, "--data", str(text_file), "--instance-count", "2").out.strip()
     ran = cli("logs", job_id, "--follow")
     assert ran.code == 0, ran.err
@@ -430,20 +433,20 @@ def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
 
 
 def test_a_followed_launch_ends_with_the_job(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.next_job = {"log": [(0.1, "algo-1", f"{TAGGED}step=1/2 train_loss=1.0")]}
+    cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", f"{TAGGED}step=1/2 train_loss=1.0")]}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0, ran.err
     assert f"{TAGGED}step=1/2 train_loss=1.0" in ran.err
-    cloud.next_job = {"reason": "AlgorithmError: oh no"}
+    cloud.sagemaker.next_script = {"reason": "AlgorithmError: oh no"}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 1
     assert "failed: AlgorithmError: oh no" in ran.err
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -456,7 +459,7 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
 
 
 def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
@@ -470,7 +473,7 @@ def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
 
 
 def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = "some/prefix/jobs/{}/checkpoints/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key.format(launched), Body=b"x")
@@ -482,7 +485,7 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     assert ran.code == 0, ran.err
     resumed = ran.out.strip()
     assert s3.get_object(Bucket=s3.bucket, Key=key.format(resumed))["Body"].read() == b"x"
-    before, after = (cloud.jobs[name].request for name in (launched, resumed))
+    before, after = (cloud.sagemaker.jobs[name].request for name in (launched, resumed))
     assert after["InputDataConfig"] == before["InputDataConfig"]
     assert after["HyperParameters"]["max_steps"] == "6000"
     assert after["HyperParameters"]["n_embd"] == before["HyperParameters"]["n_embd"]
@@ -492,7 +495,7 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
 
 
 def test_a_model_is_fetched_from_where_describe_says_and_only_once(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
 ) -> None:
     archive = finished.directory / "output" / "model.tar.gz"
     key = f"some/prefix/jobs/{launched}/output/model.tar.gz"
@@ -511,10 +514,10 @@ def test_a_model_is_fetched_from_where_describe_says_and_only_once(
 
 
 def test_a_job_that_another_tool_launched_is_left_alone(
-    cloud: Service, cli: Callable[..., Ran], launched: str
+    cloud: Emulator, cli: Callable[..., Ran], launched: str
 ) -> None:
-    request = {**cloud.jobs[launched].request, "TrainingJobName": "prod-xgb"}
-    cloud.CreateTrainingJob(request)
+    request = {**cloud.sagemaker.jobs[launched].request, "TrainingJobName": "prod-xgb"}
+    cloud.sagemaker.CreateTrainingJob(request)
     for command in ("stop", "status", "logs", "fetch-and-sample"):
         ran = cli(command, "prod-xgb")
         assert ran.code == 1
@@ -523,7 +526,7 @@ def test_a_job_that_another_tool_launched_is_left_alone(
 
 
 def test_checkpoints_come_from_where_the_earlier_job_kept_them(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], launched: str
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
@@ -536,7 +539,7 @@ def test_checkpoints_come_from_where_the_earlier_job_kept_them(
 
 
 def test_a_job_is_resumed_where_it_ran(
-    cloud: Service, cli: Callable[..., Ran], finished: Finished, text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], finished: Finished, text_file: Path
 ) -> None:
     local = cli(*launching.launching(data=text_file)).out.strip()
     ran = cli(*LAUNCH, "--resume", local)
@@ -546,9 +549,11 @@ def test_a_job_is_resumed_where_it_ran(
 
 
 def test_a_job_that_got_no_machine_tells_what_to_do(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.next_job = {"reason": "CapacityError: Unable to provision requested ML compute capacity."}
+    cloud.sagemaker.next_script = {
+        "reason": "CapacityError: Unable to provision requested ML compute capacity."
+    }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     assert "try later, or another --instance" in cli("wait", job_id).error
 
@@ -567,7 +572,7 @@ def test_the_region_may_come_from_either_variable_of_aws(
 
 
 def test_a_dry_run_takes_the_last_upload_to_the_store_without_asking_it(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     uploaded = cli("upload-data", str(text_file)).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key="some/prefix/data/latest.json")
@@ -604,7 +609,7 @@ def test_an_upload_is_encrypted_with_the_key_of_the_settings(
     assert head["SSEKMSKeyId"].endswith("alias/mine")
 
 
-def test_an_unknown_job_is_one_line(cloud: Service, cli: Callable[..., Ran]) -> None:
+def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "there is no job 'nope'" in ran.error

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,9 @@ class Plan:
     network_isolation: bool = False
 
 
-def quiet_sdk(home: Path) -> None:
-    """Turns off what the SDK does besides: telemetry, a banner, and remarks about its config."""
+@contextmanager
+def quiet_sdk(home: Path) -> Iterator[None]:
+    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries."""
     os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
     home.mkdir(parents=True, exist_ok=True)
     config = home / "sagemaker-sdk.yaml"
@@ -64,6 +66,13 @@ def quiet_sdk(home: Path) -> None:
     os.environ["SAGEMAKER_USER_CONFIG_OVERRIDE"] = str(config)
     logging.getLogger("sagemaker").setLevel(logging.WARNING)
     logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:
@@ -72,28 +81,28 @@ def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> 
     Raises:
         InputError: the SDK knows no image of that version, or no such region.
     """
-    quiet_sdk(home)
-    from sagemaker import image_uris
-
     try:
-        known = image_uris.config_for_framework("pytorch")["training"]["versions"]
-        if pytorch_version not in known:
-            raise InputError(
-                f"--pytorch-version {pytorch_version}: AWS's images that the SDK knows are"
-                f" {', '.join(list(known)[-4:])}; --image-uri names any other"
+        with quiet_sdk(home):
+            from sagemaker import image_uris
+
+            known = image_uris.config_for_framework("pytorch")["training"]["versions"]
+            if pytorch_version not in known:
+                raise InputError(
+                    f"--pytorch-version {pytorch_version}: AWS's images that the SDK knows are"
+                    f" {', '.join(list(known)[-4:])}; --image-uri names any other"
+                )
+            return str(
+                image_uris.retrieve(
+                    "pytorch",
+                    region,
+                    version=pytorch_version,
+                    py_version=known[pytorch_version]["py_versions"][-1],
+                    image_scope="training",
+                    # Given a type that it does not know, the SDK takes the image for CPUs without a
+                    # word, so it is asked with a type of the same kind that it knows.
+                    instance_type="ml.g5.xlarge" if gpu else "ml.m5.xlarge",
+                )
             )
-        return str(
-            image_uris.retrieve(
-                "pytorch",
-                region,
-                version=pytorch_version,
-                py_version=known[pytorch_version]["py_versions"][-1],
-                image_scope="training",
-                # Given a type that it does not know, the SDK takes the image for CPUs without a
-                # word, so it is asked with a type of the same kind that it knows.
-                instance_type="ml.g5.xlarge" if gpu else "ml.m5.xlarge",
-            )
-        )
     except ValueError as error:
         raise InputError(f"region {region}: {error}") from None
 
@@ -104,7 +113,12 @@ def take_config_as_it_is(config: dict[Any, Any]) -> None:
 
 def create_request(plan: Plan, home: Path) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
-    quiet_sdk(home)
+    with quiet_sdk(home):
+        return record_request(plan)
+
+
+def record_request(plan: Plan) -> dict[str, Any]:
+    """The request, kept just before it would be sent."""
     import boto3
     import sagemaker.utils
     from sagemaker.inputs import TrainingInput

@@ -9,14 +9,18 @@ Inside, the real toolkit starts train.py through the real mpirun, sshd or torchr
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tarfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,11 +45,12 @@ LAUNCHERS: dict[str, dict[str, Any]] = {
     "typo": dict(sagemaker_distributed_dataparallel_enabled=False),
 }
 
-# The host's directory is $1, its name $2, its address $3; the rest are directories to show inside.
+# The host's directory is $1, its name $2, its address $3, the size of its volume in bytes $4 or ''
+# for no limit; the rest are directories to show inside.
 BOOT = r"""
 set -euo pipefail
-host=$1 name=$2 address=$3
-shift 3
+host=$1 name=$2 address=$3 volume=$4
+shift 4
 read -r _  # until the network is there
 hostname "$name"
 ip link set lo up
@@ -65,7 +70,12 @@ for place in dev/shm tmp run; do mount -t tmpfs tmpfs $place; done
 mkdir run/sshd
 mount --bind "$host/ssh" root/.ssh
 mount --bind "$host/sshd" etc/ssh
-mount --bind "$host/ml" opt/ml
+if [ "$volume" ]; then
+    mount -t tmpfs -o "size=$volume" tmpfs opt/ml
+    cp -a "$host/ml/." opt/ml
+else
+    mount --bind "$host/ml" opt/ml
+fi
 for place; do
     mkdir -p ".$place"
     mount --bind --options ro "$place" ".$place"
@@ -269,6 +279,28 @@ def address(index: int) -> str:
     return f"10.0.0.{index + 1}"
 
 
+def listen(pid: int, port: int) -> socket.socket:
+    """A socket that listens on a port in the network of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    made: list[socket.socket | OSError] = []
+
+    def inside() -> None:
+        # The thread moves there and ends there; the socket stays where it was made.
+        with Path(f"/proc/{pid}/ns/net").open() as network:
+            if libc.setns(network.fileno(), 0):
+                made.append(OSError(ctypes.get_errno(), "setns"))
+                return
+        made.append(socket.create_server(("0.0.0.0", port), backlog=64))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    (result,) = made
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
 def python_homes() -> list[str]:
     """The directories of the containers' Python, which may lie under /tmp or on other disks."""
     words = "import sys; print(sys.prefix); print(sys.base_prefix)"
@@ -280,6 +312,9 @@ class Cluster:
 
     Each host has `gpus` GPUs as far as nvidia-smi knows, and the launchers start one rank for each.
     What is in /opt/ml when the hosts start is up to the caller, who writes below Host.ml.
+
+    With `volume`, /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a
+    socket that listens there inside the host, for the caller to answer.
     """
 
     def __init__(
@@ -292,11 +327,16 @@ class Cluster:
         smddprun: bool = False,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
+        volume: int | None = None,
+        port: int | None = None,
     ) -> None:
         assert hosts in (1, 2)
+        self.volume, self.port = volume, port
+        self.sockets: list[socket.socket] = []
+        self.descriptors: list[int] = []
         self.names = [f"algo-{i + 1}" for i in range(hosts)]
         self.hosts = [Host(directory / name) for name in self.names]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.containers: list[subprocess.Popen[bytes]] = []
         self.failed_first: Host | None = None
         self.failed_at = 0.0
         self.variables = {"TRAINING_JOB_NAME": job_name, **(variables or {})}
@@ -342,7 +382,8 @@ class Cluster:
             **self.variables,
         }
         for index, host in enumerate(self.hosts):
-            place = [str(host.directory), host.name, address(index)]
+            volume = "" if self.volume is None else str(self.volume)
+            place = [str(host.directory), host.name, address(index), volume]
             with (host.directory / "log").open("wb") as log:
                 process = subprocess.Popen(
                     [*inside.split(), "bash", "-c", BOOT, "boot", *place, *homes],
@@ -352,19 +393,44 @@ class Cluster:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            self.processes.append(process)
+            self.containers.append(process)
         first, last = self.pid1(0), self.pid1(len(self.hosts) - 1)
         peer = f"eth0 netns {last}" if first != last else "eth1"
         link = f"ip link add eth0 type veth peer name {peer}"
         subprocess.run(["nsenter", f"--net=/proc/{first}/ns/net", *link.split()], check=True)
-        for process in self.processes:
+        if self.port is not None:
+            self.sockets = [listen(self.pid1(i), self.port) for i in range(len(self.hosts))]
+        for process in self.containers:
             assert process.stdin is not None
             process.stdin.write(b"\n")
             process.stdin.close()
+        if self.volume is not None:
+            self.hold_volumes()
+
+    def hold_volumes(self) -> None:
+        """Makes each Host.ml the volume inside, which then outlives its host."""
+        for index, host in enumerate(self.hosts):
+            root = Path(f"/proc/{self.pid1(index)}/root")
+            deadline = time.monotonic() + 30
+            while not (root / "opt/image").exists():
+                assert self.containers[index].poll() is None and time.monotonic() < deadline, (
+                    host.log
+                )
+                time.sleep(0.01)
+            descriptor = os.open(root / "opt/ml", os.O_RDONLY)
+            self.descriptors.append(descriptor)
+            host.ml.rename(host.directory / "ml-laid-out")
+            host.ml.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    def release(self) -> None:
+        """Lets the volumes go."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
 
     def pid1(self, index: int) -> int:
         """The machine's number for the first process of a host."""
-        outer = self.processes[index].pid
+        outer = self.containers[index].pid
         children = Path(f"/proc/{outer}/task/{outer}/children")
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -373,14 +439,20 @@ class Cluster:
             time.sleep(0.01)
         raise AssertionError(f"no container: {self.hosts[index].log}")
 
+    def poll(self) -> list[int | None]:
+        """The exit statuses of the hosts that have ended; notes who failed first."""
+        codes = [process.poll() for process in self.containers]
+        if any(codes) and self.failed_first is None:
+            self.failed_first = next(h for h, c in zip(self.hosts, codes, strict=True) if c)
+            self.failed_at = time.time()
+        return codes
+
     def wait(self, limit: float = LIMIT) -> None:
         """Until all hosts have ended. As on SageMaker, one that fails takes the others along."""
         deadline = time.time() + limit
         while True:
-            codes = [process.poll() for process in self.processes]
-            if any(codes) and self.failed_first is None:
-                self.failed_first = next(h for h, c in zip(self.hosts, codes, strict=True) if c)
-                self.failed_at = time.time()
+            codes = self.poll()
+            if self.failed_first is not None:
                 deadline = min(deadline, self.failed_at + 3)
             if None not in codes or time.time() > deadline:
                 break
@@ -392,7 +464,7 @@ class Cluster:
         """Until the first host has such a file in /opt/ml."""
         deadline = time.time() + limit
         while not any(self.hosts[0].ml.glob(pattern)):
-            ended = [process.poll() for process in self.processes] != [None] * len(self.hosts)
+            ended = [process.poll() for process in self.containers] != [None] * len(self.hosts)
             assert not ended and time.time() < deadline, f"no {pattern}:\n{self.log}"
             time.sleep(0.05)
 
@@ -402,19 +474,33 @@ class Cluster:
         time.sleep(grace)
         self.kill()
 
+    def processes(self, index: int) -> list[list[str]]:
+        """The command line of each process of a host, followed by those of the ones above it."""
+
+        def below(pid: int, above: list[str]) -> Iterator[list[str]]:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                lines = [words.replace("\0", " ").strip(), *above]
+                yield lines
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    for child in (task / "children").read_text().split():
+                        yield from below(int(child), lines)
+
+        return list(below(self.pid1(index), []))
+
     def signal(self, signum: int) -> None:
-        for index, process in enumerate(self.processes):
+        for index, process in enumerate(self.containers):
             if process.poll() is None:
                 os.kill(self.pid1(index), signum)
 
     def kill(self) -> None:
-        running = [process.poll() is None for process in self.processes]
+        running = [process.poll() is None for process in self.containers]
         # With its first process, a container ends whole, before that process counts as ended.
         self.signal(signal.SIGKILL)
-        for host, process, killed in zip(self.hosts, self.processes, running, strict=False):
+        for host, process, killed in zip(self.hosts, self.containers, running, strict=False):
             status = process.wait()  # unshare's own, which tells nothing of a killed container
             (host.directory / "status").write_text(str(-signal.SIGKILL if killed else status))
-        self.processes.clear()
+        self.containers.clear()
 
     @property
     def log(self) -> str:

@@ -1,0 +1,64 @@
+"""The emulator with jobs that really run, and the commands as a user types them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import container
+import launching
+import pytest
+from emulator import Emulator
+from launching import Ran
+from sagemaker_service import SageMaker
+from training_runs import Containers
+
+RATE = 20.0  # SageMaker's seconds in one of the tests'
+
+
+@pytest.fixture(scope="session")
+def containers() -> None:
+    """Says why there are no containers here; where tests have to be complete, that is a failure."""
+    if reason := container.lacking():
+        reason = f"no containers: {reason}"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def aws(
+    emulator: Emulator,
+    containers: None,
+    s3: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Emulator]:
+    """SageMaker with two ranks on each host, and a person who may use it."""
+    runs = Containers(tmp_path / "machines", gpus=2, rate=RATE)
+    runs.attach(emulator)
+    emulator.reset(SageMaker(runs, RATE))
+    monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.2)
+    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
+    yield emulator
+    runs.kill()
+
+
+@pytest.fixture
+def user(aws: Emulator) -> dict[str, str]:
+    """The environment of that person's shell."""
+    return {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
+
+
+@pytest.fixture
+def command(user: dict[str, str], home: Path) -> Callable[..., Ran]:
+    """sm-nanogpt as a process of its own, as that person types it."""
+
+    def run(*words: str) -> Ran:
+        return launching.command(*words, home=home, env=user)
+
+    return run

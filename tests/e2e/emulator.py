@@ -1,0 +1,242 @@
+"""AWS on loopback, as far as sm-nanogpt meets it: one server, moto's, with SageMaker's jobs in it.
+
+Every request goes through here: it is recorded, held against the credentials and policies of who
+signed it, and answered by `sagemaker_service` or by moto.
+
+    python tests/e2e/emulator.py          serves until Ctrl-C, and prints what to put into a shell
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+from xml.sax.saxutils import escape
+
+import boto3
+from access import ACCOUNT, Access, Principal, accesses, principal_of
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from policies import allowed
+from refusals import Refusal
+from sagemaker_service import SageMaker
+from training_runs import Containers
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+
+REGION = "us-east-1"
+SMALL_PAGES = {"DescribeLogStreams": 1, "GetLogEvents": 3}
+
+Start = Callable[..., Any]
+
+
+class Quiet(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        pass
+
+
+class Emulator:
+    """The WSGI application, and what a test may look at or change."""
+
+    def __init__(self, sagemaker: SageMaker) -> None:
+        self.moto = DomainDispatcherApplication(create_backend_app)
+        self.url = ""
+        self.credentials: dict[str, Callable[[], dict[str, str]]] = {}  # path: of whom
+        self.reset(sagemaker)
+
+    def reset(self, sagemaker: SageMaker) -> None:
+        """Forgets the jobs and the calls; what moto holds stays."""
+        self.sagemaker = sagemaker
+        self.calls: list[tuple[str, dict[str, Any]]] = []  # but those to S3: operation and body
+        self.accesses: list[Access] = []  # everything, in the words of policies
+        self.refuse: dict[str, tuple[str, str]] = {}  # operation: code and message
+
+    # -- one request -------------------------------------------------------------------------------
+
+    def __call__(self, environ: dict[str, Any], start_response: Start) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path in self.credentials:  # as a container asks for those of its role
+            return answer(start_response, 200, "application/json", self.credentials[path]())
+        scope = re.search(r"Credential=([^/]+)/\d+/([^/]+)/([^/]+)/", auth(environ))
+        key, region, service = scope.groups() if scope else ("", REGION, "s3")
+        body = {} if service == "s3" else read_body(environ)
+        operation = operation_of(environ, body)
+        try:
+            self.judge(
+                principal_of(key, service), accesses(service, region, operation, environ, body)
+            )
+            if service != "s3":
+                self.calls.append((operation, body))
+            if operation in self.refuse:
+                raise Refusal(*self.refuse[operation])
+            if service == "sagemaker":
+                value = self.sagemaker.call(operation, body)
+                return answer(start_response, 200, "application/x-amz-json-1.1", value)
+        except Refusal as refusal:
+            return refused(start_response, service, environ, refusal)
+        if operation in SMALL_PAGES and "limit" not in body:
+            rewind(environ, {**body, "limit": SMALL_PAGES[operation]})
+        return self.moto(environ, start_response)  # type: ignore[no-any-return]
+
+    def serve(self, fd: int | None = None) -> BaseWSGIServer:
+        """Serves on a port of loopback, or on a socket that listens already."""
+        server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=Quiet, fd=fd)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    def judge(self, principal: Principal, wanted: list[Access]) -> None:
+        for access in wanted:
+            access = access.by(principal.arn)
+            self.accesses.append(access)
+            if principal.policies is not None and not allowed(
+                principal.policies, access.action, access.resource, access.context
+            ):
+                raise Refusal(
+                    "AccessDenied" if access.action.startswith("s3:") else "AccessDeniedException",
+                    f"User: {principal.arn} is not authorized to perform: {access.action} on"
+                    f" resource: {access.resource} because no identity-based policy allows the"
+                    f" {access.action} action",
+                    403,
+                )
+
+
+def auth(environ: dict[str, Any]) -> str:
+    return str(environ.get("HTTP_AUTHORIZATION", ""))
+
+
+def read_body(environ: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a request, which can be read again afterwards."""
+    content = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    environ["wsgi.input"] = io.BytesIO(content)
+    if "form-urlencoded" in environ.get("CONTENT_TYPE", ""):
+        return {name: values[0] for name, values in parse_qs(content.decode()).items()}
+    try:
+        return dict(json.loads(content or b"{}"))
+    except ValueError:
+        return {}
+
+
+def rewind(environ: dict[str, Any], body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    environ["wsgi.input"] = io.BytesIO(content)
+    environ["CONTENT_LENGTH"] = str(len(content))
+
+
+def operation_of(environ: dict[str, Any], body: dict[str, Any]) -> str:
+    target = environ.get("HTTP_X_AMZ_TARGET", "").rpartition(".")[2]
+    return str(target or body.get("Action") or environ["REQUEST_METHOD"])
+
+
+def answer(
+    start_response: Start, status: int, kind: str, value: Any, head: bool = False
+) -> list[bytes]:
+    content = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+    headers = [("Content-Type", kind), ("Content-Length", str(len(content)))]
+    start_response(f"{status} {'OK' if status == 200 else 'Refused'}", headers)
+    return [] if head else [content]
+
+
+def refused(
+    start_response: Start, service: str, environ: dict[str, Any], refusal: Refusal
+) -> list[bytes]:
+    """A refusal as the service's protocol has it."""
+    code, message = refusal.code, str(refusal)
+    if service == "s3":
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        xml = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
+        head = environ["REQUEST_METHOD"] == "HEAD"
+        return answer(start_response, refusal.status, "application/xml", xml, head)
+    if "form-urlencoded" in environ.get("CONTENT_TYPE", ""):
+        xml = f"<ErrorResponse><Error><Code>{code}</Code><Message>{escape(message)}</Message>"
+        xml += "</Error></ErrorResponse>"
+        return answer(start_response, refusal.status, "text/xml", xml)
+    said = {"__type": code, "message": message, "Message": message}
+    return answer(start_response, refusal.status, "application/x-amz-json-1.1", said)
+
+
+# -- serving ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(sagemaker: SageMaker) -> Iterator[Emulator]:
+    """The emulator, at its `url`."""
+    emulator = Emulator(sagemaker)
+    server = emulator.serve()
+    emulator.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield emulator
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def make_role(url: str, name: str, *actions: str, trusted: str = "sagemaker.amazonaws.com") -> str:
+    """A role that may do these actions, everywhere; returns its ARN."""
+    statement = {"Effect": "Allow", "Action": "sts:AssumeRole", "Principal": {"Service": trusted}}
+    iam = client("iam", url)
+    role = iam.create_role(
+        RoleName=name,
+        AssumeRolePolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": [statement]}),
+    )
+    may = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
+    policy = {"Version": "2012-10-17", "Statement": [may] if actions else []}
+    iam.put_role_policy(RoleName=name, PolicyName="may", PolicyDocument=json.dumps(policy))
+    return str(role["Role"]["Arn"])
+
+
+def client(service: str, url: str) -> Any:
+    """A client of the account's owner."""
+    return boto3.client(
+        service,
+        region_name=REGION,
+        endpoint_url=url,
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="AWS on loopback, whose training jobs run here.")
+    parser.add_argument("--gpus", type=int, default=2, help="ranks on each host (default: 2)")
+    parser.add_argument(
+        "--rate", type=float, default=1, help="SageMaker's seconds in one of ours (default: 1)"
+    )
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
+        containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
+        with serving(SageMaker(containers, rate=words.rate)) as emulator:
+            containers.attach(emulator)
+            client("s3", emulator.url).create_bucket(Bucket="emulated")
+            role = make_role(emulator.url, "training", "s3:*", "logs:*")
+            for name, value in {
+                "AWS_ENDPOINT_URL": emulator.url,
+                "AWS_ACCESS_KEY_ID": "testing",
+                "AWS_SECRET_ACCESS_KEY": "testing",
+                "AWS_REGION": REGION,
+                "SM_NANOGPT_STORE": "s3://emulated/nanogpt",
+                "SM_NANOGPT_ROLE": role,
+            }.items():
+                print(f"export {name}={value}")
+            print(f"account {ACCOUNT}; Ctrl-C ends it and all its jobs", file=sys.stderr)
+            sys.stdout.flush()
+            try:
+                while True:
+                    time.sleep(3600)
+            except KeyboardInterrupt:
+                containers.kill()
+
+
+if __name__ == "__main__":
+    sys.path.append(os.fspath(Path(__file__).parents[1]))
+    main()

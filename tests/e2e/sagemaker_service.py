@@ -1,0 +1,366 @@
+"""SageMaker's training jobs as a service: requests, refusals and states. What runs them is a `Run`.
+
+It behaves like AWS where a client can tell: states take time, names are unique, quotas count what
+runs, and what AWS refuses is refused with AWS's codes and words.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import botocore.session
+import regex
+from access import ACCOUNT, policies_of
+from botocore.model import ListShape, MapShape, Shape, StructureShape
+from moto.iam.exceptions import NotFoundException
+from moto.iam.models import iam_backends
+from moto.logs.models import logs_backends
+from policies import allowed
+from refusals import Refusal
+
+REGION = "us-east-1"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+PAGE = 3  # jobs in an answer of Search
+SPOT_SHARE = 0.3  # of the time that is billed
+
+# Secondary states, and the state that each belongs to.
+STATES = {
+    **dict.fromkeys(("Starting", "Downloading", "Training", "Uploading"), "InProgress"),
+    "Interrupted": "InProgress",
+    "Stopping": "Stopping",
+    "Completed": "Completed",
+    "Failed": "Failed",
+    **dict.fromkeys(("Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded"), "Stopped"),
+}
+MESSAGES = {
+    "Starting": "Preparing the instances for training",
+    "Downloading": "Downloading input data",
+    "Training": "Training image download completed. Training in progress.",
+    "Uploading": "Uploading generated training model",
+    "Interrupted": "Managed spot training instances were interrupted",
+    "Stopping": "Stopping the training job",
+}
+
+
+@dataclass
+class Job:
+    """A training job. Its request never changes; whoever runs it moves it from state to state."""
+
+    request: dict[str, Any]
+    rate: float = 1.0  # SageMaker's seconds in one of ours
+    created: float = field(default_factory=time.time)
+    started: float | None = None
+    ended: float | None = None
+    secondary: str = "Starting"
+    transitions: list[dict[str, Any]] = field(default_factory=list)
+    reason: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    training_seconds: int | None = None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    interrupting: threading.Event = field(default_factory=threading.Event)
+    script: dict[str, Any] = field(default_factory=dict)  # for a run that needs one
+
+    @property
+    def name(self) -> str:
+        return str(self.request["TrainingJobName"])
+
+    @property
+    def arn(self) -> str:
+        return f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/{self.name}"
+
+    @property
+    def status(self) -> str:
+        return STATES[self.secondary]
+
+    @property
+    def hosts(self) -> int:
+        return int(self.request["ResourceConfig"]["InstanceCount"])
+
+    def enter(self, secondary: str) -> None:
+        now = time.time()
+        if self.transitions:
+            self.transitions[-1]["EndTime"] = now
+        message = MESSAGES.get(secondary, f"Training job {secondary.lower()}")
+        self.transitions.append({"Status": secondary, "StartTime": now, "StatusMessage": message})
+        if secondary == "Downloading" and self.started is None:
+            self.started = now
+        self.secondary = secondary
+
+    def end(self, secondary: str, reason: str | None = None) -> None:
+        """The last state; SageMaker keeps 1024 characters of the reason of a failure."""
+        self.reason = reason and reason[:1024]
+        self.ended = time.time()
+        if self.training_seconds is None and self.started is not None:
+            self.training_seconds = max(1, round((self.ended - self.started) * self.rate))
+        self.enter(secondary)
+
+    def log(self, host: str, attempt: int, lines: list[tuple[float, str]]) -> None:
+        """Puts (time, line) pairs into the host's stream of CloudWatch Logs."""
+        logs = logs_backends[ACCOUNT][REGION]
+        stream = f"{self.name}/{host}-{int(self.created) + attempt}"
+        if LOG_GROUP not in logs.groups:
+            logs.create_log_group(LOG_GROUP, {})
+        if stream not in logs.groups[LOG_GROUP].streams:
+            logs.create_log_stream(LOG_GROUP, stream)
+        events = [{"timestamp": int(at * 1000), "message": line} for at, line in lines]
+        logs.put_log_events(LOG_GROUP, stream, events)
+        for definition in self.request["AlgorithmSpecification"].get("MetricDefinitions", []):
+            for _, line in lines:
+                if found := re.search(definition["Regex"], line):
+                    self.metrics[definition["Name"]] = float(found[1])
+
+    def described(self) -> dict[str, Any]:
+        """DescribeTrainingJob's answer."""
+        spot = self.request.get("EnableManagedSpotTraining", False)
+        place = f"{self.request['OutputDataConfig']['S3OutputPath']}/{self.name}/output"
+        times = {
+            "CreationTime": self.created,
+            "TrainingStartTime": self.started,
+            "TrainingEndTime": self.ended,
+            "LastModifiedTime": self.transitions[-1]["StartTime"],
+        }
+        said: dict[str, Any] = {
+            **{name: value for name, value in self.request.items() if name != "Tags"},
+            **{name: at for name, at in times.items() if at is not None},
+            "TrainingJobArn": self.arn,
+            "TrainingJobStatus": self.status,
+            "SecondaryStatus": self.secondary,
+            "SecondaryStatusTransitions": self.transitions,
+            "ModelArtifacts": {"S3ModelArtifacts": f"{place}/model.tar.gz"},
+        }
+        if self.reason is not None:
+            said["FailureReason"] = self.reason
+        if self.ended is not None:
+            said["FinalMetricDataList"] = [
+                {"MetricName": name, "Value": value, "Timestamp": self.ended}
+                for name, value in self.metrics.items()
+            ]
+            if self.training_seconds is not None:
+                said["TrainingTimeInSeconds"] = self.training_seconds
+                share = SPOT_SHARE if spot else 1
+                said["BillableTimeInSeconds"] = round(self.training_seconds * share)
+        return said
+
+
+Run = Callable[[Job], None]
+
+
+class SageMaker:
+    """The operations on training jobs that sm-nanogpt calls."""
+
+    def __init__(self, run: Run, rate: float = 1.0) -> None:
+        self.run, self.rate = run, rate
+        self.jobs: dict[str, Job] = {}
+        self.quota = {"ml.g6.48xlarge": 0}  # instances; of the others 20
+        self.next_script: dict[str, Any] = {}
+
+    def call(self, operation: str, body: dict[str, Any]) -> Any:
+        handler = getattr(self, operation, None)
+        if handler is None:
+            raise Refusal("UnknownOperationException", operation)
+        return handler(body)
+
+    def CreateTrainingJob(self, body: dict[str, Any]) -> Any:
+        validate(body)
+        self.check(body)
+        job = Job(body, self.rate, script=self.next_script)
+        if self.jobs.setdefault(job.name, job) is not job:
+            raise Refusal("ResourceInUse", f"Job name must be unique. {job.arn} exists already")
+        job.enter("Starting")
+        threading.Thread(target=self.run, args=(job,), daemon=True).start()
+        return {"TrainingJobArn": job.arn}
+
+    def check(self, body: dict[str, Any]) -> None:
+        """What AWS refuses of requests that are well formed."""
+        resources, stopping = body["ResourceConfig"], body["StoppingCondition"]
+        if body.get("EnableManagedSpotTraining"):
+            if stopping.get("MaxWaitTimeInSeconds", 0) < stopping["MaxRuntimeInSeconds"]:
+                raise invalid(
+                    "MaxWaitTimeInSeconds above 0 and greater or equal to MaxRuntimeInSeconds is"
+                    " required when EnableManagedSpotTraining is true"
+                )
+            if resources.get("KeepAlivePeriodInSeconds"):
+                raise invalid("Managed Spot Training does not support KeepAlivePeriodInSeconds")
+        elif "MaxWaitTimeInSeconds" in stopping:
+            raise invalid("MaxWaitTimeInSeconds requires EnableManagedSpotTraining")
+        kind, count = resources["InstanceType"], resources["InstanceCount"]
+        limit = self.quota.get(kind, 20)
+        used = sum(
+            job.hosts
+            for job in self.jobs.values()
+            if job.ended is None and job.request["ResourceConfig"]["InstanceType"] == kind
+        )
+        if used + count > limit:
+            raise Refusal(
+                "ResourceLimitExceeded",
+                f"The account-level service limit '{kind} for training job usage' is {limit}"
+                f" Instances, with current utilization of {used} Instances and a request delta of"
+                f" {count} Instances.",
+            )
+        check_role(body)
+
+    def job(self, body: dict[str, Any]) -> Job:
+        if body["TrainingJobName"] not in self.jobs:
+            raise invalid("Requested resource not found.")
+        return self.jobs[body["TrainingJobName"]]
+
+    def DescribeTrainingJob(self, body: dict[str, Any]) -> Any:
+        return self.job(body).described()
+
+    def StopTrainingJob(self, body: dict[str, Any]) -> Any:
+        job = self.job(body)
+        if job.status not in ("InProgress", "Stopping"):
+            raise invalid(
+                f"The request was rejected because the training job is in status {job.status}."
+            )
+        if not job.stopping.is_set():
+            job.enter("Stopping")
+            job.stopping.set()
+        return {}
+
+    def Search(self, body: dict[str, Any]) -> Any:
+        wanted = {
+            f["Name"].removeprefix("Tags."): f["Value"] for f in body["SearchExpression"]["Filters"]
+        }
+        found = [
+            job
+            for job in sorted(self.jobs.values(), key=lambda job: -job.created)
+            if wanted.items() <= {t["Key"]: t["Value"] for t in job.request.get("Tags", [])}.items()
+        ]
+        first = int(body.get("NextToken", 0))
+        page = found[first : first + PAGE]
+        answer: dict[str, Any] = {"Results": [{"TrainingJob": job.described()} for job in page]}
+        if first + PAGE < len(found):
+            answer["NextToken"] = str(first + PAGE)
+        return answer
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def invalid(message: str) -> Refusal:
+    return Refusal("ValidationException", message)
+
+
+def validate(body: dict[str, Any]) -> None:
+    """Holds a CreateTrainingJob request against the limits that AWS publishes for its parts."""
+    service = botocore.session.get_session().get_service_model("sagemaker")
+    problems: list[str] = []
+    look(service.operation_model("CreateTrainingJob").input_shape, body, "", problems)
+    if problems:
+        n = len(problems)
+        found = f"{n} validation error{'s' * (n > 1)} detected: "
+        raise invalid(found + "; ".join(problems))
+
+
+def look(shape: Shape | None, value: Any, path: str, problems: list[str]) -> None:
+    """Adds what is wrong with a value of that shape."""
+    assert shape is not None
+    if isinstance(shape, StructureShape):
+        for name, member in shape.members.items():
+            if name in value:
+                look(member, value[name], f"{path}.{name[0].lower()}{name[1:]}", problems)
+    elif isinstance(shape, ListShape):
+        for item in value:
+            look(shape.member, item, f"{path}.member", problems)
+    elif isinstance(shape, MapShape):
+        for key, item in value.items():
+            look(shape.key, key, f"{path}.key", problems)
+            look(shape.value, item, f"{path}.{key}", problems)
+    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
+    what = "value" if isinstance(value, int | float) else "length"
+    failed = f"Value '{value}' at '{path.lstrip('.')}' failed to satisfy constraint: Member must"
+    if "min" in limits and size < limits["min"]:
+        problems.append(f"{failed} have {what} greater than or equal to {limits['min']}")
+    if "max" in limits and size > limits["max"]:
+        problems.append(f"{failed} have {what} less than or equal to {limits['max']}")
+    if "enum" in limits and value not in limits["enum"]:
+        problems.append(f"{failed} satisfy enum value set: {limits['enum']}")
+    # The patterns are Java's, which know classes as \p{L}.
+    if "pattern" in limits and not regex.fullmatch(limits["pattern"], value):
+        problems.append(f"{failed} satisfy regular expression pattern: {limits['pattern']}")
+
+
+def check_role(body: dict[str, Any]) -> None:
+    """SageMaker looks at the input as the role before it accepts a job."""
+    arn = body["RoleArn"]
+    try:
+        role = iam_backends[ACCOUNT]["aws"].get_role(arn.rpartition("/")[2])
+    except NotFoundException:
+        role = None
+    trust = str(role.assume_role_policy_document) if role else ""
+    if role is None or role.arn != arn or "sagemaker.amazonaws.com" not in trust:
+        raise invalid(
+            f"Could not assume role {arn}. Please ensure that the role exists and allows principal"
+            " 'sagemaker.amazonaws.com' to assume the role."
+        )
+    for channel in body.get("InputDataConfig", []):
+        uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
+        bucket, prefix = split(uri)
+        may = allowed(
+            policies_of(role), "s3:ListBucket", f"arn:aws:s3:::{bucket}", {"s3:prefix": prefix}
+        )
+        if not may or not any_object(bucket, prefix):
+            raise invalid(
+                f'No S3 objects found under S3 URL "{uri}" given in input data source. Please'
+                f" ensure that the bucket exists in the selected region ({REGION}), that objects"
+                f' exist under that S3 prefix, and that the role "{arn}" has "s3:ListBucket"'
+                f' permissions on bucket "{bucket}".'
+            )
+
+
+def split(uri: str) -> tuple[str, str]:
+    """Bucket and key of s3://bucket/key."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return bucket, key
+
+
+def any_object(bucket: str, prefix: str) -> bool:
+    from moto.s3.models import s3_backends
+
+    buckets = s3_backends[ACCOUNT]["aws"].buckets
+    return bucket in buckets and any(key.startswith(prefix) for key in buckets[bucket].keys)
+
+
+# -- jobs that only seem to run --------------------------------------------------------------------
+
+STAGES = (("Starting", 0.2), ("Downloading", 0.2), ("Training", 3.0), ("Uploading", 0.2))
+STOPPING_SECONDS = 0.5
+LOG_DELAY_SECONDS = 0.3
+
+
+def scripted(job: Job) -> None:
+    """A Run by the job's script: `reason` lets it fail after its training, `log` holds
+    (seconds after its creation, host, line)."""
+    pending = sorted(job.script.get("log", []))
+    job.training_seconds = 100
+
+    def speak() -> None:
+        while pending and time.time() > job.created + pending[0][0] + LOG_DELAY_SECONDS:
+            after, host, line = pending.pop(0)
+            job.log(host, 0, [(job.created + after, line)])
+
+    def live() -> None:
+        for stage, seconds in STAGES:
+            if stage != job.secondary and not job.stopping.is_set():
+                job.enter(stage)
+            end = time.time() + seconds
+            while time.time() < end and not job.stopping.wait(0.02):
+                speak()
+            if job.stopping.is_set():
+                time.sleep(STOPPING_SECONDS)
+                return job.end("Stopped")
+            if stage == "Training" and "reason" in job.script:
+                return job.end("Failed", job.script["reason"])
+        job.metrics = {"val_loss": 1.5, "step": 5000.0}
+        return job.end("Completed")
+
+    live()
+    while pending:
+        speak()
+        time.sleep(0.02)

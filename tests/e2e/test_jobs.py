@@ -1,0 +1,155 @@
+"""The three commands as a user types them, and jobs that are interrupted, against the emulator."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from container import Cluster
+from emulator import Emulator
+from launching import Ran, sets, until
+
+from launcher import artefacts, storage
+
+INSTANCE = ("--instance", "ml.g5.12xlarge")
+
+# Long enough for something to happen in the middle of it, and the same in all of these jobs.
+STEPS = 300
+LONG: dict[str, Any] = {
+    **launching.TINY,
+    "batch_size": 8,
+    "max_steps": STEPS,
+    "log_interval": 10,
+    "eval_interval": 50,
+    "dropout": 0.1,
+    "checkpoint_seconds": 1,
+}
+
+
+def names_and_times_apart(request: dict[str, Any]) -> str:
+    return re.sub(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB", json.dumps(request, sort_keys=True))
+
+
+def cluster_of(aws: Emulator, job_id: str) -> Cluster:
+    return aws.sagemaker.run.attempts[job_id].cluster  # type: ignore[attr-defined]
+
+
+def test_the_three_commands_train_on_two_hosts_and_sample(
+    aws: Emulator, command: Callable[..., Ran], text_file: Path
+) -> None:
+    uploaded = command("upload-data", str(text_file))
+    assert uploaded.code == 0, uploaded.err
+    launch = ("launch", *INSTANCE, "--instance-count", "2", *sets(**{**LONG, "max_steps": 60}))
+    shown = command(*launch, "--dry-run")
+    launched = command(*launch)
+    assert launched.code == 0, launched.err
+    assert "INFO:" not in launched.err
+    job_id = launched.out.strip()
+    tree = until(lambda: ranks(cluster_of(aws, job_id)))
+    followed = command("logs", job_id, "--follow")
+    assert followed.code == 0, followed.err
+    sampled = command("fetch-and-sample", job_id, "--max-new-tokens", "50")
+    assert sampled.code == 0, sampled.err
+
+    (sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
+    assert names_and_times_apart(sent) == names_and_times_apart(json.loads(shown.out))
+    # Each rank is a child of what mpirun started on its host.
+    assert [len(host) for host in tree] == [2, 2]
+    assert all("mpirun" in above[1] for above in tree[0])
+    assert all("orted" in above[1] for above in tree[1])
+    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by mpirun;"
+    assert followed.out.count(said) == 1
+    assert re.search(r"^algo-1: .*step=60/60 ", followed.out, re.MULTILINE)
+    assert len(sampled.out) >= 50
+
+
+def ranks(cluster: Cluster) -> list[list[list[str]]]:
+    """For each host its ranks: the command line of each and of the processes above it.
+
+    Empty as long as not all of them are there.
+    """
+    found = [
+        [line for line in cluster.processes(i) if "train.py" in line[0] and "mpirun" not in line[0]]
+        for i in range(len(cluster.hosts))
+    ]
+    return found if all(len(host) == 2 for host in found) else []
+
+
+# -- interrupted -----------------------------------------------------------------------------------
+
+
+def launch_long(aws: Emulator, cli: Callable[..., Ran], text_file: Path, *words: str) -> str:
+    ran = cli("launch", *INSTANCE, "--data", str(text_file), *sets(**LONG), *words)
+    assert ran.code == 0, ran.err
+    return ran.out.strip()
+
+
+def wait_for_checkpoint(s3: Any, job_id: str) -> None:
+    """Until a checkpoint that was written in the middle of the training is in S3."""
+    prefix = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-"
+
+    def steps() -> list[int]:
+        found = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix).get("Contents", [])
+        return [int(o["Key"].removeprefix(prefix).split(".")[0]) for o in found]
+
+    until(lambda: any(steps()))
+    assert max(steps()) < STEPS
+
+
+def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tuple[bytes, Any]:
+    """The weights of a job that has ended well, and its curve without what is of the clock."""
+    ran = cli("wait", job_id)
+    assert ran.code == 0, ran.err
+    weights = (artefacts.fetch_model(job_id) / "model.safetensors").read_bytes()
+    output = f"s3://{s3.bucket}/some/prefix/jobs/{job_id}/output/output.tar.gz"
+    (archive,) = storage.fetch(output, place)
+    with tarfile.open(archive) as tar:
+        file = tar.extractfile("metrics.jsonl")
+        assert file is not None
+        rows = [json.loads(line) for line in file.read().splitlines()]
+    timed = ("tokens_per_second", "seconds")
+    return weights, [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    two = ("--instance-count", "2")
+    undisturbed = launch_long(aws, cli, text_file, *two)
+    weights, rows = result_of(cli, s3, undisturbed, tmp_path / "undisturbed")
+    assert [row["step"] for row in rows] == list(range(10, STEPS + 1, 10))
+
+    spot = launch_long(aws, cli, text_file, "--spot", *two)
+    wait_for_checkpoint(s3, spot)
+    aws.sagemaker.jobs[spot].interrupting.set()
+    assert result_of(cli, s3, spot, tmp_path / "spot") == (weights, rows)
+    states = [t["Status"] for t in aws.sagemaker.jobs[spot].transitions]
+    start = ["Starting", "Downloading", "Training"]
+    assert states == [*start, "Interrupted", *start, "Uploading", "Completed"]
+    assert "resumed from the checkpoint of step" in cli("logs", spot).out
+    described = json.loads(cli("status", spot, "--json").out)
+    assert described["metrics"]["step"] == STEPS
+    assert described["metrics"]["val_loss"] == pytest.approx(rows[-1]["val_loss"], abs=1e-4)
+    assert described["billable_seconds"] < described["training_seconds"]
+
+
+def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    undisturbed = launch_long(aws, cli, text_file)
+    expected = result_of(cli, s3, undisturbed, tmp_path / "undisturbed")
+
+    stopped = launch_long(aws, cli, text_file)
+    wait_for_checkpoint(s3, stopped)
+    ran = cli("stop", stopped)
+    assert ran.code == 0, ran.err
+    assert "state:       Stopped" in cli("status", stopped).out
+    ran = cli("launch", "--resume", stopped)
+    assert ran.code == 0, ran.err
+    assert result_of(cli, s3, ran.out.strip(), tmp_path / "resumed") == expected

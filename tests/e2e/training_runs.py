@@ -1,0 +1,281 @@
+"""Runs the jobs that SageMaker is sent: the request's data from S3, the real toolkit in containers,
+and what it leaves back to S3. All that a job does with S3, it does as its role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import tarfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import boto3
+from botocore.exceptions import ClientError
+from container import Cluster, Host
+from sagemaker_service import REGION, Job, split
+
+if TYPE_CHECKING:
+    from emulator import Emulator
+
+GRACE_SECONDS = 120.0  # between SIGTERM and SIGKILL
+DOWNLOAD_FAILED = "ClientError: Data download failed:"
+
+
+class JobFailed(Exception):
+    """A job cannot go on; the text is its FailureReason."""
+
+
+class Containers:
+    """A Run that really trains. directory takes what the hosts need of the disk.
+
+    A host shows `gpus` GPUs, whatever the instance type; a rank is started for each. Of the
+    volume, a GiB is `gib` bytes, or without limit where that is None.
+    """
+
+    def __init__(
+        self, directory: Path, gpus: int = 2, rate: float = 1.0, gib: int | None = None
+    ) -> None:
+        self.directory, self.gpus, self.rate, self.gib = directory, gpus, rate, gib
+        self.attempts: dict[str, Attempt] = {}  # by job, the one that runs
+
+    def attach(self, emulator: Emulator) -> None:
+        self.emulator = emulator
+
+    def __call__(self, job: Job) -> None:
+        try:
+            number = 0
+            while self.attempt(job, number) == "Interrupted":
+                job.enter("Interrupted")
+                number += 1
+                job.enter("Starting")
+        except JobFailed as failure:
+            job.end("Failed", str(failure))
+        except BaseException as error:
+            job.end("Failed", f"InternalServerError: {error!r}")
+            raise
+
+    def attempt(self, job: Job, number: int) -> str:
+        """Runs a job once, on new machines; returns the state that it ends in."""
+        attempt = Attempt(self, job, number)
+        self.attempts[job.name] = attempt
+        with contextlib.closing(attempt):
+            if not job.stopping.is_set():
+                job.enter("Downloading")
+            attempt.download()
+            if not job.stopping.is_set():
+                job.enter("Training")
+            state = attempt.train()
+            attempt.send_checkpoints()
+            if state == "Interrupted":
+                return state
+            if state == "Completed":
+                job.enter("Uploading")
+            attempt.upload(model=state != "Failed")
+            reason = attempt.failure() if state == "Failed" else None
+            job.end(state, reason)
+            return state
+
+    def kill(self) -> None:
+        for attempt in self.attempts.values():
+            attempt.close()
+
+
+class Attempt:
+    """One start of a job on machines of its own."""
+
+    def __init__(self, containers: Containers, job: Job, number: int) -> None:
+        self.job, self.number, self.request = job, number, job.request
+        self.rate = containers.rate
+        self.directory = containers.directory / f"{job.name}-{number}"
+        role = containers.emulator.url + f"/credentials/{job.name}"
+        containers.emulator.credentials[f"/credentials/{job.name}"] = self.credentials
+        self.emulator = containers.emulator
+        self.sts = boto3.client(
+            "sts",
+            region_name=REGION,
+            endpoint_url=containers.emulator.url,
+            aws_access_key_id="sagemaker",
+            aws_secret_access_key="sagemaker",
+        )
+        keys = self.credentials()
+        self.s3 = boto3.client(
+            "s3",
+            region_name=REGION,
+            endpoint_url=containers.emulator.url,
+            aws_access_key_id=keys["AccessKeyId"],
+            aws_secret_access_key=keys["SecretAccessKey"],
+            aws_session_token=keys["Token"],
+        )
+        gib, size = containers.gib, self.request["ResourceConfig"]["VolumeSizeInGB"]
+        port = containers.emulator.url.rpartition(":")[2]
+        self.cluster = Cluster(
+            self.directory,
+            job_name=job.name,
+            hosts=job.hosts,
+            gpus=containers.gpus,
+            volume=None if gib is None else gib * size,
+            port=int(port),
+            variables={
+                "AWS_REGION": REGION,
+                "TRAINING_JOB_ARN": job.arn,
+                "AWS_ENDPOINT_URL": containers.emulator.url,
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": role,
+                **self.request.get("Environment", {}),
+            },
+        )
+        self.sent: dict[Path, tuple[int, int]] = {}  # checkpoints in S3: size and time in ns
+        self.read: dict[Host, int] = dict.fromkeys(self.cluster.hosts, 0)  # bytes of the logs
+        self.servers: list[Any] = []
+
+    def close(self) -> None:
+        self.cluster.kill()
+        for server in self.servers:
+            server.shutdown()
+            server.server_close()
+        self.servers.clear()
+        self.cluster.release()
+
+    def credentials(self) -> dict[str, str]:
+        """Of the job's role, as a container gets them."""
+        said = self.sts.assume_role(RoleArn=self.request["RoleArn"], RoleSessionName="SageMaker")
+        keys = said["Credentials"]
+        return {
+            "AccessKeyId": keys["AccessKeyId"],
+            "SecretAccessKey": keys["SecretAccessKey"],
+            "Token": keys["SessionToken"],
+            "Expiration": keys["Expiration"].strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    # -- before ------------------------------------------------------------------------------------
+
+    def download(self) -> None:
+        """Lays out /opt/ml on all hosts."""
+        channels = {c["ChannelName"]: c["DataSource"] for c in self.request["InputDataConfig"]}
+        for host in self.cluster.hosts:
+            host.lay_out_ml(
+                hosts=self.cluster.names,
+                instance_type=self.request["ResourceConfig"]["InstanceType"],
+                hyperparameters=self.request["HyperParameters"],
+                channels=list(channels),
+            )
+        for name, source in channels.items():
+            self.fetch(source["S3DataSource"]["S3Uri"], f"input/data/{name}")
+        if "CheckpointConfig" in self.request:
+            self.fetch(self.request["CheckpointConfig"]["S3Uri"].rstrip("/") + "/", "checkpoints")
+            for host in self.cluster.hosts:
+                self.sent.update(dict(checkpoint_files(host)))
+
+    def fetch(self, uri: str, place: str) -> None:
+        """Copies all keys that begin so to a directory below each host's /opt/ml."""
+        bucket, prefix = split(uri)
+        above = prefix.rpartition("/")[0]
+        try:
+            pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+            for key in [o["Key"] for page in pages for o in page.get("Contents", [])]:
+                first, *others = [
+                    host.ml / place / key.removeprefix(above).lstrip("/")
+                    for host in self.cluster.hosts
+                ]
+                first.parent.mkdir(parents=True, exist_ok=True)
+                self.s3.download_file(bucket, key, str(first))
+                for other in others:
+                    other.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(first, other)
+        except ClientError as error:
+            raise JobFailed(f"{DOWNLOAD_FAILED}{error.response['Error']['Message']}") from None
+
+    # -- meanwhile ---------------------------------------------------------------------------------
+
+    def train(self) -> str:
+        """Runs the containers to their end; returns the state that this leads to."""
+        job, condition = self.job, self.request["StoppingCondition"]
+        self.cluster.start()
+        # AWS as the container sees it, at the address that it has outside too.
+        self.servers = [self.emulator.serve(s.detach()) for s in self.cluster.sockets]
+        begin, kill_at, state = time.monotonic(), None, ""
+        while True:
+            now = (time.monotonic() - begin) * self.rate
+            if not state:
+                if job.stopping.is_set():
+                    state = "Stopped"
+                elif job.interrupting.is_set():
+                    job.interrupting.clear()
+                    state = "Interrupted"
+                elif now > condition["MaxRuntimeInSeconds"]:
+                    state = "MaxRuntimeExceeded"
+                if state:
+                    self.cluster.signal(signal.SIGTERM)
+                    kill_at = now + GRACE_SECONDS
+            self.send_logs()
+            self.send_checkpoints()
+            codes = self.cluster.poll()
+            if all(code == 0 for code in codes):
+                break
+            if any(codes) and kill_at is None:  # as one host fails, the others are ended
+                state = "Failed"
+                kill_at = now + 2 * self.rate
+            if None not in codes or (kill_at is not None and now > kill_at):
+                break
+            time.sleep(0.1)
+        self.cluster.kill()
+        self.send_logs(last=True)
+        return state or "Completed"
+
+    def send_logs(self, last: bool = False) -> None:
+        """Puts what the hosts have printed since the last call into CloudWatch Logs."""
+        for host in self.cluster.hosts:
+            with (host.directory / "log").open("rb") as log:
+                log.seek(self.read[host])
+                new = log.read()
+            whole = new if last else new[: new.rfind(b"\n") + 1]
+            self.read[host] += len(whole)
+            lines = [line for line in whole.decode(errors="replace").split("\n") if line.strip()]
+            if lines:
+                self.job.log(host.name, self.number, [(time.time(), line) for line in lines])
+
+    def send_checkpoints(self) -> None:
+        """Copies what is new in /opt/ml/checkpoints to S3; what is gone here stays there."""
+        if "CheckpointConfig" not in self.request:
+            return
+        bucket, prefix = split(self.request["CheckpointConfig"]["S3Uri"])
+        for host in self.cluster.hosts:
+            for path, state in checkpoint_files(host):
+                if self.sent.get(path) != state:
+                    key = f"{prefix.rstrip('/')}/{path.relative_to(host.checkpoints)}"
+                    with contextlib.suppress(FileNotFoundError):  # written anew meanwhile
+                        self.s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+                        self.sent[path] = state
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    def upload(self, model: bool) -> None:
+        """Puts model.tar.gz and output.tar.gz of all hosts to S3."""
+        bucket, prefix = split(self.request["OutputDataConfig"]["S3OutputPath"])
+        places = {"model.tar.gz": "model"} if model else {}
+        for name, place in {**places, "output.tar.gz": "output/data"}.items():
+            archive = self.directory / name
+            with tarfile.open(archive, "w:gz") as tar:
+                for host in self.cluster.hosts:
+                    for path in sorted((host.ml / place).iterdir()):
+                        tar.add(path, path.name)
+            key = f"{prefix}/{self.job.name}/output/{name}"
+            self.s3.upload_file(str(archive), bucket, key)
+
+    def failure(self) -> str:
+        """FailureReason: what the first host to fail left in /opt/ml/output/failure."""
+        failed = self.cluster.failed_first
+        assert failed is not None
+        return f"AlgorithmError: {failed.failure}, exit code: {failed.status}"
+
+
+def checkpoint_files(host: Host) -> list[tuple[Path, tuple[int, int]]]:
+    found = []
+    for path in sorted(host.checkpoints.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if path.is_file():
+                found.append((path, (stat.st_size, stat.st_mtime_ns)))
+    return found
