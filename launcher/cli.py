@@ -502,10 +502,11 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     for name, value in lines.items():
         if value is not None:
             click.echo(f"{name + ':':<13}{value}")
-    if d.status == "Failed":
+    last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
+    if last:
         click.echo("its last lines:")
-        for line in deque(logs(job_id, settings=settings), maxlen=10):
-            click.echo(f"  {line}")
+    for line in last:
+        click.echo(f"  {line}")
 
 
 def billable_words(description: JobDescription) -> str | None:

@@ -145,18 +145,23 @@ def find_upload(uri: str) -> Upload | None:
     return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
 
 
+class NothingUploaded(InputError):
+    """A store that no text was ever put into."""
+
+
 def last_upload(settings: Settings) -> Upload:
-    """Raises InputError when nothing was uploaded yet."""
+    """Raises InputError when nothing was uploaded yet, or when it is no longer there."""
+    again = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
     pointer = storage.read_text(latest_uri(settings))
+    if pointer is None:
+        raise NothingUploaded(f"nothing was uploaded to {settings.data_store} yet: {again}")
     try:
-        upload = find_upload(json.loads(pointer)["uri"]) if pointer else None
+        uri = json.loads(pointer)["uri"]
+        upload = find_upload(uri)
     except (ValueError, KeyError, TypeError):
-        upload = None
+        raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
     if upload is None:
-        raise InputError(
-            f"nothing was uploaded to {settings.data_store} yet: run `sm-nanogpt upload-data FILE`,"
-            " or name the text with --data"
-        )
+        raise InputError(f"the last upload, {uri}, is no longer whole: {again}")
     return upload
 
 

@@ -23,6 +23,15 @@ from launcher.settings import Settings, load_settings
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
 
+# What to do about a reason that holds these words.
+REMEDIES = {
+    "CapacityError": CAPACITY,
+    "Data download failed": "the execution role has to be allowed to read the store",
+    "MaxRuntimeExceeded": "--max-run gives more time",
+    "MaxWaitTimeExceeded": "--max-wait gives more time",
+    "No space left on device": "on SageMaker, --volume-size gives more disk",
+}
+
 
 @dataclass(frozen=True)
 class JobDescription:
@@ -253,10 +262,11 @@ def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
             noted = corpus.read_noted(settings).get(settings.data_store)
             return noted or corpus.last_upload(here).uri
         return corpus.last_upload(settings).uri
-    except InputError:
-        if settings.data_store == here.data_store:
-            raise
-        return corpus.last_upload(here).uri
+    except corpus.NothingUploaded as nothing:
+        try:
+            return corpus.last_upload(here).uri
+        except corpus.NothingUploaded:
+            raise nothing from None
 
 
 def survey(location: str, settings: Settings, offline: bool = False) -> Text:
@@ -383,8 +393,9 @@ def wait(
 def explain(description: JobDescription) -> str:
     """Why a job that has ended is not Completed, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
-    if reason and reason.startswith("CapacityError"):
-        reason = f"{reason} {CAPACITY}"
+    for sign, remedy in REMEDIES.items():
+        if reason and sign in reason:
+            reason = f"{reason} ({remedy})"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
     if description.checkpoint_uri is not None:
         return (

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tarfile
 import time
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 TAG_VALUE = "job"
 POLL_SECONDS = 5.0
 QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
+
+# SageMaker's toolkit puts the line that a rank failed with between pages of its own.
+CAUSE = re.compile(r'^ErrorMessage "(\S.*?)(?: \[Exception\])?"?$', re.MULTILINE)
 
 
 class SageMakerBackend:
@@ -337,7 +341,8 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
-        failure_reason=raw.get("FailureReason") or (secondary if secondary in limits else None),
+        failure_reason=in_short(raw.get("FailureReason", ""))
+        or (secondary if secondary in limits else None),
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),
         ended=timestamp(raw.get("TrainingEndTime")),
@@ -349,6 +354,12 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         training_seconds=raw.get("TrainingTimeInSeconds"),
         spot=raw.get("EnableManagedSpotTraining", False),
     )
+
+
+def in_short(reason: str) -> str:
+    """A FailureReason in one line: what train.py said, else all of it."""
+    cause = CAUSE.search(reason)
+    return cause[1] if cause else " ".join(reason.split())
 
 
 def timestamp(moment: datetime | None) -> float | None:

@@ -180,7 +180,9 @@ class Attempt:
                     for host in self.cluster.hosts
                 ]
                 first.parent.mkdir(parents=True, exist_ok=True)
-                self.s3.download_file(bucket, key, str(first))
+                body = self.s3.get_object(Bucket=bucket, Key=key)["Body"]
+                with first.open("wb") as file:
+                    shutil.copyfileobj(body, file)
                 for other in others:
                     other.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(first, other)

@@ -1,0 +1,133 @@
+"""What goes wrong on SageMaker, and what the user sees of it: state, reason, exit code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+from emulator import Emulator, make_role
+from launching import ENDLESS, Ran, edited, sets
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--follow")
+TINY = {**launching.TINY, "batch_size": 8}
+
+
+def failed(cli: Callable[..., Ran], ran: Ran) -> str:
+    """What `status` says of the job of a followed launch that failed."""
+    assert ran.code == 1, ran.err
+    told = cli("status", ran.out.strip())
+    assert told.code == 0, told.err
+    assert "state:       Failed" in told.out
+    return told.out
+
+
+def test_a_hyperparameter_that_only_the_container_can_refuse(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    values = {**TINY, "device": "cuda"}  # and the emulator's GPUs are painted ones
+    ran = cli(*LAUNCH, "--data", str(text_file), *sets(**values))
+    reason = (
+        "TopologyError: the host has 2 GPUs but torch 2.13.0+cpu sees 0; use a container image for"
+        " GPUs, or set device=cpu"
+    )
+    assert f"failed: {reason};" in ran.error
+    assert f"reason:      {reason}\n" in failed(cli, ran)
+
+
+CRASH = (
+    "            agreement = group.largest_soon(self.wish())\n",
+    """\
+            if group.rank == 3 and self.step == 3:
+                raise OSError("the disk is on fire")
+            agreement = group.largest_soon(self.wish())
+""",
+)
+
+
+def test_a_crash_of_one_rank_of_the_second_host(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    script = edited(tmp_path / "train.py", CRASH)
+    words = ("--data", str(text_file), "--instance-count", "2", "--entry-point", str(script))
+    ran = cli(*LAUNCH, *words, *sets(**TINY))
+    reason = "OSError: the disk is on fire"
+    assert f"failed: {reason};" in ran.error
+    assert f"reason:      {reason}\n" in failed(cli, ran)
+
+
+def test_text_that_was_deleted_after_its_upload(
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    uri = cli("upload-data", str(text_file)).out.strip()
+    s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
+    ran = cli(*LAUNCH, *sets(**TINY))
+    assert ran.code == 2
+    assert f"the last upload, {uri}, is no longer whole" in ran.error
+    ran = cli(*LAUNCH, "--data", uri, *sets(**TINY))
+    assert ran.code == 2
+    assert f"{uri}: nothing is there" in ran.error
+    assert not aws.sagemaker.jobs
+
+
+def test_a_role_that_finds_no_text(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
+    """SageMaker looks before it takes a job, and says the same of a prefix that is empty."""
+    role = make_role(aws.url, "shut-out", "s3:GetObject")
+    ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
+    assert ran.code == 1
+    assert "No S3 objects found" in ran.error
+    assert ran.out == ""
+    assert not aws.sagemaker.jobs
+
+
+def test_a_channel_without_a_character(aws: Emulator, s3: Any, cli: Callable[..., Ran]) -> None:
+    s3.put_object(Bucket=s3.bucket, Key="empty/input.txt", Body=b"")
+    ran = cli(*LAUNCH, "--data", f"s3://{s3.bucket}/empty", *sets(**TINY))
+    reason = "DataError: /opt/ml/input/data/training: no text in it"
+    assert f"failed: {reason};" in ran.error
+    assert f"reason:      {reason}\n" in failed(cli, ran)
+
+
+def test_a_role_that_sagemaker_may_not_act_as(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    role = make_role(aws.url, "of-ec2", "s3:*", trusted="ec2.amazonaws.com")
+    ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
+    assert ran.code == 1
+    assert f"Could not assume role {role}" in ran.error
+    assert not aws.sagemaker.jobs
+
+
+def test_a_role_that_may_not_read_the_text(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject")
+    ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
+    told = failed(cli, ran)
+    assert "Data download failed" in told
+    assert "is not authorized to perform: s3:GetObject" in told
+    assert "the execution role has to be allowed to read the store" in ran.error
+
+
+def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
+    aws.sagemaker.run.gib = 2 << 20  # type: ignore[attr-defined]
+    values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
+    ran = cli(*LAUNCH, "--data", str(text_file), "--volume-size", "1", *sets(**values))
+    assert re.search(r"failed: CheckpointError: .*: No space left on device \(", ran.error)
+    assert "--volume-size gives more disk" in ran.error
+    assert re.search(r"reason: +CheckpointError: .*: No space left on device\n", failed(cli, ran))
+
+
+def test_a_job_that_outruns_its_time(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
+    ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "240", *sets(**values))
+    assert ran.code == 1
+    assert "MaxRuntimeExceeded" in ran.error
+    assert re.search(r"--resume \S+`?", ran.error)
+    told = cli("status", ran.out.strip()).out
+    assert "state:       Stopped" in told
+    assert "MaxRuntimeExceeded" in told
