@@ -1,11 +1,12 @@
 # make demo: set up, then upload, train for about a minute, sample.
 # make test: set up, then lint, types, tests.
+# make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-image clean
+.PHONY: demo test test-image emulator clean
 
 demo: .venv/installed
 	$(BIN)/sm-nanogpt upload-data
@@ -17,6 +18,9 @@ test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
+
+emulator: .venv/installed-for-tests .venv-contract/installed
+	PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2

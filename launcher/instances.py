@@ -36,21 +36,19 @@ def _cpu_family(family: str, sizes: Mapping[str, float]) -> dict[str, Instance]:
 
 
 # Gbit/s by size; most are "up to" on the smaller ones.
-_FIFTH = {
-    **dict.fromkeys(("large", "xlarge", "2xlarge", "4xlarge", "8xlarge", "9xlarge"), 10.0),
-    "12xlarge": 12.0,
-    "16xlarge": 20.0,
-    "18xlarge": 25.0,
-    "24xlarge": 25.0,
-}
-_SIXTH = {
-    **dict.fromkeys(("large", "xlarge", "2xlarge", "4xlarge", "8xlarge"), 12.5),
+_SMALL_FIFTH = dict.fromkeys(("xlarge", "2xlarge", "4xlarge"), 10.0)
+_M5 = {"large": 10.0, **_SMALL_FIFTH, "12xlarge": 12.0, "24xlarge": 25.0}
+_C5 = {**_SMALL_FIFTH, "9xlarge": 12.0, "18xlarge": 25.0}
+_R5 = {**_M5, "8xlarge": 10.0, "16xlarge": 20.0}
+_C6 = {
+    **dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge"), 12.5),
     "12xlarge": 18.75,
     "16xlarge": 25.0,
     "24xlarge": 37.5,
     "32xlarge": 50.0,
 }
-_SEVENTH = {**{size: n for size, n in _SIXTH.items() if size != "32xlarge"}, "48xlarge": 50.0}
+_M6 = {"large": 12.5, **_C6}
+_SEVENTH = {**{size: n for size, n in _M6.items() if size != "32xlarge"}, "48xlarge": 50.0}
 _ONE_TO_EIGHT = {
     "xlarge": (1, 10),
     "2xlarge": (1, 10),
@@ -102,9 +100,9 @@ INSTANCES: dict[str, Instance] = {
     **_gpu_family("p5en", "H200", 141, {"48xlarge": (8, 3200)}),
     **_gpu_family("p6-b200", "B200", 179, {"48xlarge": (8, 3200)}),
     **_cpu_family("t3", dict.fromkeys(("medium", "large", "xlarge", "2xlarge"), 5.0)),
-    **_cpu_family("m5", _FIFTH),
-    **_cpu_family("c5", _FIFTH),
-    **_cpu_family("r5", _FIFTH),
+    **_cpu_family("m5", _M5),
+    **_cpu_family("c5", _C5),
+    **_cpu_family("r5", _R5),
     **_cpu_family(
         "c5n",
         {
@@ -113,8 +111,8 @@ INSTANCES: dict[str, Instance] = {
             "18xlarge": 100.0,
         },
     ),
-    **_cpu_family("m6i", _SIXTH),
-    **_cpu_family("c6i", _SIXTH),
+    **_cpu_family("m6i", _M6),
+    **_cpu_family("c6i", _C6),
     **_cpu_family("m7i", _SEVENTH),
     **_cpu_family("c7i", _SEVENTH),
     **_cpu_family("r7i", _SEVENTH),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import launching
 import pytest
 import sagemaker_service
@@ -171,6 +172,12 @@ def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus(home: Path) ->
     assert "did you mean" in told
     assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
     assert "-gpu-" in training_image("us-east-1", "2.8.0", True, home)
+
+
+def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
+    service = botocore.session.get_session().get_service_model("sagemaker")
+    resources = service.shape_for("ResourceConfig")
+    assert set(INSTANCES) <= set(resources.members["InstanceType"].enum)
 
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:

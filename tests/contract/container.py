@@ -22,9 +22,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from runs import SCRIPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,6 +134,7 @@ Host *
 """
 
 
+@cache
 def lacking() -> str:
     """What keeps this machine from having such containers; '' if nothing does."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
@@ -150,6 +153,15 @@ def lacking() -> str:
     command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-c", probe]
     ran = subprocess.run(command, capture_output=True, text=True)
     return f"no namespaces here: {ran.stderr.strip()}" if ran.returncode else ""
+
+
+def require() -> None:
+    """Skips a test where there can be no containers; where tests must be complete, fails it."""
+    if reason := lacking():
+        reason = f"no containers: {reason}"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
 
 
 def write_tree(directory: Path, files: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Who asks, and for what, in the words of IAM policies."""
+"""Who asks, and for what, in the words of IAM policies; and what AWS says when it refuses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from urllib.parse import parse_qs, unquote
 
 from moto.iam.models import iam_backends
 from moto.sts.models import sts_backends
-from refusals import Refusal
 
 ACCOUNT = "123456789012"
+
+
+class Refusal(Exception):
+    """An error code of AWS, its message, and the HTTP status that goes with it."""
+
+    def __init__(self, code: str, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,12 @@ from training_runs import Containers
 RATE = 20.0  # SageMaker's seconds in one of the tests'
 
 
-@pytest.fixture(scope="session")
-def containers() -> None:
-    """Says why there are no containers here; where tests have to be complete, that is a failure."""
-    if reason := container.lacking():
-        reason = f"no containers: {reason}"
-        if os.environ.get("CI"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-
-
 @pytest.fixture
 def aws(
-    emulator: Emulator,
-    containers: None,
-    s3: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    emulator: Emulator, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Emulator]:
     """SageMaker with two ranks on each host, and a person who may use it."""
+    container.require()
     runs = Containers(tmp_path / "machines", gpus=2, rate=RATE)
     runs.attach(emulator)
     emulator.reset(SageMaker(runs, RATE))

@@ -3,7 +3,7 @@
 Every request goes through here: it is recorded, held against the credentials and policies of who
 signed it, and answered by `sagemaker_service` or by moto.
 
-    python tests/e2e/emulator.py          serves until Ctrl-C, and prints what to put into a shell
+`make emulator` serves until Ctrl-C, and prints what to put into the shell of a user.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import re
 import sys
 import tempfile
@@ -25,10 +24,9 @@ from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
 import boto3
-from access import ACCOUNT, Access, Principal, accesses, principal_of
+from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
-from refusals import Refusal
 from sagemaker_service import SageMaker
 from training_runs import Containers
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
@@ -238,5 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(os.fspath(Path(__file__).parents[1]))
     main()

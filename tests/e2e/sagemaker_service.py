@@ -15,13 +15,12 @@ from typing import Any
 
 import botocore.session
 import regex
-from access import ACCOUNT, policies_of
+from access import ACCOUNT, Refusal, policies_of
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 from moto.iam.exceptions import NotFoundException
 from moto.iam.models import iam_backends
 from moto.logs.models import logs_backends
 from policies import allowed
-from refusals import Refusal
 
 REGION = "us-east-1"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"

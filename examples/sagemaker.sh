@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The tutorial on Amazon SageMaker: upload text, train with DistributedDataParallel, sample.
+#
+#     examples/sagemaker.sh [TEXT]
+#
+# TEXT is a text file or a directory of *.txt files; without one a built-in corpus is taken.
+#
+# Where things go, and who SageMaker acts as, is said beforehand (README.md, "On SageMaker"):
+#     export AWS_PROFILE=... AWS_REGION=... SM_NANOGPT_STORE=s3://... SM_NANOGPT_ROLE=arn:aws:iam::...
+#
+# INSTANCE=ml.g5.xlarge takes a smaller machine, INSTANCE_COUNT=2 two of them;
+# PRESET=cpu MAX_STEPS=200 BATCH_SIZE=16 makes a first try that is over in a minute.
+set -euo pipefail
+
+sm-nanogpt upload-data "$@"
+
+options=(--instance "${INSTANCE:-ml.g5.12xlarge}" --instance-count "${INSTANCE_COUNT:-1}"
+    --preset "${PRESET:-baby}" --max-run 7200)
+[ -z "${MAX_STEPS:-}" ] || options+=(--set max_steps="$MAX_STEPS")
+[ -z "${BATCH_SIZE:-}" ] || options+=(--set batch_size="$BATCH_SIZE")
+
+# The request, as it will be sent.
+sm-nanogpt launch "${options[@]}" --dry-run > request.json
+
+# launch prints the job's id on stdout, and everything else on stderr.
+job_id=$(sm-nanogpt launch "${options[@]}")
+
+# Ctrl-C ends the showing, not the job; `sm-nanogpt stop` would end the job.
+sm-nanogpt logs "$job_id" --follow
+sm-nanogpt wait "$job_id" # its exit code says whether the job went well
+sm-nanogpt status "$job_id"
+
+sm-nanogpt fetch-and-sample "$job_id" --num-samples 2 --max-new-tokens 300

@@ -1,0 +1,50 @@
+"""The tutorial of examples/, unchanged, against the emulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from emulator import Emulator
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def shell(aws: Emulator, user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell of a user who makes the tutorial's first try."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    first_try = {"INSTANCE_COUNT": "2", "PRESET": "cpu", "MAX_STEPS": "10", "BATCH_SIZE": "16"}
+    for name, value in first_try.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_script_of_the_tutorial_runs(shell: None, text_file: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "examples/sagemaker.sh", text_file],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step:        10/10" in done.stdout
+    assert len(done.stdout.rpartition("its last lines")[2]) > 600  # the two samples
+    assert (
+        json.loads((tmp_path / "request.json").read_text())["ResourceConfig"]["InstanceCount"] == 2
+    )
+
+
+def test_the_notebook_of_the_tutorial_runs(shell: None, tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples/sagemaker.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert "step=10/10" in printed
+    assert "model.safetensors" in printed
