@@ -20,7 +20,7 @@ test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/pytest -n 2 --dist worksteal
 
 emulator: .venv/installed-for-tests .venv-contract/installed
-	PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py
+	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2
