@@ -2133,8 +2133,10 @@ class Trainer:
         self.best_val_loss = math.inf
         self.metrics: list[dict[str, Any]] = []
         device = group.device
-        # Since the last metric line: this rank's losses, and the steps they are of.
-        self.loss_sum = torch.zeros((), device=device)
+        # Since the last metric line: this rank's losses, and the steps they are of. In float64
+        # (which MPS has not) a sum of float32 is exact, so that interruptions do not round it.
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self.loss_sum = torch.zeros((), device=device, dtype=exact)
         self.loss_sum_of_group = 0.0
         self.steps_summed = 0
 
