@@ -97,7 +97,7 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
 def emulator() -> Iterator[Emulator]:
     """AWS on loopback; shared, so that what a test puts there has names of its own."""
     with serving(SageMaker(scripted)) as emulator:
-        make_role(emulator.url, "training", "s3:*", "logs:*")
+        make_role(emulator.url, "training", "s3:*", "logs:*", "ecr:*", "cloudwatch:*", "kms:*")
         yield emulator
 
 

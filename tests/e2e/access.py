@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+from moto.iam.exceptions import NotFoundException
 from moto.iam.models import iam_backends
+from moto.s3.models import s3_backends
 from moto.sts.models import sts_backends
+from policies import allowed
 
 ACCOUNT = "123456789012"
 
@@ -79,13 +82,57 @@ def policies_of(owner: Any) -> list[dict[str, Any]]:
     ]
 
 
+def role_of(arn: str) -> Any:
+    """The role of moto with this ARN, or None."""
+    try:
+        role = iam_backends[ACCOUNT]["aws"].get_role(arn.rpartition("/")[2])
+    except NotFoundException:
+        return None
+    return role if role.arn == arn else None
+
+
+def trusts(role: Any, service: str, context: Mapping[str, str | list[str]]) -> bool:
+    """Whether a role lets a service act as it."""
+    document = json.loads(role.assume_role_policy_document)
+    found = document["Statement"]
+    spoken = [
+        {**{k: v for k, v in statement.items() if k != "Principal"}, "Resource": "*"}
+        for statement in ([found] if isinstance(found, dict) else found)
+        if service in str(statement["Principal"].get("Service"))
+    ]
+    return allowed([{**document, "Statement": spoken}], "sts:AssumeRole", "*", context)
+
+
 def accesses(
     service: str, region: str, operation: str, environ: Mapping[str, Any], body: Mapping[str, Any]
 ) -> list[Access]:
     """What a policy has to allow for a request to be answered."""
     if service == "s3":
-        return list(s3_accesses(environ))
+        return [
+            a for access in s3_accesses(environ) for a in (access, *key_accesses(access, environ))
+        ]
     return list(api_accesses(service, region, operation, body))
+
+
+def key_accesses(access: Access, environ: Mapping[str, Any]) -> Iterator[Access]:
+    """What S3 does with a KMS key, as the one who asks, for an object that the key encrypts."""
+    bucket = access.resource.removeprefix("arn:aws:s3:::").partition("/")[0]
+    key = environ.get("HTTP_X_AMZ_SERVER_SIDE_ENCRYPTION_AWS_KMS_KEY_ID") or bucket_key(bucket)
+    if key is None:
+        return
+    in_parts = "partNumber" in environ.get("QUERY_STRING", "")
+    if access.action == "s3:PutObject":
+        yield Access("kms:GenerateDataKey", key)
+    if (access.action == "s3:GetObject" and environ["REQUEST_METHOD"] != "HEAD") or in_parts:
+        yield Access("kms:Decrypt", key)
+
+
+def bucket_key(bucket: str) -> str | None:
+    """The ARN of the key that encrypts a bucket by default."""
+    found = s3_backends[ACCOUNT]["aws"].buckets.get(bucket)
+    rule = ((found and found.encryption) or {}).get("Rule", {})
+    rule = rule[0] if isinstance(rule, list) else rule
+    return rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID") or None
 
 
 def s3_accesses(environ: Mapping[str, Any]) -> Iterator[Access]:

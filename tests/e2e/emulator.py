@@ -93,7 +93,7 @@ class Emulator:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
-    def judge(self, principal: Principal, wanted: list[Access]) -> None:
+    def judge(self, principal: Principal, wanted: Iterable[Access]) -> None:
         for access in wanted:
             access = access.by(principal.arn)
             self.accesses.append(access)
@@ -216,7 +216,7 @@ def main() -> None:
         with serving(SageMaker(containers, rate=words.rate)) as emulator:
             containers.attach(emulator)
             client("s3", emulator.url).create_bucket(Bucket="emulated")
-            role = make_role(emulator.url, "training", "s3:*", "logs:*")
+            role = make_role(emulator.url, "training", "s3:*", "logs:*", "ecr:*", "cloudwatch:*")
             for name, value in {
                 "AWS_ENDPOINT_URL": emulator.url,
                 "AWS_ACCESS_KEY_ID": "testing",

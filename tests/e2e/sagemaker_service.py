@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import botocore.session
 import regex
-from access import ACCOUNT, Refusal, policies_of
+from access import ACCOUNT, Refusal, policies_of, role_of, trusts
 from botocore.model import ListShape, MapShape, Shape, StructureShape
-from moto.iam.exceptions import NotFoundException
-from moto.iam.models import iam_backends
 from moto.logs.models import logs_backends
+from moto.s3.models import s3_backends
 from policies import allowed
 
 REGION = "us-east-1"
@@ -98,18 +97,14 @@ class Job:
             self.training_seconds = max(1, round((self.ended - self.started) * self.rate))
         self.enter(secondary)
 
-    def log(self, host: str, attempt: int, lines: list[tuple[float, str]]) -> None:
-        """Puts (time, line) pairs into the host's stream of CloudWatch Logs."""
-        logs = logs_backends[ACCOUNT][REGION]
-        stream = f"{self.name}/{host}-{int(self.created) + attempt}"
-        if LOG_GROUP not in logs.groups:
-            logs.create_log_group(LOG_GROUP, {})
-        if stream not in logs.groups[LOG_GROUP].streams:
-            logs.create_log_stream(LOG_GROUP, stream)
-        events = [{"timestamp": int(at * 1000), "message": line} for at, line in lines]
-        logs.put_log_events(LOG_GROUP, stream, events)
+    def stream(self, host: str, attempt: int = 0) -> str:
+        """The host's stream in CloudWatch Logs; each start of a job has its own."""
+        return f"{self.name}/{host}-{int(self.created) + attempt}"
+
+    def measure(self, lines: Iterable[str]) -> None:
+        """Takes the metrics out of lines of log, as the request defines them."""
         for definition in self.request["AlgorithmSpecification"].get("MetricDefinitions", []):
-            for _, line in lines:
+            for line in lines:
                 if found := re.search(definition["Regex"], line):
                     self.metrics[definition["Name"]] = float(found[1])
 
@@ -286,14 +281,11 @@ def look(shape: Shape | None, value: Any, path: str, problems: list[str]) -> Non
 
 
 def check_role(body: dict[str, Any]) -> None:
-    """SageMaker looks at the input as the role before it accepts a job."""
-    arn = body["RoleArn"]
-    try:
-        role = iam_backends[ACCOUNT]["aws"].get_role(arn.rpartition("/")[2])
-    except NotFoundException:
-        role = None
-    trust = str(role.assume_role_policy_document) if role else ""
-    if role is None or role.arn != arn or "sagemaker.amazonaws.com" not in trust:
+    """SageMaker looks at input and keys as the role before it accepts a job."""
+    arn, role = body["RoleArn"], role_of(body["RoleArn"])
+    job = f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/{body['TrainingJobName']}"
+    origin: dict[str, str | list[str]] = {"aws:SourceAccount": ACCOUNT, "aws:SourceArn": job}
+    if role is None or not trusts(role, "sagemaker.amazonaws.com", origin):
         raise invalid(
             f"Could not assume role {arn}. Please ensure that the role exists and allows principal"
             " 'sagemaker.amazonaws.com' to assume the role."
@@ -320,8 +312,6 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def any_object(bucket: str, prefix: str) -> bool:
-    from moto.s3.models import s3_backends
-
     buckets = s3_backends[ACCOUNT]["aws"].buckets
     return bucket in buckets and any(key.startswith(prefix) for key in buckets[bucket].keys)
 
@@ -333,6 +323,17 @@ STOPPING_SECONDS = 0.5
 LOG_DELAY_SECONDS = 0.3
 
 
+def write_log(job: Job, host: str, at: float, line: str) -> None:
+    logs = logs_backends[ACCOUNT][REGION]
+    if LOG_GROUP not in logs.groups:
+        logs.create_log_group(LOG_GROUP, {})
+    if job.stream(host) not in logs.groups[LOG_GROUP].streams:
+        logs.create_log_stream(LOG_GROUP, job.stream(host))
+    event = {"timestamp": int(at * 1000), "message": line}
+    logs.put_log_events(LOG_GROUP, job.stream(host), [event])
+    job.measure([line])
+
+
 def scripted(job: Job) -> None:
     """A Run by the job's script: `reason` lets it fail after its training, `log` holds
     (seconds after its creation, host, line)."""
@@ -342,7 +343,7 @@ def scripted(job: Job) -> None:
     def speak() -> None:
         while pending and time.time() > job.created + pending[0][0] + LOG_DELAY_SECONDS:
             after, host, line = pending.pop(0)
-            job.log(host, 0, [(job.created + after, line)])
+            write_log(job, host, job.created + after, line)
 
     def live() -> None:
         for stage, seconds in STAGES:

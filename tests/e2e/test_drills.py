@@ -104,7 +104,7 @@ def test_a_role_that_sagemaker_may_not_act_as(
 def test_a_role_that_may_not_read_the_text(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject")
+    role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject", "ecr:*", "logs:*")
     ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
     told = failed(cli, ran)
     assert "Data download failed" in told

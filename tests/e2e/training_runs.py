@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
+from access import Access, Refusal, principal_of
 from botocore.exceptions import ClientError
 from container import Cluster, Host
-from sagemaker_service import REGION, Job, split
+from sagemaker_service import LOG_GROUP, REGION, Job, split
 
 if TYPE_CHECKING:
     from emulator import Emulator
@@ -101,14 +102,13 @@ class Attempt:
             aws_secret_access_key="sagemaker",
         )
         keys = self.credentials()
-        self.s3 = boto3.client(
-            "s3",
-            region_name=REGION,
-            endpoint_url=containers.emulator.url,
-            aws_access_key_id=keys["AccessKeyId"],
-            aws_secret_access_key=keys["SecretAccessKey"],
-            aws_session_token=keys["Token"],
+        as_role = boto3.Session(
+            keys["AccessKeyId"], keys["SecretAccessKey"], keys["Token"], region_name=REGION
         )
+        self.s3 = as_role.client("s3", endpoint_url=containers.emulator.url)
+        self.logs = as_role.client("logs", endpoint_url=containers.emulator.url)
+        self.role = principal_of(keys["AccessKeyId"], "sts")
+        self.streams: set[str] = set()
         gib, size = containers.gib, self.request["ResourceConfig"]["VolumeSizeInGB"]
         port = containers.emulator.url.rpartition(":")[2]
         self.cluster = Cluster(
@@ -149,10 +149,20 @@ class Attempt:
             "Expiration": keys["Expiration"].strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
+    def check(self, *wanted: Access) -> None:
+        """What SageMaker does as the role with services that are not here."""
+        try:
+            self.emulator.judge(self.role, wanted)
+        except Refusal as refusal:
+            raise JobFailed(f"ClientError: {refusal}") from None
+
     # -- before ------------------------------------------------------------------------------------
 
     def download(self) -> None:
-        """Lays out /opt/ml on all hosts."""
+        """Pulls the image, as far as that can be seen, and lays out /opt/ml on all hosts."""
+        self.check(*image_accesses(self.request["AlgorithmSpecification"]["TrainingImage"]))
+        if key := self.request["ResourceConfig"].get("VolumeKmsKeyId"):
+            self.check(Access("kms:CreateGrant", key, {"kms:GrantIsForAWSResource": "true"}))
         channels = {c["ChannelName"]: c["DataSource"] for c in self.request["InputDataConfig"]}
         for host in self.cluster.hosts:
             host.lay_out_ml(
@@ -236,7 +246,20 @@ class Attempt:
             self.read[host] += len(whole)
             lines = [line for line in whole.decode(errors="replace").split("\n") if line.strip()]
             if lines:
-                self.job.log(host.name, self.number, [(time.time(), line) for line in lines])
+                self.job.measure(lines)
+                with contextlib.suppress(ClientError):  # the job goes on without its log
+                    self.write_log(self.job.stream(host.name, self.number), lines)
+
+    def write_log(self, stream: str, lines: list[str]) -> None:
+        if stream not in self.streams:
+            self.streams.add(stream)
+            with contextlib.suppress(self.logs.exceptions.ResourceAlreadyExistsException):
+                self.logs.create_log_group(logGroupName=LOG_GROUP)
+            self.logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=stream)
+            self.logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=stream)
+        now = int(time.time() * 1000)
+        events = [{"timestamp": now, "message": line} for line in lines]
+        self.logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream, logEvents=events)
 
     def send_checkpoints(self) -> None:
         """Copies what is new in /opt/ml/checkpoints to S3; what is gone here stays there."""
@@ -263,14 +286,31 @@ class Attempt:
                 for host in self.cluster.hosts:
                     for path in sorted((host.ml / place).iterdir()):
                         tar.add(path, path.name)
-            key = f"{prefix}/{self.job.name}/output/{name}"
-            self.s3.upload_file(str(archive), bucket, key)
+            path = f"{prefix}/{self.job.name}/output/{name}"
+            encryption = {}
+            if key := self.request["OutputDataConfig"].get("KmsKeyId"):
+                self.check(Access("kms:Encrypt", key))
+                encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
+            self.s3.upload_file(str(archive), bucket, path, ExtraArgs=encryption)
+        namespace = {"cloudwatch:namespace": "/aws/sagemaker/TrainingJobs"}
+        with contextlib.suppress(JobFailed):  # the job goes on without its metrics
+            self.check(Access("cloudwatch:PutMetricData", "*", namespace))
 
     def failure(self) -> str:
         """FailureReason: what the first host to fail left in /opt/ml/output/failure."""
         failed = self.cluster.failed_first
         assert failed is not None
         return f"AlgorithmError: {failed.failure}, exit code: {failed.status}"
+
+
+def image_accesses(image: str) -> list[Access]:
+    """What pulling an image of ECR takes."""
+    registry, _, name = image.partition("/")
+    account, region = registry.split(".")[0], registry.split(".")[3]
+    repository = f"arn:aws:ecr:{region}:{account}:repository/{name.split(':')[0]}"
+    actions = ("BatchCheckLayerAvailability", "BatchGetImage", "GetDownloadUrlForLayer")
+    login = Access("ecr:GetAuthorizationToken", "*")
+    return [login, *(Access(f"ecr:{action}", repository) for action in actions)]
 
 
 def checkpoint_files(host: Host) -> list[tuple[Path, tuple[int, int]]]:
