@@ -20,7 +20,7 @@ options=(--instance "${INSTANCE:-ml.g5.12xlarge}" --instance-count "${INSTANCE_C
 [ -z "${BATCH_SIZE:-}" ] || options+=(--set batch_size="$BATCH_SIZE")
 
 # The request, as it will be sent.
-sm-nanogpt launch "${options[@]}" --dry-run > request.json
+sm-nanogpt launch "${options[@]}" --dry-run
 
 # launch prints the job's id on stdout, and everything else on stderr.
 job_id=$(sm-nanogpt launch "${options[@]}")

@@ -445,7 +445,7 @@ def print_jobs(found: list[JobDescription]) -> None:
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
         return
-    row = "{:<36} {:<11} {:<10} {:<17} {:>13} {:>9}"
+    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9}"
     click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS"))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
@@ -506,7 +506,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     if last:
         click.echo("its last lines:")
     for line in last:
-        click.echo(f"  {line}")
+        click.echo(f"  {line if len(line) <= 200 else line[:199] + '…'}")
 
 
 def billable_words(description: JobDescription) -> str | None:

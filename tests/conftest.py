@@ -11,7 +11,7 @@ from typing import Any
 import launching
 import pytest
 import torch
-from emulator import Emulator, make_role, serving
+from emulator import ROLE_ACTIONS, Emulator, make_role, serving
 from sagemaker_service import SageMaker, scripted
 
 # As many tests run side by side as there are cores.
@@ -97,7 +97,7 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
 def emulator() -> Iterator[Emulator]:
     """AWS on loopback; shared, so that what a test puts there has names of its own."""
     with serving(SageMaker(scripted)) as emulator:
-        make_role(emulator.url, "training", "s3:*", "logs:*", "ecr:*", "cloudwatch:*", "kms:*")
+        make_role(emulator.url, "training", *ROLE_ACTIONS)
         yield emulator
 
 

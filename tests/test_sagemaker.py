@@ -401,6 +401,28 @@ def test_a_failed_job_tells_why_with_its_last_lines(
     assert told.out.endswith("  one\n  DataError: no text\n")
 
 
+WRAPPED = "AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{}\nCommand ..., exit code: 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ('ErrorMessage "DataError: no text [Exception]\n ----"', "DataError: no text"),
+        ('ErrorMessage "DataError: no text"', "DataError: no text"),
+        ('ErrorMessage "OutOfMemoryError: CUDA [RuntimeError]"', "OutOfMemoryError: CUDA"),
+        ('ErrorMessage "----\n"\nExtraInfo "OutOfMemory: killed"', "OutOfMemory: killed"),
+        ('ErrorMessage ""', " ".join(WRAPPED.format('ErrorMessage ""').split())),
+    ],
+)
+def test_of_a_failure_the_words_of_the_script_are_told_and_else_all(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, words: str, told: str
+) -> None:
+    cloud.sagemaker.next_script = {"reason": WRAPPED.format(words)}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    assert f"failed: {told}" in cli("wait", job_id).error
+    assert f"reason:      {told}\n" in cli("status", job_id).out
+
+
 def test_jobs_lists_ours_page_by_page_with_the_local_ones(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:

@@ -25,6 +25,7 @@ RUNNING = ("InProgress", "Stopping")
 
 # What to do about a reason that holds these words.
 REMEDIES = {
+    "CUDA out of memory": "a smaller batch_size, or more gradient_accumulation_steps, needs less",
     "CapacityError": CAPACITY,
     "Data download failed": "the execution role has to be allowed to read the store",
     "MaxRuntimeExceeded": "--max-run gives more time",

@@ -38,8 +38,10 @@ TAG_VALUE = "job"
 POLL_SECONDS = 5.0
 QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
 
-# SageMaker's toolkit puts the line that a rank failed with between pages of its own.
-CAUSE = re.compile(r'^ErrorMessage "(\S.*?)(?: \[Exception\])?"?$', re.MULTILINE)
+# SageMaker's toolkit puts the line that a rank failed with, `Name: cause [kind of error]`, between
+# pages of its own, and has extra words for a process that was killed.
+CAUSE = re.compile(r'^ErrorMessage "(\w+: .*?)(?: \[\w+\])?"?\s*$', re.MULTILINE)
+EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 
 class SageMakerBackend:
@@ -358,8 +360,8 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
 
 def in_short(reason: str) -> str:
     """A FailureReason in one line: what train.py said, else all of it."""
-    cause = CAUSE.search(reason)
-    return cause[1] if cause else " ".join(reason.split())
+    found = CAUSE.search(reason) or EXTRA.search(reason)
+    return " ".join((found[1] if found else reason).split())
 
 
 def timestamp(moment: datetime | None) -> float | None:

@@ -51,6 +51,7 @@ LAUNCHERS: dict[str, dict[str, Any]] = {
 # for no limit; the rest are directories to show inside.
 BOOT = r"""
 set -euo pipefail
+exec 2>&1  # what unshare says is none of the container's log
 host=$1 name=$2 address=$3 volume=$4
 shift 4
 read -r _  # until the network is there
@@ -402,7 +403,7 @@ class Cluster:
                     env=env,
                     stdin=subprocess.PIPE,
                     stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
             self.containers.append(process)

@@ -15,7 +15,7 @@ from launching import Ran
 from sagemaker_service import SageMaker
 from training_runs import Containers
 
-RATE = 20.0  # SageMaker's seconds in one of the tests'
+RATE = 40.0  # SageMaker's seconds in one of the tests'
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def aws(
     monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.2)
     monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
     yield emulator
-    runs.kill()
+    runs.close()
 
 
 @pytest.fixture

@@ -9,9 +9,12 @@ signed it, and answered by `sagemaker_service` or by moto.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -32,6 +35,7 @@ from training_runs import Containers
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 REGION = "us-east-1"
+ROLE_ACTIONS = ("s3:*", "logs:*", "ecr:*", "cloudwatch:*", "kms:*")  # of a role that may do it all
 SMALL_PAGES = {"DescribeLogStreams": 1, "GetLogEvents": 3}
 
 Start = Callable[..., Any]
@@ -208,15 +212,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="AWS on loopback, whose training jobs run here.")
     parser.add_argument("--gpus", type=int, default=2, help="ranks on each host (default: 2)")
     parser.add_argument(
-        "--rate", type=float, default=1, help="SageMaker's seconds in one of ours (default: 1)"
+        "--rate", type=float, default=20, help="SageMaker's seconds in one of ours (default: 20)"
     )
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
         containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
-        with serving(SageMaker(containers, rate=words.rate)) as emulator:
+        sagemaker = SageMaker(containers, rate=words.rate)
+
+        def interrupt(*_: Any) -> None:
+            for job in sagemaker.jobs.values():
+                job.interrupting.set()
+
+        signal.signal(signal.SIGUSR1, interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with serving(sagemaker) as emulator, contextlib.closing(containers):
             containers.attach(emulator)
             client("s3", emulator.url).create_bucket(Bucket="emulated")
-            role = make_role(emulator.url, "training", "s3:*", "logs:*", "ecr:*", "cloudwatch:*")
+            role = make_role(emulator.url, "training", *ROLE_ACTIONS)
             for name, value in {
                 "AWS_ENDPOINT_URL": emulator.url,
                 "AWS_ACCESS_KEY_ID": "testing",
@@ -225,14 +237,12 @@ def main() -> None:
                 "SM_NANOGPT_STORE": "s3://emulated/nanogpt",
                 "SM_NANOGPT_ROLE": role,
             }.items():
-                print(f"export {name}={value}")
-            print(f"account {ACCOUNT}; Ctrl-C ends it and all its jobs", file=sys.stderr)
-            sys.stdout.flush()
-            try:
+                print(f"export {name}={value}", flush=True)
+            spot = f"kill -USR1 {os.getpid()} takes the machines from spot jobs"
+            print(f"account {ACCOUNT}; Ctrl-C ends it and its jobs; {spot}", file=sys.stderr)
+            with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)
-            except KeyboardInterrupt:
-                containers.kill()
 
 
 if __name__ == "__main__":

@@ -59,9 +59,11 @@ class Job:
     reason: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     training_seconds: int | None = None
+    ran: float = 0.0  # of SageMaker's seconds, over all its starts
     stopping: threading.Event = field(default_factory=threading.Event)
     interrupting: threading.Event = field(default_factory=threading.Event)
     script: dict[str, Any] = field(default_factory=dict)  # for a run that needs one
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def name(self) -> str:
@@ -72,6 +74,12 @@ class Job:
         return f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/{self.name}"
 
     @property
+    def use(self) -> str:
+        """What its quota is called."""
+        spot = "spot " * bool(self.request.get("EnableManagedSpotTraining"))
+        return f"{self.request['ResourceConfig']['InstanceType']} for {spot}training job usage"
+
+    @property
     def status(self) -> str:
         return STATES[self.secondary]
 
@@ -80,14 +88,26 @@ class Job:
         return int(self.request["ResourceConfig"]["InstanceCount"])
 
     def enter(self, secondary: str) -> None:
-        now = time.time()
-        if self.transitions:
-            self.transitions[-1]["EndTime"] = now
-        message = MESSAGES.get(secondary, f"Training job {secondary.lower()}")
-        self.transitions.append({"Status": secondary, "StartTime": now, "StatusMessage": message})
-        if secondary == "Downloading" and self.started is None:
-            self.started = now
-        self.secondary = secondary
+        """Goes on to a state; a job that was told to stop is never in progress again."""
+        with self.lock:
+            if self.stopping.is_set() and STATES[secondary] == "InProgress":
+                return
+            now = time.time()
+            if self.transitions:
+                self.transitions[-1]["EndTime"] = now
+            message = MESSAGES.get(secondary, f"Training job {secondary.lower()}")
+            self.transitions.append(
+                {"Status": secondary, "StartTime": now, "StatusMessage": message}
+            )
+            if secondary == "Downloading" and self.started is None:
+                self.started = now
+            self.secondary = secondary
+
+    def stop(self) -> None:
+        with self.lock:
+            if not self.stopping.is_set():
+                self.enter("Stopping")
+                self.stopping.set()
 
     def end(self, secondary: str, reason: str | None = None) -> None:
         """The last state; SageMaker keeps 1024 characters of the reason of a failure."""
@@ -150,7 +170,8 @@ class SageMaker:
     def __init__(self, run: Run, rate: float = 1.0) -> None:
         self.run, self.rate = run, rate
         self.jobs: dict[str, Job] = {}
-        self.quota = {"ml.g6.48xlarge": 0}  # instances; of the others 20
+        # Instances by use; of the others 20.
+        self.quota = {"ml.g6.48xlarge for training job usage": 0}
         self.next_script: dict[str, Any] = {}
 
     def call(self, operation: str, body: dict[str, Any]) -> Any:
@@ -164,7 +185,11 @@ class SageMaker:
         self.check(body)
         job = Job(body, self.rate, script=self.next_script)
         if self.jobs.setdefault(job.name, job) is not job:
-            raise Refusal("ResourceInUse", f"Job name must be unique. {job.arn} exists already")
+            raise Refusal(
+                "ResourceInUse",
+                "Training job names must be unique within an AWS account and region, and a training"
+                f" job with this name already exists ({job.arn})",
+            )
         job.enter("Starting")
         threading.Thread(target=self.run, args=(job,), daemon=True).start()
         return {"TrainingJobArn": job.arn}
@@ -182,19 +207,17 @@ class SageMaker:
                 raise invalid("Managed Spot Training does not support KeepAlivePeriodInSeconds")
         elif "MaxWaitTimeInSeconds" in stopping:
             raise invalid("MaxWaitTimeInSeconds requires EnableManagedSpotTraining")
-        kind, count = resources["InstanceType"], resources["InstanceCount"]
-        limit = self.quota.get(kind, 20)
-        used = sum(
-            job.hosts
-            for job in self.jobs.values()
-            if job.ended is None and job.request["ResourceConfig"]["InstanceType"] == kind
-        )
+        use, count = Job(body).use, resources["InstanceCount"]
+        limit = self.quota.get(use, 20)
+        used = sum(job.hosts for job in self.jobs.values() if job.ended is None and job.use == use)
         if used + count > limit:
             raise Refusal(
                 "ResourceLimitExceeded",
-                f"The account-level service limit '{kind} for training job usage' is {limit}"
-                f" Instances, with current utilization of {used} Instances and a request delta of"
-                f" {count} Instances.",
+                f"The account-level service limit '{use}' is {limit} Instances, with current"
+                f" utilization of {used} Instances and a request delta of {count} Instances. Please"
+                " use AWS Service Quotas to request an increase for this quota. If AWS Service"
+                " Quotas is not available, contact AWS support to request an increase for this"
+                " quota.",
             )
         check_role(body)
 
@@ -212,9 +235,7 @@ class SageMaker:
             raise invalid(
                 f"The request was rejected because the training job is in status {job.status}."
             )
-        if not job.stopping.is_set():
-            job.enter("Stopping")
-            job.stopping.set()
+        job.stop()
         return {}
 
     def Search(self, body: dict[str, Any]) -> Any:
@@ -347,7 +368,7 @@ def scripted(job: Job) -> None:
 
     def live() -> None:
         for stage, seconds in STAGES:
-            if stage != job.secondary and not job.stopping.is_set():
+            if stage != job.secondary:
                 job.enter(stage)
             end = time.time() + seconds
             while time.time() < end and not job.stopping.wait(0.02):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import launching
+import pytest
 from emulator import Emulator, make_role
-from launching import ENDLESS, Ran, edited, sets
+from launching import ENDLESS, Ran, edited, sets, until
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--follow")
 TINY = {**launching.TINY, "batch_size": 8}
@@ -121,14 +122,45 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
     assert re.search(r"reason: +CheckpointError: .*: No space left on device\n", failed(cli, ran))
 
 
+@pytest.mark.parametrize(
+    ("words", "state", "remedy"),
+    [
+        (("--max-run", "7200"), "MaxRuntimeExceeded", "--max-run gives more time"),
+        (
+            ("--spot", "--max-run", "7200", "--max-wait", "7200"),
+            "MaxWaitTimeExceeded",
+            "--max-wait gives more time",
+        ),
+    ],
+)
 def test_a_job_that_outruns_its_time(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+    aws: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    words: tuple[str, ...],
+    state: str,
+    remedy: str,
 ) -> None:
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
-    ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "240", *sets(**values))
+    launched = cli("launch", *LAUNCH[1:3], "--data", str(text_file), *words, *sets(**values))
+    job_id = launched.out.strip()
+    prefix = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-"
+    until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
+    aws.sagemaker.run.rate = 1e5  # type: ignore[attr-defined]
+    ran = cli("wait", job_id)
     assert ran.code == 1
-    assert "MaxRuntimeExceeded" in ran.error
-    assert re.search(r"--resume \S+`?", ran.error)
-    told = cli("status", ran.out.strip()).out
+    assert f"stopped: {state} ({remedy})" in ran.error
+    assert f"--resume {job_id}`" in ran.error
+    told = cli("status", job_id).out
     assert "state:       Stopped" in told
-    assert "MaxRuntimeExceeded" in told
+    assert f"reason:      {state}" in told
+
+
+def test_a_directory_that_the_console_made_is_no_text(
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], text: str
+) -> None:
+    s3.put_object(Bucket=s3.bucket, Key="mine/", Body=b"")
+    s3.put_object(Bucket=s3.bucket, Key="mine/input.txt", Body=text[-60_000:].encode())
+    ran = cli(*LAUNCH, "--data", f"s3://{s3.bucket}/mine", *sets(**TINY))
+    assert ran.code == 0, ran.err

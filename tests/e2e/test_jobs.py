@@ -19,17 +19,25 @@ from launcher import artefacts, storage
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 
-# Long enough for something to happen in the middle of it, and the same in all of these jobs.
-STEPS = 300
+# A job in the middle of which something happens: it writes one checkpoint after 5 s and none before
+# its machines are gone, 3 s later, so that steps are lost and done again.
+STEPS = 400
 LONG: dict[str, Any] = {
     **launching.TINY,
     "batch_size": 8,
     "max_steps": STEPS,
-    "log_interval": 10,
-    "eval_interval": 50,
+    "log_interval": 5,
+    "eval_interval": STEPS,
     "dropout": 0.1,
-    "checkpoint_seconds": 1,
+    "checkpoint_seconds": 5,
 }
+SLOWER = (
+    "            agreement = group.largest_soon(self.wish())\n",
+    """\
+            time.sleep(0.03)
+            agreement = group.largest_soon(self.wish())
+""",
+)
 
 
 def names_and_times_apart(request: dict[str, Any]) -> str:
@@ -45,7 +53,8 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
 ) -> None:
     uploaded = command("upload-data", str(text_file))
     assert uploaded.code == 0, uploaded.err
-    launch = ("launch", *INSTANCE, "--instance-count", "2", *sets(**{**LONG, "max_steps": 60}))
+    values = {**launching.TINY, "batch_size": 8, "max_steps": 60}
+    launch = ("launch", *INSTANCE, "--instance-count", "2", *sets(**values))
     shown = command(*launch, "--dry-run")
     launched = command(*launch)
     assert launched.code == 0, launched.err
@@ -84,22 +93,25 @@ def ranks(cluster: Cluster) -> list[list[list[str]]]:
 # -- interrupted -----------------------------------------------------------------------------------
 
 
-def launch_long(aws: Emulator, cli: Callable[..., Ran], text_file: Path, *words: str) -> str:
-    ran = cli("launch", *INSTANCE, "--data", str(text_file), *sets(**LONG), *words)
-    assert ran.code == 0, ran.err
-    return ran.out.strip()
+@pytest.fixture
+def launch_long(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> Callable[..., str]:
+    """Launches the job, with some words more; returns its id."""
+    script = launching.edited(tmp_path / "train.py", SLOWER)
+    fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
+
+    def launch(*words: str) -> str:
+        ran = cli("launch", *INSTANCE, *fixed, *words)
+        assert ran.code == 0, ran.err
+        return ran.out.strip()
+
+    return launch
 
 
 def wait_for_checkpoint(s3: Any, job_id: str) -> None:
-    """Until a checkpoint that was written in the middle of the training is in S3."""
     prefix = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-"
-
-    def steps() -> list[int]:
-        found = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix).get("Contents", [])
-        return [int(o["Key"].removeprefix(prefix).split(".")[0]) for o in found]
-
-    until(lambda: any(steps()))
-    assert max(steps()) < STEPS
+    until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
 
 
 def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tuple[bytes, Any]:
@@ -113,26 +125,39 @@ def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tup
         file = tar.extractfile("metrics.jsonl")
         assert file is not None
         rows = [json.loads(line) for line in file.read().splitlines()]
-    timed = ("tokens_per_second", "seconds")
-    return weights, [{k: v for k, v in row.items() if k not in timed} for row in rows]
+    return weights, [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+def steps_of(log: str) -> list[int]:
+    """The steps of the metric lines of a log."""
+    return [int(step) for step in re.findall(r"<stdout>:step=(\d+)/", log)]
+
+
+def resumed_from(log: str) -> int:
+    (step,) = re.findall(r"resumed from the checkpoint of step (\d+)", log)
+    return int(step)
 
 
 def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
 ) -> None:
     two = ("--instance-count", "2")
-    undisturbed = launch_long(aws, cli, text_file, *two)
-    weights, rows = result_of(cli, s3, undisturbed, tmp_path / "undisturbed")
-    assert [row["step"] for row in rows] == list(range(10, STEPS + 1, 10))
+    weights, rows = result_of(cli, s3, launch_long(*two), tmp_path / "undisturbed")
+    every_fifth = list(range(5, STEPS + 1, 5))
+    assert [row["step"] for row in rows] == every_fifth
 
-    spot = launch_long(aws, cli, text_file, "--spot", *two)
+    spot = launch_long("--spot", *two)
     wait_for_checkpoint(s3, spot)
     aws.sagemaker.jobs[spot].interrupting.set()
     assert result_of(cli, s3, spot, tmp_path / "spot") == (weights, rows)
     states = [t["Status"] for t in aws.sagemaker.jobs[spot].transitions]
     start = ["Starting", "Downloading", "Training"]
     assert states == [*start, "Interrupted", *start, "Uploading", "Completed"]
-    assert "resumed from the checkpoint of step" in cli("logs", spot).out
+    log = cli("logs", spot).out
+    assert 0 < resumed_from(log) < STEPS
+    done = steps_of(log)
+    assert set(done) == set(every_fifth)
+    assert len(done) > len(every_fifth)  # some of it was lost, and done again
     described = json.loads(cli("status", spot, "--json").out)
     assert described["metrics"]["step"] == STEPS
     assert described["metrics"]["val_loss"] == pytest.approx(rows[-1]["val_loss"], abs=1e-4)
@@ -140,16 +165,41 @@ def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
 
 
 def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
 ) -> None:
-    undisturbed = launch_long(aws, cli, text_file)
-    expected = result_of(cli, s3, undisturbed, tmp_path / "undisturbed")
+    expected = result_of(cli, s3, launch_long(), tmp_path / "undisturbed")
 
-    stopped = launch_long(aws, cli, text_file)
+    stopped = launch_long()
     wait_for_checkpoint(s3, stopped)
     ran = cli("stop", stopped)
     assert ran.code == 0, ran.err
     assert "state:       Stopped" in cli("status", stopped).out
+    assert "stopped by a signal" not in cli("logs", stopped).out  # SIGTERM reaches no rank
+    assert [host.status for host in cluster_of(aws, stopped).hosts] == [-9]
     ran = cli("launch", "--resume", stopped)
     assert ran.code == 0, ran.err
-    assert result_of(cli, s3, ran.out.strip(), tmp_path / "resumed") == expected
+    resumed = ran.out.strip()
+    assert result_of(cli, s3, resumed, tmp_path / "resumed") == expected
+    log = cli("logs", resumed).out
+    assert 0 < resumed_from(log) < max(steps_of(cli("logs", stopped).out)) < STEPS
+    assert min(steps_of(log)) > resumed_from(log)
+
+
+def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
+    aws: Emulator, s3: Any, launch_long: Callable[..., str], cli: Callable[..., Ran]
+) -> None:
+    spot = launch_long("--spot")
+    job = aws.sagemaker.jobs[spot]
+    until(lambda: job.secondary == "Training")
+    job.interrupting.set()
+    until(lambda: not job.interrupting.is_set())
+    assert cli("stop", spot).code == 0
+    assert [t["Status"] for t in job.transitions][-2:] == ["Stopping", "Stopped"]
+
+
+def test_the_log_of_a_job_is_there_while_it_runs(
+    aws: Emulator, launch_long: Callable[..., str], cli: Callable[..., Ran]
+) -> None:
+    job_id = launch_long()
+    until(lambda: "<stdout>:step=5/" in cli("logs", job_id).out)
+    assert json.loads(cli("status", job_id, "--json").out)["status"] == "InProgress"

@@ -5,9 +5,11 @@ and what it leaves back to S3. All that a job does with S3, it does as its role.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import signal
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from sagemaker_service import LOG_GROUP, REGION, Job, split
 if TYPE_CHECKING:
     from emulator import Emulator
 
+START_SECONDS = 20.0  # for machines, and again for data and image
 GRACE_SECONDS = 120.0  # between SIGTERM and SIGKILL
 DOWNLOAD_FAILED = "ClientError: Data download failed:"
 
@@ -29,11 +32,16 @@ class JobFailed(Exception):
     """A job cannot go on; the text is its FailureReason."""
 
 
+class Closed(Exception):
+    """The emulator ends, and its jobs with it."""
+
+
 class Containers:
     """A Run that really trains. directory takes what the hosts need of the disk.
 
-    A host shows `gpus` GPUs, whatever the instance type; a rank is started for each. Of the
-    volume, a GiB is `gib` bytes, or without limit where that is None.
+    A host shows `gpus` GPUs, whatever the instance type; a rank is started for each. `rate` is how
+    many of SageMaker's seconds go by in one of ours. Of the volume, a GiB is `gib` bytes, or
+    without limit where that is None.
     """
 
     def __init__(
@@ -41,55 +49,62 @@ class Containers:
     ) -> None:
         self.directory, self.gpus, self.rate, self.gib = directory, gpus, rate, gib
         self.attempts: dict[str, Attempt] = {}  # by job, the one that runs
+        self.threads: list[threading.Thread] = []
+        self.closed = threading.Event()
 
     def attach(self, emulator: Emulator) -> None:
         self.emulator = emulator
 
     def __call__(self, job: Job) -> None:
+        self.threads.append(threading.current_thread())
         try:
-            number = 0
-            while self.attempt(job, number) == "Interrupted":
-                job.enter("Interrupted")
+            state, number = "Interrupted", 0
+            while state == "Interrupted" and not job.stopping.is_set():
+                if number:
+                    job.enter("Starting")
+                state = self.attempt(job, number)
                 number += 1
-                job.enter("Starting")
+            if job.ended is None:
+                job.end("Stopped")
         except JobFailed as failure:
             job.end("Failed", str(failure))
+        except Closed:
+            pass
         except BaseException as error:
             job.end("Failed", f"InternalServerError: {error!r}")
             raise
 
     def attempt(self, job: Job, number: int) -> str:
         """Runs a job once, on new machines; returns the state that it ends in."""
-        attempt = Attempt(self, job, number)
-        self.attempts[job.name] = attempt
-        with contextlib.closing(attempt):
-            if not job.stopping.is_set():
-                job.enter("Downloading")
+        job.stopping.wait(START_SECONDS / self.rate)
+        with contextlib.closing(Attempt(self, job, number)) as attempt:
+            self.attempts[job.name] = attempt
+            job.enter("Downloading")
             attempt.download()
-            if not job.stopping.is_set():
-                job.enter("Training")
+            job.stopping.wait(START_SECONDS / self.rate)
+            job.enter("Training")
             state = attempt.train()
             attempt.send_checkpoints()
+            job.enter("Interrupted" if state == "Interrupted" else "Uploading")
             if state == "Interrupted":
                 return state
-            if state == "Completed":
-                job.enter("Uploading")
             attempt.upload(model=state != "Failed")
-            reason = attempt.failure() if state == "Failed" else None
-            job.end(state, reason)
+            job.end(state, attempt.failure() if state == "Failed" else None)
             return state
 
-    def kill(self) -> None:
-        for attempt in self.attempts.values():
-            attempt.close()
+    def close(self) -> None:
+        """Ends all jobs, at once."""
+        self.closed.set()
+        for thread in self.threads:
+            thread.join()
 
 
 class Attempt:
     """One start of a job on machines of its own."""
 
     def __init__(self, containers: Containers, job: Job, number: int) -> None:
+        self.containers = containers
         self.job, self.number, self.request = job, number, job.request
-        self.rate = containers.rate
         self.directory = containers.directory / f"{job.name}-{number}"
         role = containers.emulator.url + f"/credentials/{job.name}"
         containers.emulator.credentials[f"/credentials/{job.name}"] = self.credentials
@@ -184,7 +199,10 @@ class Attempt:
         above = prefix.rpartition("/")[0]
         try:
             pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-            for key in [o["Key"] for page in pages for o in page.get("Contents", [])]:
+            keys = [o["Key"] for page in pages for o in page.get("Contents", [])]
+            for key in keys:
+                if key.endswith("/"):  # what the console makes for a directory
+                    continue
                 first, *others = [
                     host.ml / place / key.removeprefix(above).lstrip("/")
                     for host in self.cluster.hosts
@@ -198,43 +216,56 @@ class Attempt:
                     shutil.copy(first, other)
         except ClientError as error:
             raise JobFailed(f"{DOWNLOAD_FAILED}{error.response['Error']['Message']}") from None
+        except OSError as error:
+            raise JobFailed(f"{DOWNLOAD_FAILED}{error.strerror}") from None
 
     # -- meanwhile ---------------------------------------------------------------------------------
 
     def train(self) -> str:
         """Runs the containers to their end; returns the state that this leads to."""
-        job, condition = self.job, self.request["StoppingCondition"]
+        if self.job.stopping.is_set():
+            return "Stopped"
         self.cluster.start()
         # AWS as the container sees it, at the address that it has outside too.
-        self.servers = [self.emulator.serve(s.detach()) for s in self.cluster.sockets]
-        begin, kill_at, state = time.monotonic(), None, ""
+        for listening in self.cluster.sockets:
+            with listening:  # the server has a descriptor of its own
+                self.servers.append(self.emulator.serve(listening.fileno()))
+        state, kill_at, then = "", math.inf, time.monotonic()
         while True:
-            now = (time.monotonic() - begin) * self.rate
-            if not state:
-                if job.stopping.is_set():
-                    state = "Stopped"
-                elif job.interrupting.is_set():
-                    job.interrupting.clear()
-                    state = "Interrupted"
-                elif now > condition["MaxRuntimeInSeconds"]:
-                    state = "MaxRuntimeExceeded"
-                if state:
-                    self.cluster.signal(signal.SIGTERM)
-                    kill_at = now + GRACE_SECONDS
+            now = time.monotonic()
+            self.job.ran += (now - then) * self.containers.rate
+            then = now
+            if self.containers.closed.is_set():
+                raise Closed
+            if not state and (state := self.order()):
+                self.cluster.signal(signal.SIGTERM)
+                kill_at = self.job.ran + GRACE_SECONDS
             self.send_logs()
             self.send_checkpoints()
             codes = self.cluster.poll()
-            if all(code == 0 for code in codes):
+            if None not in codes or self.job.ran > kill_at:
                 break
-            if any(codes) and kill_at is None:  # as one host fails, the others are ended
-                state = "Failed"
-                kill_at = now + 2 * self.rate
-            if None not in codes or (kill_at is not None and now > kill_at):
-                break
+            if any(codes) and not state:  # as one host fails, the others are ended
+                state, kill_at = "Failed", self.job.ran + 2 * self.containers.rate
             time.sleep(0.1)
         self.cluster.kill()
         self.send_logs(last=True)
-        return state or "Completed"
+        return state or ("Failed" if any(codes) else "Completed")
+
+    def order(self) -> str:
+        """The state that somebody or something wants the job to end in now; else ''."""
+        job, condition = self.job, self.request["StoppingCondition"]
+        if job.stopping.is_set():
+            return "Stopped"
+        if job.interrupting.is_set():
+            job.interrupting.clear()
+            return "Interrupted"
+        waited = (time.time() - job.created) * self.containers.rate
+        if waited > condition.get("MaxWaitTimeInSeconds", math.inf):
+            return "MaxWaitTimeExceeded"
+        if job.ran > condition["MaxRuntimeInSeconds"]:
+            return "MaxRuntimeExceeded"
+        return ""
 
     def send_logs(self, last: bool = False) -> None:
         """Puts what the hosts have printed since the last call into CloudWatch Logs."""
