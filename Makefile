@@ -16,6 +16,7 @@ test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/cfn-lint infra/template.yaml
 	$(BIN)/pytest -n 2 --dist worksteal
 
 .venv/installed: pyproject.toml constraints.txt | .venv

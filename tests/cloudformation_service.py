@@ -1,11 +1,13 @@
 """moto's CloudFormation, made to do what AWS's does where our template or commands meet the gap.
 
 AWS::NoValue leaves a list; a bucket policy is a resource; a change set may be empty; executed, it
-gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails.
+gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails; a
+role's policies are text.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +81,8 @@ class CloudFormation:
             event(stack, name, kind, "CREATE_FAILED", self.refuse[name])
             raise RuntimeError(self.refuse[name])
         made = create_resource(name, document, resources, account_id, region_name)
+        if kind == "AWS::IAM::Role":
+            made.policies = {each: as_text(policy) for each, policy in made.policies.items()}
         if made is not None:
             event(stack, name, kind, "CREATE_COMPLETE")
         return made
@@ -101,6 +105,11 @@ class CloudFormation:
             stack._add_stack_event(status.replace("COMPLETE", "IN_PROGRESS"), "It failed")
         stack._add_stack_event(status)
         stack.status = status
+
+
+def as_text(document: Any) -> str:
+    """A policy as the API keeps it."""
+    return document if isinstance(document, str) else json.dumps(document)
 
 
 def event(stack: Any, name: str, kind: str, status: str, reason: str | None = None) -> None:

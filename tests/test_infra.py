@@ -14,6 +14,7 @@ import cloudformation_service
 import pytest
 from cfnlint import decode
 from cloudformation_service import CloudFormation
+from cloudsplaining.scan.policy_document import PolicyDocument
 from launching import Ran
 
 from launcher import infra
@@ -391,24 +392,54 @@ def test_what_destroy_says_is_kept_is_what_the_template_retains() -> None:
     )
 
 
-def test_a_permission_on_everything_is_only_for_actions_that_know_no_resource() -> None:
-    resources = TEMPLATE["Resources"]
-    documents = [resources["LauncherPolicy"]["Properties"]["PolicyDocument"]]
-    documents += [each["PolicyDocument"] for each in resources["Role"]["Properties"]["Policies"]]
-    wide = set()
-    for document in documents:
-        for statement in document["Statement"]:
-            statement = statement.get("Fn::If", [None, statement])[1]
-            actions = statement["Action"]
-            actions = [actions] if isinstance(actions, str) else actions
-            assert not any("*" in action for action in actions)
-            if statement["Resource"] == "*":
-                wide |= set(actions)
-    assert wide == {
-        "cloudwatch:PutMetricData",
-        "ecr:GetAuthorizationToken",
+@pytest.fixture
+def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
+    """What the role and the launchers may do, once deployed with a key."""
+    deployment = infra.Deployment(load_settings())
+    change_set = deployment.plan(kms=True)
+    assert change_set is not None
+    stack = deployment.execute(change_set)
+    iam = boto3.client("iam")
+    of_role = dict(RoleName=stack.role.rpartition("/")[2], PolicyName="training-job")
+    of_launcher = dict(PolicyArn=stack.policy, VersionId="v1")
+    return {
+        "role": PolicyDocument(iam.get_role_policy(**of_role)["PolicyDocument"]),
+        "launcher": PolicyDocument(
+            iam.get_policy_version(**of_launcher)["PolicyVersion"]["Document"]
+        ),
+    }
+
+
+def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
+    documents: dict[str, PolicyDocument],
+) -> None:
+    assert wide(documents["role"]) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
+    assert wide(documents["launcher"]) == {
         "pricing:GetProducts",
         "sagemaker:Search",
         "servicequotas:GetServiceQuota",
         "servicequotas:ListServiceQuotas",
     }
+
+
+def wide(document: PolicyDocument) -> set[str]:
+    return {
+        action
+        for statement in document.statements
+        if "*" in statement.resources
+        for action in statement.actions
+    }
+
+
+def test_no_policy_holds_what_an_attacker_looks_for(documents: dict[str, PolicyDocument]) -> None:
+    for name, document in documents.items():
+        assert not document.contains_statement_using_not_action
+        assert not document.allows_privilege_escalation
+        assert not document.allows_data_exfiltration_actions
+        assert not document.permissions_management_without_constraints
+        assert not document.write_actions_without_constraints
+        assert not document.infrastructure_modification
+        assert not document.service_wildcard
+        # A pull of an image begins with a login, which gives a token.
+        login = ["ecr:GetAuthorizationToken"] if name == "role" else []
+        assert document.credentials_exposure == login
