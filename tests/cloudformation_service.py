@@ -136,4 +136,7 @@ def repaired() -> Iterator[CloudFormation]:
         ),
     ):
         yield service
-    models.cloudformation_backends.reset()
+    for regions in models.cloudformation_backends.values():
+        for backend in regions.values():  # its own reset would forget all that moto holds
+            backend.stacks.clear()
+            backend.change_sets.clear()
