@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,39 @@ def retrying() -> Any:
     return Config(retries={"mode": "standard", "max_attempts": attempts})
 
 
+def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
+    """A client for what a command can do without: it fails within seconds."""
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=3,
+        read_timeout=3,
+        retries={"mode": "standard", "total_max_attempts": attempts},
+    )
+    return session.client(service, region_name=region, config=config)
+
+
+def check_region(session: Any) -> str:
+    """The session's region.
+
+    Raises:
+        InputError: none is said, or SageMaker is not in it as far as boto3 knows.
+    """
+    region = str(session.region_name or "")
+    if not region:
+        raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
+    known = [
+        name
+        for partition in session.get_available_partitions()
+        for name in session.get_available_regions("sagemaker", partition)
+    ]
+    if region not in known:
+        near = difflib.get_close_matches(region, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
+    return region
+
+
 class Missing(ServiceError):
     """What was asked for does not exist."""
 
@@ -118,13 +152,21 @@ def service_errors(call: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code, message = code_and_message(error)
-        if code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException") or (
-            code == "ValidationException" and message.startswith("Requested resource not found")
-        ):
+        if is_missing(code, message):
             raise Missing(f"{call}: {message}") from None
         raise ServiceError(f"{call}: {why(error)}") from None
     except BotoCoreError as error:
         raise ServiceError(f"{call}: {why(error)}") from None
+
+
+def is_missing(code: str, message: str) -> bool:
+    """Whether an error says that a thing does not exist; SageMaker and CloudFormation have no code
+    of their own for it."""
+    return (
+        code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException")
+        or (code, message[:28]) == ("ValidationException", "Requested resource not found")
+        or (code == "ValidationError" and message.endswith("does not exist"))
+    )
 
 
 def code_and_message(error: BaseException) -> tuple[str, str]:

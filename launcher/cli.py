@@ -23,6 +23,7 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.backends import JobDescription
+    from launcher.infra import Stack
     from launcher.settings import Settings
 
 RECONNECT = "`sm-nanogpt logs {id} --follow` follows it"
@@ -44,10 +45,11 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[in
         yield bar.update
 
 
-def settings_of(context: click.Context) -> Settings:
+def settings_of(context: click.Context, **said: str | None) -> Settings:
+    """The settings, with what a command's own options say over the words before it."""
     from launcher.settings import load_settings
 
-    return load_settings(**context.obj)
+    return load_settings(**{**context.obj, **{name: v for name, v in said.items() if v}})
 
 
 def print_json(value: Any) -> None:
@@ -63,11 +65,19 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
 @click.option(
     "--store",
     metavar="URL",
-    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else ~/.sm-nanogpt/store).",
+    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else the stack's, else"
+    " ~/.sm-nanogpt/store).",
 )
 @click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
 @click.option("--profile", metavar="NAME", help="AWS profile.")
-@click.option("--role", metavar="ARN", help="The role that SageMaker acts as.")
+@click.option(
+    "--role", metavar="ARN", help="The role that SageMaker acts as (default: the stack's)."
+)
+@click.option(
+    "--stack",
+    metavar="NAME",
+    help="What `infra deploy` made, with store and role (default: sm-nanogpt).",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
@@ -111,7 +121,7 @@ def upload_data_command(
     source = Path(path).expanduser()
     total = sum(p.stat().st_size for p in text_below(source))
     with byte_progress("upload", total) as progress:
-        upload = upload_data(source, settings, progress)
+        upload = upload_data(source, settings, progress, tell=note)
     note(
         f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
         f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
@@ -262,10 +272,7 @@ def launch_command(
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
     local = job.instance == "local"
     if not local:
-        told = settings.store
-        settings = cloud_settings(settings, dry_run)
-        if settings.store != told:
-            note(f"store: {settings.store} (the account's default bucket of SageMaker)")
+        settings = cloud_settings(settings, dry_run, tell=note)
     backend = backend_for(job.instance, settings)
     if not local:
         note(remark(job.instance))
@@ -576,6 +583,145 @@ def stop_command(context: click.Context, job_id: str) -> None:
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
     note(explain(wait(job_id, settings)))
+
+
+STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")
+YES = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+@cli.group("infra")
+def infra_group() -> None:
+    """Make what jobs on SageMaker need in an AWS account: a bucket, a role, a policy.
+
+    They are one CloudFormation stack. Once it is there, the other commands find bucket and role.
+
+    \b
+    Example:
+      sm-nanogpt infra deploy
+    """
+
+
+@infra_group.command("deploy")
+@STACK
+@click.option("--kms", is_flag=True, help="With a key of your own, which costs 1 USD a month.")
+@click.option("--dry-run", is_flag=True, help="Only show what would change.")
+@YES
+@click.pass_context
+def infra_deploy_command(
+    context: click.Context, stack: str | None, kms: bool, dry_run: bool, yes: bool
+) -> None:
+    """Make the stack, or bring it up to date, and print its outputs.
+
+    \b
+    Example:
+      sm-nanogpt --region eu-west-1 infra deploy
+    """
+    from launcher.infra import Deployment
+
+    can_ask(yes or dry_run)
+    deployment = Deployment(settings_of(context, stack=stack), note)
+    planned = deployment.plan(kms)
+    if planned is None:
+        note(f"stack {deployment.name}: nothing to change")
+        print_stack(deployment.show())
+        return
+    try:
+        for change in planned.changes:
+            note(f"{change.action:<8} {change.kind} {change.resource}")
+        if not dry_run:
+            agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
+    except BaseException:
+        deployment.discard(planned)
+        raise
+    if dry_run:
+        deployment.discard(planned)
+        note("a dry run: nothing was changed")
+        return
+    made = deployment.execute(planned)
+    print_stack(made)
+    note(f"whoever else launches jobs needs the policy {made.policy}")
+    named = "" if made.name == "sm-nanogpt" else f"SM_NANOGPT_STACK={made.name} "
+    note(f"next: {named}sm-nanogpt upload-data")
+
+
+@infra_group.command("show")
+@STACK
+@JSON
+@click.pass_context
+def infra_show_command(context: click.Context, stack: str | None, as_json: bool) -> None:
+    """Print what the stack gives to the other commands.
+
+    \b
+    Example:
+      sm-nanogpt infra show
+    """
+    from dataclasses import asdict
+
+    from launcher.infra import Deployment
+
+    found = Deployment(settings_of(context, stack=stack)).show()
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print_stack(found)
+
+
+@infra_group.command("destroy")
+@STACK
+@YES
+@click.pass_context
+def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) -> None:
+    """Delete the stack. The bucket stays, with its texts and models, and so does the key.
+
+    \b
+    Example:
+      sm-nanogpt infra destroy
+    """
+    from launcher.infra import KEPT, Deployment
+
+    can_ask(yes)
+    deployment = Deployment(settings_of(context, stack=stack), note)
+    resources = deployment.resources()
+    if resources is None:
+        note(f"there is no stack {deployment.name} in {deployment.region}; nothing to delete")
+        return
+    for name, kind, place in resources:
+        note(f"{'keep' if name in KEPT else 'remove':<8} {kind} {place}")
+    agree(f"Delete stack {deployment.name} in {deployment.region}?", yes)
+    deployment.destroy()
+    kept = {name: place for name, _, place in resources if name in KEPT}
+    if "Bucket" in kept:
+        note(f"the bucket is kept; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
+    if "Key" in kept:
+        note(
+            "the key is kept, without which the bucket cannot be read; to delete it:"
+            f" aws kms schedule-key-deletion --key-id {kept['Key']}"
+        )
+
+
+def can_ask(settled: bool) -> None:
+    """Raises InputError where a question would find nobody to answer."""
+    if not settled and not sys.stdin.isatty():
+        raise InputError("nobody can be asked here; --yes agrees beforehand")
+
+
+def agree(question: str, yes: bool) -> None:
+    """Goes on if the person agrees; else click.Abort ends the command."""
+    if not yes:
+        click.confirm(question, abort=True, err=True)
+
+
+def print_stack(stack: Stack) -> None:
+    lines = {
+        "stack": f"{stack.name} ({stack.status})",
+        "store": stack.store,
+        "role": stack.role,
+        "kms key": stack.kms_key,
+        "policy": stack.policy,
+    }
+    for name, value in lines.items():
+        if value is not None:
+            click.echo(f"{name + ':':<9}{value}")
 
 
 def run(arguments: list[str] | None = None) -> int:

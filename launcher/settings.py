@@ -50,7 +50,8 @@ class Settings(BaseSettings):
     region: str = ""  # "": as the AWS configuration has it
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
-    kms_key: str = ""  # encrypts what is put into S3; "": as the bucket has it
+    stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
+    kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
     @field_validator("role")
     @classmethod
@@ -58,6 +59,13 @@ class Settings(BaseSettings):
         if role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", role):
             raise ValueError("must be an ARN, arn:aws:iam::ACCOUNT:role/NAME")
         return role
+
+    @field_validator("stack")
+    @classmethod
+    def _stack_name(cls, stack: str) -> str:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,127}", stack):
+            raise ValueError("must be letters, digits and dashes, beginning with a letter")
+        return stack
 
     @field_validator("home")
     @classmethod
@@ -110,6 +118,11 @@ class Settings(BaseSettings):
     def last_uploads(self) -> Path:
         """What was last uploaded from here, by store."""
         return self.home / "last-uploads.json"
+
+    @property
+    def last_stacks(self) -> Path:
+        """What was last seen of stacks from here, by region and name."""
+        return self.home / "stacks.json"
 
     @property
     def local_store(self) -> str:

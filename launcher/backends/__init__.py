@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from launcher import corpus, storage
 from launcher.aws import CAPACITY
 from launcher.errors import InputError, ServiceError
+from launcher.infra import Tell, with_stack
 from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
 from launcher.job import TrainingJob
 from launcher.settings import Settings, load_settings
@@ -139,24 +140,37 @@ def backend_for(instance: str, settings: Settings) -> Backend:
     return SageMakerBackend(settings)
 
 
-def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
-    """The settings with a store that SageMaker can read: the one set, or the default bucket.
+def cloud_settings(
+    settings: Settings, dry_run: bool = False, tell: Tell = lambda line: None
+) -> Settings:
+    """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
+
+    Without a stack, the store is the account's default bucket of SageMaker.
 
     Raises:
-        InputError: no store is set, and the default bucket is not there; none is created.
+        InputError: no store is set, and none is there; none is created.
         ServiceError: AWS cannot be asked.
     """
+    settings = with_stack(settings, offline=dry_run, tell=tell)
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
     if dry_run:
-        raise InputError(f"a dry run asks AWS for nothing, so it needs a store: {how}")
+        raise InputError(
+            f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
+            " `sm-nanogpt infra show` once"
+        )
     from launcher.backends.sagemaker import SageMakerBackend
 
     bucket = SageMakerBackend(settings).default_bucket()
     if bucket is None:
-        raise InputError(f"no store is set, and the account has no default bucket yet: {how}")
-    return settings.model_copy(update={"store": f"s3://{bucket}/sm-nanogpt"})
+        raise InputError(
+            "no store is set, and the account has no default bucket yet: `sm-nanogpt infra deploy`"
+            f" makes one, or {how}"
+        )
+    store = f"s3://{bucket}/sm-nanogpt"
+    tell(f"store: {store} (the account's default bucket of SageMaker)")
+    return settings.model_copy(update={"store": store})
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
@@ -256,8 +270,12 @@ class Text:
 def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
     """The last upload to the store; without any, the last to this machine's own.
 
-    A dry run does not ask a remote store; it knows what was uploaded from here.
+    Where no store is set, it may have gone to a stack's. A dry run does not ask a remote store; it
+    knows what was uploaded from here.
     """
+    newest = list(corpus.read_noted(settings).values())[-1:]
+    if not settings.store and newest and storage.local_path(newest[0]) is None:
+        return newest[0]
     try:
         if dry_run and settings.data_store != here.data_store:
             noted = corpus.read_noted(settings).get(settings.data_store)

@@ -99,8 +99,9 @@ class SageMakerBackend:
             return self.settings.role
         if required:
             raise InputError(
-                "no execution role: name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as"
-                " this role; it has to read and write the store)"
+                "no execution role: `sm-nanogpt infra deploy` makes one with a store, or name its"
+                " ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this role; it has to read"
+                " and write the store)"
             )
         return ROLE_PLACEHOLDER
 
@@ -118,6 +119,7 @@ class SageMakerBackend:
                 " to s3://bucket/prefix"
             )
         gpu, home = looks_like_gpu(job.instance), self.settings.home
+        key = job.kms_key or self.settings.kms_key or None
         assert job.data is not None
         channels = {"training": job.data}
         if job.validation is not None:
@@ -148,9 +150,9 @@ class SageMakerBackend:
             keep_alive=job.keep_alive,
             volume_size=job.volume_size,
             environment=job.environment,
-            kms_key=job.kms_key,
+            kms_key=key,
             # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
-            volume_kms_key=None if has_local_storage(job.instance) else job.kms_key,
+            volume_kms_key=None if has_local_storage(job.instance) else key,
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
