@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,39 @@ def retrying() -> Any:
 
     attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", "6"))
     return Config(retries={"mode": "standard", "max_attempts": attempts})
+
+
+def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
+    """A client for what a command can do without: it fails within seconds."""
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=3,
+        read_timeout=3,
+        retries={"mode": "standard", "total_max_attempts": attempts},
+    )
+    return session.client(service, region_name=region, config=config)
+
+
+def check_region(session: Any) -> str:
+    """The session's region.
+
+    Raises:
+        InputError: none is said, or SageMaker is not in it as far as boto3 knows.
+    """
+    region = str(session.region_name or "")
+    if not region:
+        raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
+    known = [
+        name
+        for partition in session.get_available_partitions()
+        for name in session.get_available_regions("sagemaker", partition)
+    ]
+    if region not in known:
+        near = difflib.get_close_matches(region, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
+    return region
 
 
 class Missing(ServiceError):

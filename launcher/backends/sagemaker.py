@@ -17,10 +17,11 @@ import tarfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launcher import storage
-from launcher.aws import Missing, aws_session, retrying, service_errors
+from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
@@ -54,12 +55,9 @@ class SageMakerBackend:
     def poll_seconds(self) -> float:
         return POLL_SECONDS
 
-    @property
+    @cached_property
     def region(self) -> str:
-        region = self.session.region_name
-        if not region:
-            raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
-        return str(region)
+        return check_region(self.session)
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
