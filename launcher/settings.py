@@ -50,6 +50,7 @@ class Settings(BaseSettings):
     region: str = ""  # "": as the AWS configuration has it
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
     kms_key: str = ""  # encrypts what is put into S3; "": as the bucket has it
 
     @field_validator("role")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
+import money_service
 import pytest
 import sagemaker_service
 import torch
@@ -129,8 +130,19 @@ def s3(
 
 
 @pytest.fixture
-def cloud(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[sagemaker_service.Service]:
-    """SageMaker on loopback beside that S3, and a person who may use both."""
+def money(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[money_service.MoneyService]:
+    """AWS's price list and quotas on loopback."""
+    with money_service.serving() as (service, url):
+        for name in ("PRICING", "SERVICE_QUOTAS"):
+            monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", url)
+        yield service
+
+
+@pytest.fixture
+def cloud(
+    s3: Any, money: money_service.MoneyService, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[sagemaker_service.Service]:
+    """SageMaker on loopback beside S3 and the prices, and a person who may use them."""
     with sagemaker_service.serving() as (service, url):
         for name in ("SAGEMAKER", "CLOUDWATCH_LOGS", "STS"):
             monkeypatch.setenv(f"AWS_ENDPOINT_URL_{name}", url)

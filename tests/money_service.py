@@ -20,14 +20,14 @@ PREFIXES = {"us-east-1": "USE1-", "us-east-2": "USE2-", "eu-west-1": "EU-"}
 TRAINING = {
     "ml.g5.xlarge": {"us-east-1": 1.408, "eu-west-1": 1.69},
     "ml.g5.12xlarge": {"us-east-1": 7.09, "eu-west-1": 8.508},
-    "ml.g6.48xlarge": {"us-east-1": 16.688},
+    "ml.g6.12xlarge": {"us-east-1": 5.752},
     "ml.m5.xlarge": {"us-east-1": 0.23},
 }
 # By instance type: training, spot training, warm pool.
 QUOTAS = {
     "ml.g5.xlarge": (4, 4, 0),
     "ml.g5.12xlarge": (4, 2, 0),
-    "ml.g6.48xlarge": (0, 0, 0),
+    "ml.g6.12xlarge": (0, 0, 0),
     "ml.m5.xlarge": (15, 0, 2),
 }
 USES = ("training job usage", "spot training job usage", "training warm pool usage")
