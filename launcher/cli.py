@@ -606,6 +606,46 @@ def stop_command(context: click.Context, job_id: str) -> None:
     note(explain(wait(job_id, settings)))
 
 
+@cli.command("doctor")
+@click.option(
+    "--instance",
+    metavar="TYPE",
+    default="ml.g5.12xlarge",
+    show_default=True,
+    help="For jobs on which; local: this machine alone.",
+)
+@click.option("--no-train", is_flag=True, help="Leave out the training of a tiny model.")
+@JSON
+@click.pass_context
+def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
+    """Check this machine and the AWS account, and say what to do. Exit code 1: something failed.
+
+    \b
+    Example:
+      sm-nanogpt doctor --instance ml.g5.xlarge
+    """
+    from dataclasses import asdict
+
+    from launcher.doctor import FAILURE, examine
+    from launcher.instances import check_instance
+
+    settings = settings_of(context)
+    check_instance(instance)
+    findings = []
+    for finding in examine(settings, instance, train=not no_train):
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{finding.result:<8} {finding.check + ':':<15} {finding.text}")
+            sys.stdout.flush()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    failed = [finding.check for finding in findings if finding.result == FAILURE]
+    if failed and instance != "local" and not settings.reaches_aws:
+        note("`sm-nanogpt doctor --instance local` checks this machine alone")
+    if failed:
+        raise ServiceError(f"failed: {', '.join(failed)}")
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     words = sys.argv[1:] if arguments is None else arguments

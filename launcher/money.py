@@ -3,7 +3,8 @@
 SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime:
 downloading image and data, running, stopping and uploading, not waiting for machines. The time
 limit of a job (MaxRuntimeInSeconds) covers the running alone: a job with a limit of 603 s was seen
-to be billed for 841 s. Spot capacity is billed at the same price for fewer seconds.
+to be billed for 841 s, by a report to the SDK's authors. Spot capacity is billed at about the
+same price for fewer seconds; the start-ups that interruptions add are left to that difference.
 """
 
 from __future__ import annotations
@@ -104,13 +105,11 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
         InputError: no time limit does, or the one that was asked for does not.
     """
     keep_alive = job.keep_alive or 0
+    parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
     if job.max_wait is not None:
         longest = min(longest, job.max_wait)
     least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
-    parts = [f"{usd(per_hour)} an hour", f"{AROUND_SECONDS} s of start-up, stop and upload"]
-    parts += [f"{keep_alive} s of warm pool"] if keep_alive else []
-    parts += [f"{usd(spent)} of the earlier jobs"] if spent else []
     if longest < SHORTEST_RUN:
         raise InputError(
             f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: a run of"
@@ -176,10 +175,20 @@ def price_words(job: TrainingJob, price: Price) -> str:
 
 def cost_words(job: TrainingJob, per_hour: float, earlier: float) -> str:
     worst = earlier + worst_case(per_hour, job.max_run, job.keep_alive or 0)
-    counted = [f"{AROUND_SECONDS} s around it"]
-    counted += [f"{job.keep_alive} s of warm pool"] if job.keep_alive else []
-    counted += [f"{usd(earlier)} of the earlier jobs"] if earlier else []
-    return f"at most {usd(worst)}, if it runs for {job.max_run} s (counted: {', '.join(counted)})"
+    parts = ", ".join(counted(job, earlier))
+    return f"at most {usd(worst)}, if it runs for {job.max_run} s (counted: {parts})"
+
+
+def counted(job: TrainingJob, earlier: float) -> list[str]:
+    """What is counted beside the running, in words."""
+    parts = [f"{AROUND_SECONDS} s of start-up, stop and upload"]
+    if not has_local_storage(job.instance):
+        parts.append("disks")
+    if job.keep_alive:
+        parts.append(f"{job.keep_alive} s of warm pool")
+    if earlier:
+        parts.append(f"{usd(earlier)} of the earlier jobs")
+    return parts
 
 
 def with_costs(

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from launcher import corpus, storage
 from launcher.aws import CAPACITY
 from launcher.errors import InputError, ServiceError
-from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
+from launcher.instances import check_instance, looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.money import Tell
 from launcher.prices import Price
@@ -129,10 +129,7 @@ def backend_for(instance: str, settings: Settings) -> Backend:
         from launcher.backends.local import LocalBackend
 
         return LocalBackend(settings)
-    if not PATTERN.fullmatch(instance):
-        near = nearest_instances(f"ml.{instance}")
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"--instance {instance}: must be local or a SageMaker type{hint}")
+    check_instance(instance)
     from launcher.backends.sagemaker import SageMakerBackend
 
     return SageMakerBackend(settings)
