@@ -215,6 +215,12 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
 @click.option("--image-uri", metavar="URI", help="A container image of your own.")
 @click.option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
+@click.option(
+    "--max-cost",
+    metavar="USD",
+    type=float,
+    help="Sets the time limit so that it costs no more, with the jobs that it resumes.",
+)
 @click.option("--spot", is_flag=True, default=None, help="Spot capacity: cheaper; goes on later.")
 @click.option(
     "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
@@ -277,7 +283,7 @@ def launch_command(
     if not local:
         note(remark(job.instance))
     with byte_progress("upload") as progress:
-        ready = prepare(job, settings, progress, dry_run)
+        ready = prepare(job, settings, progress, dry_run, tell=note)
     last = job.data is None and job.resume is None
     note(f"data: {ready.data}{' (the last upload)' if last else ''}")
     if ready.preset and not job.preset:
@@ -431,15 +437,21 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     from dataclasses import asdict
 
     from launcher.backends import all_backends
+    from launcher.money import with_costs
 
+    settings = settings_of(context)
     found: list[JobDescription] = []
     failure = None
     try:
-        for backend in all_backends(settings_of(context)):
+        for backend in all_backends(settings):
             found += backend.list()
     except (InputError, ServiceError) as error:  # this machine's jobs are shown all the same
         failure = error
     found.sort(key=lambda description: description.created, reverse=True)
+    try:
+        found = with_costs(found, settings, note)
+    except (InputError, ServiceError) as error:
+        failure = failure or error
     if as_json:
         print_json([asdict(description) for description in found])
     elif found or failure is None:
@@ -449,16 +461,19 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
 
 
 def print_jobs(found: list[JobDescription]) -> None:
+    from launcher.money import usd
+
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
         return
-    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9}"
-    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS"))
+    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9} {:>12}"
+    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS", "COST"))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
         step, loss = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss))
+        cost = "-" if d.cost is None else usd(d.cost)
+        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, cost))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
@@ -481,9 +496,11 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from launcher.backends import describe, logs
+    from launcher.money import with_costs
 
     settings = settings_of(context)
-    d = description = describe(job_id, settings)
+    (description,) = with_costs([describe(job_id, settings)], settings, note)
+    d = description
     if as_json:
         print_json(asdict(description))
         return
@@ -504,6 +521,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
+        "cost": paid_words(d),
         "message": d.message if d.is_running else None,
     }
     for name, value in lines.items():
@@ -523,6 +541,17 @@ def billable_words(description: JobDescription) -> str | None:
         return None
     saving = f", {1 - billable / trained:.0%} saved by spot" if description.spot and trained else ""
     return f"{billable} s{saving}"
+
+
+def paid_words(description: JobDescription) -> str | None:
+    """What a job has cost, and by which price."""
+    from launcher.money import usd
+
+    if description.cost is None or description.price is None:
+        return None
+    so_far = " so far (by the clock)" if description.is_running else ""
+    price = f"{usd(description.price.per_hour)} an hour of an instance"
+    return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
 
 
 def moment(seconds: float | None) -> str | None:
@@ -583,6 +612,46 @@ def stop_command(context: click.Context, job_id: str) -> None:
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
     note(explain(wait(job_id, settings)))
+
+
+@cli.command("doctor")
+@click.option(
+    "--instance",
+    metavar="TYPE",
+    default="ml.g5.12xlarge",
+    show_default=True,
+    help="For jobs on which; local: this machine alone.",
+)
+@click.option("--no-train", is_flag=True, help="Leave out the training of a tiny model.")
+@JSON
+@click.pass_context
+def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
+    """Check this machine and the AWS account, and say what to do. Exit code 1: something failed.
+
+    \b
+    Example:
+      sm-nanogpt doctor --instance ml.g5.xlarge
+    """
+    from dataclasses import asdict
+
+    from launcher.doctor import FAILURE, examine
+    from launcher.instances import check_instance
+
+    settings = settings_of(context)
+    check_instance(instance)
+    findings = []
+    for finding in examine(settings, instance, train=not no_train):
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{finding.result:<8} {finding.check + ':':<15} {finding.text}")
+            sys.stdout.flush()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    failed = [finding.check for finding in findings if finding.result == FAILURE]
+    if failed and instance != "local" and not settings.reaches_aws:
+        note("`sm-nanogpt doctor --instance local` checks this machine alone")
+    if failed:
+        raise ServiceError(f"failed: {', '.join(failed)}")
 
 
 STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")

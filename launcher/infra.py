@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,12 @@ from launcher.aws import (
     service_errors,
 )
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings
+from launcher.settings import Settings, Tell
 
 TEMPLATE = Path(__file__).parent.parent / "infra" / "template.yaml"  # a wheel holds it there too
 POLL_SECONDS = 2.0
 LEFT_OVER = ("REVIEW_IN_PROGRESS", "ROLLBACK_COMPLETE")  # never came to be, and holds nothing
 KEPT = ("Bucket", "BucketPolicy", "Key")  # what the template retains
-
-Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)

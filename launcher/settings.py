@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -22,6 +23,8 @@ from launcher.errors import InputError
 def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
 
+
+Tell = Callable[[str], object]  # says a line to the person at the terminal
 
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -51,6 +54,7 @@ class Settings(BaseSettings):
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
     stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
     @field_validator("role")

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from launcher import corpus, storage
 from launcher.aws import CAPACITY
 from launcher.errors import InputError, ServiceError
-from launcher.infra import Tell, with_stack
-from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
+from launcher.infra import with_stack
+from launcher.instances import check_instance, looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.settings import Settings, load_settings
+from launcher.prices import Price
+from launcher.settings import Settings, Tell, load_settings
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
@@ -60,9 +61,12 @@ class JobDescription:
     checkpoint_uri: str | None = None
     checkpoint_step: int | None = None  # of the newest
     message: str | None = None  # what the service says of the present state
-    billable_seconds: int | None = None  # SageMaker only, as are the next two
+    billable_seconds: int | None = None  # SageMaker only, as is what follows
     training_seconds: int | None = None
+    warm_pool_seconds: int | None = None  # billed after the end
     spot: bool = False
+    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.money has it
+    price: Price | None = None
 
     @property
     def is_running(self) -> bool:
@@ -88,6 +92,10 @@ class Backend(Protocol):
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         """The script's Config of the job. Raises InputError for what this home cannot do."""
+
+    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+        """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot
+        be held, or the account may not run such a job."""
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
         """Starts a job that was checked and whose data is a URI."""
@@ -131,10 +139,7 @@ def backend_for(instance: str, settings: Settings) -> Backend:
         from launcher.backends.local import LocalBackend
 
         return LocalBackend(settings)
-    if not PATTERN.fullmatch(instance):
-        near = nearest_instances(f"ml.{instance}")
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"--instance {instance}: must be local or a SageMaker type{hint}")
+    check_instance(instance)
     from launcher.backends.sagemaker import SageMakerBackend
 
     return SageMakerBackend(settings)
@@ -223,6 +228,7 @@ def prepare(
     settings: Settings,
     progress: storage.Progress = lambda n: None,
     dry_run: bool = False,
+    tell: Tell = lambda line: None,
 ) -> TrainingJob:
     """The job with everything filled in: what it takes over from another, and data as URIs.
 
@@ -239,7 +245,9 @@ def prepare(
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.
-    config = backend_for(job.instance, settings).check(job, dry_run)
+    backend = backend_for(job.instance, settings)
+    config = backend.check(job, dry_run)
+    job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
     here = settings.model_copy(update={"store": ""})
     near = here if job.instance == "local" else settings
@@ -352,7 +360,12 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
     hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
-    kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"}, exclude_defaults=True)
+    own = {"resume", "preset", "hyperparameters"}
+    if before.max_cost is not None:  # the ceiling, which counts the chain, may have set the limit
+        own |= {"max_run", "max_wait"}
+    kept = before.model_dump(exclude=own, exclude_defaults=True)
+    if before.max_cost is not None and settings.max_cost is not None:
+        kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
     return after, before, earlier.checkpoint_step or 0
 

@@ -13,20 +13,25 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import re
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from launcher import storage
-from launcher.aws import Missing, aws_session, retrying, service_errors
+from launcher import money, storage
+from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.settings import Settings
+from launcher.prices import Prices
+from launcher.quotas import check_quotas
+from launcher.settings import Settings, Tell
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -60,12 +65,9 @@ class SageMakerBackend:
     def poll_seconds(self) -> float:
         return POLL_SECONDS
 
-    @property
+    @cached_property
     def region(self) -> str:
-        region = self.session.region_name
-        if not region:
-            raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
-        return str(region)
+        return check_region(self.session)
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
@@ -177,6 +179,33 @@ class SageMakerBackend:
         anything = {"data": "s3://bucket/data", "validation": None}
         self.plan("job", job.model_copy(update=anything), role_required=not dry_run)
         return config
+
+    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+        prices = Prices(self.settings, self.region, None if dry_run else self.session)
+        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices), tell)
+        check_checkpoints(ready)
+        if not dry_run:
+            check_quotas(ready, self.settings, self.session, tell)
+        return ready
+
+    def spent(self, job: TrainingJob, prices: Prices) -> float:
+        """USD that the jobs have cost which this one goes on from.
+
+        Raises:
+            InputError: what one of them has cost is not known.
+        """
+        total, now = 0.0, time.time()
+        while job.resume is not None:
+            description, job_id = self.describe(job.resume), job.resume
+            price = prices.of(description.instance) if description else None
+            if description is None or price is None:
+                raise InputError(f"what the earlier job {job_id} has cost is not known")
+            job = self.job(job_id)
+            if description.warm_pool_seconds is None:  # it is told when the pool is gone
+                description = replace(description, warm_pool_seconds=job.keep_alive)
+            hours = money.billed_seconds(description, now) / 3600
+            total += hours * money.rate(job, price)
+        return total
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
         """The request that submit would send. Sends nothing; needs no credentials."""
@@ -307,6 +336,26 @@ class SageMakerBackend:
                     break
 
 
+def check_checkpoints(job: TrainingJob) -> None:
+    """Raises InputError for a spot job that would begin anew after each interruption.
+
+    An interruption reaches no process of the job, so what it goes on from is a checkpoint of the
+    timer (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
+    """
+    if not job.spot:
+        return
+    config = job.config(1)
+    timer = getattr(config, "checkpoint_seconds", math.inf)
+    evaluations = getattr(config, "eval_interval", math.inf)
+    if timer >= job.max_run and evaluations >= config.max_steps:
+        raise InputError(
+            "--spot: an interrupted job would begin anew, for it writes no checkpoint before its"
+            f" end: checkpoint_seconds={timer:g} with --max-run {job.max_run},"
+            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
+            " checkpoint_seconds (60 is the default)"
+        )
+
+
 def is_ours(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
@@ -334,7 +383,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
-    resources = raw["ResourceConfig"]
+    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
         job_id=raw["TrainingJobName"],
@@ -356,6 +405,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         checkpoint_step=checkpoint_step,
         billable_seconds=raw.get("BillableTimeInSeconds"),
         training_seconds=raw.get("TrainingTimeInSeconds"),
+        warm_pool_seconds=pool.get("ResourceRetainedBillableTimeInSeconds"),
         spot=raw.get("EnableManagedSpotTraining", False),
     )
 

@@ -28,6 +28,7 @@ from xml.sax.saxutils import escape
 
 import boto3
 from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
+from money_service import MoneyService
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
 from sagemaker_service import SageMaker
@@ -60,6 +61,7 @@ class Emulator:
     def reset(self, sagemaker: SageMaker) -> None:
         """Forgets the jobs and the calls; what moto holds stays."""
         self.sagemaker = sagemaker
+        self.money = MoneyService()
         self.calls: list[tuple[str, dict[str, Any]]] = []  # but those to S3: operation and body
         self.accesses: list[Access] = []  # everything, in the words of policies
         self.refuse: dict[str, tuple[str, str]] = {}  # operation: code and message
@@ -78,6 +80,9 @@ class Emulator:
             self.judge(
                 principal_of(key, service), accesses(service, region, operation, environ, body)
             )
+            if service in ("pricing", "servicequotas"):
+                value = self.money.call(operation, body)
+                return answer(start_response, 200, "application/x-amz-json-1.1", value)
             if service != "s3":
                 self.calls.append((operation, body))
             if operation in self.refuse:
