@@ -7,7 +7,6 @@ to do. A check names the ones that it needs, and is left out when one of those f
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import re
@@ -25,7 +24,9 @@ from typing import Any
 
 from launcher import corpus
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
+from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
+from launcher.infra import Stack, find_stack
 from launcher.instances import looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.money import usd
@@ -65,7 +66,7 @@ class Patient:
     account: str = ""
     answered: str = ""  # the Date of an answer of AWS
     answered_at: float = 0.0  # when it arrived, by the clock here
-    stack: Any = None  # launcher.infra.Stack | None
+    stack: Stack | None = None
     role: str = ""
     store: str = ""
     clients: dict[str, Any] = field(default_factory=dict)
@@ -205,10 +206,9 @@ def check_clock(patient: Patient) -> str:
 
 
 def check_stack(patient: Patient) -> str:
-    infra = importlib.import_module("launcher.infra")
     configured = bool(patient.settings.store and patient.settings.role)
     try:
-        stack = patient.stack = infra.find_stack(patient.settings, patient.session)
+        stack = patient.stack = find_stack(patient.settings, patient.session)
     except ServiceError as error:
         if configured:
             raise Doubt(f"not checked: {error}") from None
@@ -294,14 +294,11 @@ def check_permissions(patient: Patient) -> str:
     """What the role may do, by IAM's simulation, which leaves the bucket's own policy out."""
     bucket, prefix = bucket_and_prefix(patient.store)
     partition = patient.role.split(":")[1]
-    at = f"{patient.region}:{patient.account}"
+    logs = f"arn:{partition}:logs:{patient.region}:{patient.account}:log-group:{LOG_GROUP}"
     needed = {
         f"arn:{partition}:s3:::{bucket}/{prefix}jobs/any": ["s3:GetObject", "s3:PutObject"],
         f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
-        f"arn:{partition}:logs:{at}:log-group:/aws/sagemaker/TrainingJobs:log-stream:any": [
-            "logs:CreateLogStream",
-            "logs:PutLogEvents",
-        ],
+        f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
     }
     entries = {
         "aws:ResourceAccount": patient.account,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -14,58 +13,35 @@ from typing import Any
 import boto3
 import pytest
 from botocore.stub import Stubber
+from emulator import Emulator, make_role
 from launching import Ran
 from money_service import MoneyService
-from sagemaker_service import Service
 
 from launcher import InputError, ServiceError, Settings, doctor
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
+from launcher.infra import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
-TRUST = {
-    "Version": "2012-10-17",
-    "Statement": [
-        {
-            "Effect": "Allow",
-            "Principal": {"Service": "sagemaker.amazonaws.com"},
-            "Action": "sts:AssumeRole",
-        }
-    ],
-}
-
-
-@dataclass
-class Stack:
-    name: str = "sm-nanogpt"
-    status: str = "CREATE_COMPLETE"
-    store: str = ""
-    role: str = ROLE
-    kms_key: str = ""
-    policy: str = ""
+STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
 
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[Stack]:
     """The stack that is found, if there is one in here."""
     found: list[Stack] = []
-    infra = types.ModuleType("launcher.infra")
-    infra.find_stack = lambda settings, session: found[0] if found else None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "launcher.infra", infra)
+    monkeypatch.setattr(doctor, "find_stack", lambda settings, session: (found or [None])[0])
     return found
 
 
 @pytest.fixture
-def account(cloud: Service, stacks: list[Stack]) -> Iterator[Service]:
+def account(cloud: Emulator, stacks: list[Stack]) -> Emulator:
     """An account with a bucket and a role that SageMaker may act as."""
-    iam = boto3.client("iam")
-    iam.create_role(RoleName="training", AssumeRolePolicyDocument=json.dumps(TRUST))
-    yield cloud
-    iam.delete_role(RoleName="training")
+    return cloud
 
 
 @pytest.fixture
 def examined(
-    account: Service, cli: Callable[..., Ran]
+    account: Emulator, cli: Callable[..., Ran]
 ) -> Callable[..., dict[str, tuple[str, str]]]:
     """What doctor finds, by check; without the training, which takes long."""
 
@@ -79,7 +55,7 @@ def examined(
 
 
 @pytest.fixture
-def patient(account: Service, home: Path) -> Patient:
+def patient(account: Emulator, home: Path) -> Patient:
     """Somebody whose session and region are known already."""
     home.mkdir()
     session = boto3.Session(region_name="us-east-1")
@@ -101,7 +77,7 @@ def test_all_is_well_where_it_is(
     # The simulation is not on loopback, and the training was left out.
     doubtful = {name for name, (result, _) in found.items() if result != OK}
     assert doubtful <= {"local training", "permissions"}, found
-    assert found["credentials"][1] == "arn:aws:iam::123456789012:user/test"
+    assert found["credentials"][1] == "arn:aws:sts::123456789012:user/moto"
     assert found["role"][1] == ROLE
     assert found["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4; 0 in use"
     assert found["spot quota"][1].startswith("'ml.g5.12xlarge for spot training job usage' is 2")
@@ -110,7 +86,7 @@ def test_all_is_well_where_it_is(
 
 
 def test_each_finding_is_one_line_and_a_failure_is_the_exit_code(
-    account: Service, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     ran = cli("doctor", "--no-train")
@@ -204,7 +180,7 @@ def test_the_stack_gives_store_and_role_that_are_not_configured(
     without = examined()
     assert "infra deploy" in without["stack"][1]
     assert (without["role"][0], without["store"][0]) == (FAILURE, FAILURE)
-    stacks.append(Stack(store=f"s3://{s3.bucket}/nanogpt"))
+    stacks.append(replace(STACK, store=f"s3://{s3.bucket}/nanogpt"))
     found = examined()
     assert found["stack"] == (OK, "sm-nanogpt is CREATE_COMPLETE")
     assert found["role"] == (OK, ROLE)
@@ -212,15 +188,14 @@ def test_the_stack_gives_store_and_role_that_are_not_configured(
 
 
 def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: list[Stack]) -> None:
-    stacks.append(Stack(status="ROLLBACK_COMPLETE"))
+    stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
     with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
         doctor.check_stack(patient)
 
 
-def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient) -> None:
-    iam = boto3.client("iam")
-    trust = json.dumps(TRUST).replace("sagemaker.", "lambda.")
-    iam.update_assume_role_policy(RoleName="training", PolicyDocument=trust)
+def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:
+    role = make_role(account.url, "of-lambda", trusted="lambda.amazonaws.com")
+    patient.settings = Settings(role=role)
     with pytest.raises(InputError, match=r"does not let sagemaker\.amazonaws\.com assume it"):
         doctor.check_role(patient)
 

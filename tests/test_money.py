@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulator import Emulator
 from launching import Ran, sets
 from money_service import MoneyService
-from sagemaker_service import Service
 
 from launcher import InputError, JobDescription, Settings, TrainingJob, describe
 from launcher.money import (
@@ -144,25 +144,27 @@ def test_a_ceiling_is_an_amount_of_money(
 # -- a launch --------------------------------------------------------------------------------------
 
 
-def limit(service: Service, job_id: str) -> int:
-    seconds: int = service.jobs[job_id].request["StoppingCondition"]["MaxRuntimeInSeconds"]
+def limit(service: Emulator, job_id: str) -> int:
+    seconds: int = service.sagemaker.jobs[job_id].request["StoppingCondition"][
+        "MaxRuntimeInSeconds"
+    ]
     return seconds
 
 
 def test_a_launch_says_price_source_and_worst_case_before_it_sends(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "3000", "--instance-count", "2")
     assert ran.code == 0, ran.err
     assert "price: 14.18 USD an hour (2 x 7.09 USD), by AWS's price list of 2" in ran.err
     assert "cost: at most 14.18 USD, if it runs for 3000 s" in ran.err
-    assert ran.out.strip() in cloud.jobs
+    assert ran.out.strip() in cloud.sagemaker.jobs
     spot = cli(*LAUNCH, "--data", str(text_file), "--spot").err
     assert "spot is billed for fewer seconds (AWS says: up to 90% less)" in spot
 
 
 def test_a_ceiling_sets_the_time_limit_of_the_request(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     assert ran.code == 0, ran.err
@@ -171,7 +173,7 @@ def test_a_ceiling_sets_the_time_limit_of_the_request(
 
 
 def test_of_two_limits_the_smaller_holds_and_that_is_said(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     short = cli(*words, "--max-run", "600")
@@ -183,7 +185,7 @@ def test_of_two_limits_the_smaller_holds_and_that_is_said(
 
 
 def test_a_configured_ceiling_holds_for_every_launch(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
     words = (*LAUNCH, "--data", str(text_file))
@@ -194,11 +196,11 @@ def test_a_configured_ceiling_holds_for_every_launch(
     above = cli(*words, "--max-cost", "6")
     assert above.code == 2
     assert "is 5.00 USD" in above.error
-    assert len(cloud.jobs) == 1
+    assert len(cloud.sagemaker.jobs) == 1
 
 
 def test_a_ceiling_that_is_too_low_is_refused_with_the_numbers_before_anything_is_sent(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "1")
     assert ran.code == 2
@@ -211,7 +213,7 @@ def test_a_ceiling_that_is_too_low_is_refused_with_the_numbers_before_anything_i
 
 
 def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     for operation in ("GetProducts", "ListServiceQuotas"):
         money.refuse[operation] = ("AccessDeniedException", "no")
@@ -223,18 +225,18 @@ def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
 
 
 def test_a_ceiling_that_no_price_can_hold_is_refused(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
     ran = cli(*words, "--max-cost", "100")
     assert ran.code == 2
     assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in ran.error
-    assert not cloud.jobs
+    assert not cloud.sagemaker.jobs
     assert cli(*words).code == 0
 
 
 def test_a_dry_run_shows_the_money_without_asking_anybody(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5", "--dry-run")
     assert ran.code == 0, ran.err
@@ -262,7 +264,7 @@ def test_a_local_job_costs_nothing_and_says_nothing_of_money(
 
 @pytest.fixture
 def stopped(
-    cloud: Service, s3: Any, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> Callable[..., str]:
     """Launches a job and stops it; it is billed for 100 s and has a checkpoint."""
 
@@ -280,7 +282,7 @@ def stopped(
 
 
 def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
-    cloud: Service, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
 ) -> None:
     first = stopped("--data", str(text_file), "--max-cost", "5")
     second = stopped("--resume", first)
@@ -296,7 +298,7 @@ def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
 
 
 def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
-    cloud: Service, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: Emulator, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
     first = stopped("--data", str(text_file))
@@ -306,11 +308,11 @@ def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
 
 
 def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
-    cloud: Service, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
 ) -> None:
     first = stopped("--data", str(text_file))
     second = stopped("--resume", first)
-    del cloud.jobs[first]
+    del cloud.sagemaker.jobs[first]
     refused = cli(*LAUNCH, "--resume", second, "--max-cost", "5")
     assert refused.code == 2
     assert f"what the earlier job {first} has cost is not known" in refused.error
@@ -330,7 +332,7 @@ def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
     ],
 )
 def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
-    cloud: Service,
+    cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -346,7 +348,7 @@ def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
 
 
 def test_a_quota_is_looked_up_by_name_once(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     for _ in range(2):
         assert cli(*LAUNCH, "--data", str(text_file)).code == 0
@@ -357,7 +359,7 @@ def test_a_quota_is_looked_up_by_name_once(
 
 
 def test_spot_without_checkpoints_is_refused_with_the_numbers(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--max-run", "3600")
     never = sets(checkpoint_seconds=3600, eval_interval=5000)
@@ -365,14 +367,14 @@ def test_spot_without_checkpoints_is_refused_with_the_numbers(
     assert ran.code == 2
     assert "--spot: an interrupted job would begin anew" in ran.error
     assert "checkpoint_seconds=3600 with --max-run 3600" in ran.error
-    assert not cloud.jobs
+    assert not cloud.sagemaker.jobs
     assert cli(*words, *never).code == 0
     assert cli(*words, *sets(checkpoint_seconds=3600), "--spot").code == 0
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
 def test_a_region_without_sagemaker_is_refused_with_the_nearest(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path, command: tuple[str, ...]
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, command: tuple[str, ...]
 ) -> None:
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", *command, *data)
@@ -386,7 +388,7 @@ def test_a_region_without_sagemaker_is_refused_with_the_nearest(
 
 
 def test_status_tells_the_cost_so_far_and_in_the_end(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sagemaker_service.STAGES", (("Starting", 0.0), ("Training", 3600.0)))
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2")
@@ -403,7 +405,7 @@ def test_status_tells_the_cost_so_far_and_in_the_end(
 
 
 def test_a_spot_job_costs_the_seconds_that_are_billed(
-    cloud: Service, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
     assert cli("wait", job_id).code == 0
@@ -413,7 +415,7 @@ def test_a_spot_job_costs_the_seconds_that_are_billed(
 
 
 def test_jobs_shows_costs_with_one_question_for_each_type(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
 ) -> None:
     for _ in range(2):
         cli(*LAUNCH, "--data", str(text_file))
@@ -424,7 +426,7 @@ def test_jobs_shows_costs_with_one_question_for_each_type(
 
 
 def test_jobs_are_listed_when_no_price_is_known(
-    cloud: Service, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file)).out.strip()
     ran = cli("jobs")

@@ -193,6 +193,8 @@ def api_accesses(
         name = body["StackName"]
         arn = f"arn:aws:cloudformation:{here}:stack/{name}/*"
         yield Access(action, name if name.startswith("arn:") else arn)
+    elif service == "iam" and "PolicySourceArn" in body:
+        yield Access(action, body["PolicySourceArn"])
     elif service == "iam" and "RoleName" in body:
         yield Access(action, f"arn:aws:iam::{ACCOUNT}:role/{body['RoleName']}")
     elif service != "sts" or operation != "GetCallerIdentity":  # which nobody can be denied

@@ -27,7 +27,16 @@ from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
 import boto3
-from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
+from access import (
+    ACCOUNT,
+    Access,
+    Principal,
+    Refusal,
+    accesses,
+    policies_of,
+    principal_of,
+    role_of,
+)
 from money_service import MoneyService
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
@@ -83,6 +92,8 @@ class Emulator:
             if service in ("pricing", "servicequotas"):
                 value = self.money.call(operation, body)
                 return answer(start_response, 200, "application/x-amz-json-1.1", value)
+            if operation == "SimulatePrincipalPolicy":
+                return answer(start_response, 200, "text/xml", simulated(body))
             if service != "s3":
                 self.calls.append((operation, body))
             if operation in self.refuse:
@@ -118,6 +129,35 @@ class Emulator:
                 )
 
 
+def simulated(body: dict[str, Any]) -> str:
+    """SimulatePrincipalPolicy's answer, which moto does not know, for a role."""
+
+    def listed(name: str) -> list[str]:
+        return [value for key, value in body.items() if re.fullmatch(rf"{name}\.member\.\d+", key)]
+
+    role = role_of(body["PolicySourceArn"])
+    if role is None:
+        raise Refusal("NoSuchEntity", f"{body['PolicySourceArn']} does not exist", 404)
+    entry = "ContextEntries.member.{}.ContextKey{}"
+    context = {
+        body[entry.format(i, "Name")]: body[entry.format(i, "Values.member.1")]
+        for i in range(1, 1 + sum(key.endswith("ContextKeyName") for key in body))
+    }
+    results = "".join(
+        f"<member><EvalActionName>{action}</EvalActionName>"
+        f"<EvalResourceName>{resource}</EvalResourceName><EvalDecision>"
+        f"{'allowed' if allowed(policies_of(role), action, resource, context) else 'implicitDeny'}"
+        "</EvalDecision></member>"
+        for action in listed("ActionNames")
+        for resource in listed("ResourceArns")
+    )
+    return (
+        "<SimulatePrincipalPolicyResponse><SimulatePrincipalPolicyResult>"
+        f"<EvaluationResults>{results}</EvaluationResults><IsTruncated>false</IsTruncated>"
+        "</SimulatePrincipalPolicyResult></SimulatePrincipalPolicyResponse>"
+    )
+
+
 def auth(environ: dict[str, Any]) -> str:
     return str(environ.get("HTTP_AUTHORIZATION", ""))
 
@@ -141,6 +181,8 @@ def rewind(environ: dict[str, Any], body: dict[str, Any]) -> None:
 
 
 def operation_of(environ: dict[str, Any], body: dict[str, Any]) -> str:
+    if environ["REQUEST_METHOD"] == "PUT" and "partNumber=" in environ.get("QUERY_STRING", ""):
+        return "UploadPart"
     target = environ.get("HTTP_X_AMZ_TARGET", "").rpartition(".")[2]
     return str(target or body.get("Action") or environ["REQUEST_METHOD"])
 
@@ -196,9 +238,10 @@ def make_role(url: str, name: str, *actions: str, trusted: str = "sagemaker.amaz
         RoleName=name,
         AssumeRolePolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": [statement]}),
     )
-    may = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
-    policy = {"Version": "2012-10-17", "Statement": [may] if actions else []}
-    iam.put_role_policy(RoleName=name, PolicyName="may", PolicyDocument=json.dumps(policy))
+    if actions:
+        may = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [may]})
+        iam.put_role_policy(RoleName=name, PolicyName="may", PolicyDocument=policy)
     return str(role["Role"]["Arn"])
 
 
