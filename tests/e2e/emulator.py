@@ -37,6 +37,7 @@ from access import (
     principal_of,
     role_of,
 )
+from cloudformation_service import repaired
 from money_service import MoneyService
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
@@ -262,6 +263,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=20, help="SageMaker's seconds in one of ours (default: 20)"
     )
+    parser.add_argument("--empty", action="store_true", help="an account without bucket and role")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
         containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
@@ -273,18 +275,19 @@ def main() -> None:
 
         signal.signal(signal.SIGUSR1, interrupt)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with serving(sagemaker) as emulator, contextlib.closing(containers):
+        with repaired(), serving(sagemaker) as emulator, contextlib.closing(containers):
             containers.attach(emulator)
-            client("s3", emulator.url).create_bucket(Bucket="emulated")
-            role = make_role(emulator.url, "training", *ROLE_ACTIONS)
-            for name, value in {
+            variables = {
                 "AWS_ENDPOINT_URL": emulator.url,
                 "AWS_ACCESS_KEY_ID": "testing",
                 "AWS_SECRET_ACCESS_KEY": "testing",
                 "AWS_REGION": REGION,
-                "SM_NANOGPT_STORE": "s3://emulated/nanogpt",
-                "SM_NANOGPT_ROLE": role,
-            }.items():
+            }
+            if not words.empty:
+                client("s3", emulator.url).create_bucket(Bucket="emulated")
+                variables["SM_NANOGPT_STORE"] = "s3://emulated/nanogpt"
+                variables["SM_NANOGPT_ROLE"] = make_role(emulator.url, "training", *ROLE_ACTIONS)
+            for name, value in variables.items():
                 print(f"export {name}={value}", flush=True)
             spot = f"kill -USR1 {os.getpid()} takes the machines from spot jobs"
             print(f"account {ACCOUNT}; Ctrl-C ends it and its jobs; {spot}", file=sys.stderr)
