@@ -137,6 +137,8 @@ def started(
         text=True,
         encoding="utf-8",
         start_new_session=True,
+        # Tests that run in the background of a script are deaf to Ctrl-C, and so were this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
