@@ -436,8 +436,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import all_backends
-    from launcher.money import with_costs
+    from launcher.backends import all_backends, with_costs
 
     settings = settings_of(context)
     found: list[JobDescription] = []
@@ -495,8 +494,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import describe, logs
-    from launcher.money import with_costs
+    from launcher.backends import describe, logs, with_costs
 
     settings = settings_of(context)
     (description,) = with_costs([describe(job_id, settings)], settings, note)

@@ -10,19 +10,14 @@ same price for fewer seconds; the start-ups that interruptions add are left to t
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from launcher.errors import InputError
 from launcher.instances import has_local_storage
 from launcher.job import TrainingJob
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell
-
-if TYPE_CHECKING:
-    from launcher.backends import JobDescription
 
 # Seconds that are billed beside the running, and that no limit of SageMaker's holds. Generous: the
 # default image is some 10 GB.
@@ -64,16 +59,6 @@ def worst_case(per_hour: float, max_run: int, keep_alive: int = 0) -> float:
 def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
     """The time limit in seconds, perhaps below 0, at which a job costs `amount` at worst."""
     return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
-
-
-def billed_seconds(description: JobDescription, now: float) -> float:
-    """Of each instance, in the end or so far; what is not told yet is counted by the clock."""
-    warm = description.warm_pool_seconds or 0
-    if description.billable_seconds is not None:
-        return description.billable_seconds + warm
-    if description.started is None:
-        return 0.0
-    return max(0.0, (description.ended or now) - description.started) + warm
 
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
@@ -187,32 +172,3 @@ def counted(job: TrainingJob, earlier: float) -> list[str]:
     if earlier:
         parts.append(f"{usd(earlier)} of the earlier jobs")
     return parts
-
-
-def with_costs(
-    found: Sequence[JobDescription], settings: Settings, tell: Tell
-) -> list[JobDescription]:
-    """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
-    if all(description.instance == "local" for description in found):
-        return list(found)
-    from launcher.aws import aws_session, check_region
-
-    session = aws_session(settings)
-    prices = Prices(settings, check_region(session), session)
-    known: dict[str, Price | None] = {"local": None}
-    told = []
-    for description in found:
-        if description.instance not in known:
-            known[description.instance] = prices.of(description.instance)
-        price = known[description.instance]
-        if price is not None:
-            hours = billed_seconds(description, time.time()) / 3600
-            cost = hours * description.instance_count * price.per_hour
-            description = replace(description, cost=cost, price=price)
-        told.append(description)
-    if prices.trouble:
-        tell(prices.trouble)
-    unknown = sorted(name for name, price in known.items() if price is None and name != "local")
-    if unknown:
-        tell(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
-    return told

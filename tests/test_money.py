@@ -17,7 +17,6 @@ from launcher import InputError, JobDescription, Settings, TrainingJob, describe
 from launcher.money import (
     AROUND_SECONDS,
     Ceiling,
-    billed_seconds,
     ceiling_of,
     limited,
     longest_run,
@@ -85,11 +84,11 @@ def test_each_host_is_counted_and_a_disk_where_it_is_billed() -> None:
 
 
 def test_a_job_is_counted_by_billable_seconds_else_by_the_clock() -> None:
-    assert billed_seconds(description(), now=900.0) == 0
-    assert billed_seconds(description(started=100.0), now=900.0) == 800
-    assert billed_seconds(description(started=100.0, ended=300.0), now=900.0) == 200
+    assert description().billed_seconds(now=900.0) == 0
+    assert description(started=100.0).billed_seconds(now=900.0) == 800
+    assert description(started=100.0, ended=300.0).billed_seconds(now=900.0) == 200
     ended = description(started=100.0, ended=300.0, billable_seconds=60, warm_pool_seconds=5)
-    assert billed_seconds(ended, now=900.0) == 65
+    assert ended.billed_seconds(now=900.0) == 65
 
 
 def test_a_ceiling_shortens_the_default_limit_and_one_that_was_asked_for() -> None:

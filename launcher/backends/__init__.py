@@ -8,18 +8,18 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from launcher import corpus, storage
-from launcher.aws import CAPACITY
+from launcher.aws import CAPACITY, aws_session, check_region
 from launcher.errors import InputError, ServiceError
 from launcher.infra import with_stack
 from launcher.instances import check_instance, looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.prices import Price
+from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
@@ -71,6 +71,15 @@ class JobDescription:
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    def billed_seconds(self, now: float) -> float:
+        """Of each instance, in the end or so far; what is not told yet is counted by the clock."""
+        warm = self.warm_pool_seconds or 0
+        if self.billable_seconds is not None:
+            return self.billable_seconds + warm
+        if self.started is None:
+            return 0.0
+        return max(0.0, (self.ended or now) - self.started) + warm
 
 
 def newest_checkpoint(names: Iterable[str]) -> int | None:
@@ -379,6 +388,33 @@ def jobs(settings: Settings | None = None) -> list[JobDescription]:
     """All jobs, newest first."""
     found = [d for backend in all_backends(settings or load_settings()) for d in backend.list()]
     return sorted(found, key=lambda description: description.created, reverse=True)
+
+
+def with_costs(
+    found: Sequence[JobDescription], settings: Settings, tell: Tell
+) -> list[JobDescription]:
+    """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
+    if all(description.instance == "local" for description in found):
+        return list(found)
+    session = aws_session(settings)
+    prices = Prices(settings, check_region(session), session)
+    known: dict[str, Price | None] = {"local": None}
+    told = []
+    for description in found:
+        if description.instance not in known:
+            known[description.instance] = prices.of(description.instance)
+        price = known[description.instance]
+        if price is not None:
+            hours = description.billed_seconds(time.time()) / 3600
+            cost = hours * description.instance_count * price.per_hour
+            description = replace(description, cost=cost, price=price)
+        told.append(description)
+    if prices.trouble:
+        tell(prices.trouble)
+    unknown = sorted(name for name, price in known.items() if price is None and name != "local")
+    if unknown:
+        tell(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
+    return told
 
 
 def logs(job_id: str, follow: bool = False, settings: Settings | None = None) -> Iterator[str]:

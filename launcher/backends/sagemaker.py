@@ -203,7 +203,7 @@ class SageMakerBackend:
             job = self.job(job_id)
             if description.warm_pool_seconds is None:  # it is told when the pool is gone
                 description = replace(description, warm_pool_seconds=job.keep_alive)
-            hours = money.billed_seconds(description, now) / 3600
+            hours = description.billed_seconds(now) / 3600
             total += hours * money.rate(job, price)
         return total
 
