@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from launcher.aws import aws_session, check_region, code_and_message, quick_clie
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
 from launcher.infra import Stack, find_stack
-from launcher.instances import looks_like_gpu
+from launcher.instances import INSTANCES, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
@@ -39,6 +40,9 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
 TRAINING_SECONDS = 300  # for a training that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
+
+
+WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
 
 class Doubt(Exception):
@@ -109,7 +113,11 @@ def check_python(patient: Patient) -> str:
 def check_packages(patient: Patient) -> str:
     from packaging.requirements import Requirement
 
-    needed = [Requirement(line) for line in metadata.requires("sm-nanogpt") or []]
+    again = "install sm-nanogpt again, with its constraints.txt"
+    try:
+        needed = [Requirement(line) for line in metadata.requires("sm-nanogpt") or []]
+    except metadata.PackageNotFoundError:
+        raise InputError(f"sm-nanogpt itself is not installed: {again}") from None
     found, wrong = [], []
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -123,7 +131,7 @@ def check_packages(patient: Patient) -> str:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
-        raise InputError(f"{', '.join(wrong)}: `pip install -c constraints.txt .` sets it right")
+        raise InputError(f"{', '.join(wrong)}: {again}")
     return ", ".join(found)
 
 
@@ -232,26 +240,47 @@ def check_role(patient: Patient) -> str:
         raise InputError("no execution role: `sm-nanogpt infra deploy` makes one, --role names one")
     name = patient.role.rsplit("/", 1)[-1]
     role = patient.ask("iam", "get_role", RoleName=name)["Role"]
-    if not trusts(role["AssumeRolePolicyDocument"], "sagemaker.amazonaws.com"):
+    job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
+    origin = {
+        "aws:sourceaccount": patient.account,
+        "aws:sourcearn": f"{job}:training-job/sm-nanogpt-any",
+    }
+    if not trusts(role["AssumeRolePolicyDocument"], "sagemaker.amazonaws.com", origin):
         raise InputError(
-            f"{patient.role}: its trust policy does not let sagemaker.amazonaws.com assume it"
+            f"{patient.role}: its trust policy does not let sagemaker.amazonaws.com assume it for"
+            f" training jobs of account {patient.account} in {patient.region}"
         )
     return patient.role
 
 
-def trusts(policy: Mapping[str, Any], service: str) -> bool:
-    """Whether a trust policy lets a service assume the role; its conditions are not weighed."""
+def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -> bool:
+    """Whether a trust policy lets a service assume the role for what `origin` tells.
+
+    Raises:
+        Doubt: it depends on a condition of another kind.
+    """
 
     def listed(value: Any) -> list[Any]:
         return list(value) if isinstance(value, list) else [value]
 
+    def holds(operator: str, key: str, values: Any) -> bool:
+        if key.lower() not in origin or operator not in WEIGHED:
+            raise Doubt(f"its trust policy has a condition that is not weighed here: {key}")
+        return any(fnmatchcase(origin[key.lower()], value) for value in listed(values))
+
     def allows(statement: Mapping[str, Any]) -> bool:
         principal = statement.get("Principal", {})
+        conditions = statement.get("Condition", {})
         return (
             statement["Effect"] == "Allow"
-            and "sts:AssumeRole" in listed(statement.get("Action", []))
+            and any(fnmatchcase("sts:AssumeRole", each) for each in listed(statement["Action"]))
             and isinstance(principal, dict)
             and service in listed(principal.get("Service", []))
+            and all(
+                holds(operator, key, values)
+                for operator, keys in conditions.items()
+                for key, values in keys.items()
+            )
         )
 
     return any(allows(statement) for statement in listed(policy["Statement"]))
@@ -299,10 +328,15 @@ def check_permissions(patient: Patient) -> str:
         f"arn:{partition}:s3:::{bucket}/{prefix}jobs/any": ["s3:GetObject", "s3:PutObject"],
         f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
         f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
+        "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
+        image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
     }
+    if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
+        needed[key] = ["kms:Decrypt", "kms:GenerateDataKey"]
     entries = {
         "aws:ResourceAccount": patient.account,
         "aws:SecureTransport": "true",
+        "cloudwatch:namespace": "/aws/sagemaker/TrainingJobs",
         "s3:prefix": f"{prefix}jobs/any/",
     }
     context = [
@@ -327,7 +361,14 @@ def check_permissions(patient: Patient) -> str:
         raise InputError(f"the role may not {', nor '.join(denied)}: change its policies")
     if undecided:
         raise Doubt(f"not decided, for it depends on conditions: {', '.join(undecided)}")
-    return "the role may read and write the store, and log"
+    return "the role may read and write the store, log, and pull the image"
+
+
+def image_arn(patient: Patient, partition: str) -> str:
+    """The repository of AWS's PyTorch training image."""
+    registry, _, name = check_image(patient).partition("/")
+    account, region = registry.split(".")[0], registry.split(".")[3]
+    return f"arn:{partition}:ecr:{region}:{account}:repository/{name.partition(':')[0]}"
 
 
 def check_data(patient: Patient) -> str:
@@ -336,6 +377,13 @@ def check_data(patient: Patient) -> str:
         return corpus.last_upload(settings).uri
     except InputError as error:
         raise Doubt(str(error)) from None
+
+
+def check_instance_type(patient: Patient) -> str:
+    said = remark(patient.instance)
+    if patient.instance not in INSTANCES:
+        raise Doubt(said.removeprefix("warning: "))
+    return said
 
 
 def check_image(patient: Patient) -> str:
@@ -427,6 +475,7 @@ AWS = (
     Check("store", check_store, needs=("credentials", "stack")),
     Check("permissions", check_permissions, needs=("role", "store")),
     Check("data", check_data, needs=("store",)),
+    Check("instance", check_instance_type),
     Check("image", check_image, needs=("region",)),
     Check("price", check_price, needs=("credentials",)),
     Check("quota", check_quota, needs=("credentials",)),
@@ -451,3 +500,6 @@ def examine(settings: Settings, instance: str, train: bool = True) -> Iterator[F
         except (InputError, ServiceError) as error:
             missing.add(check.name)
             yield Finding(check.name, FAILURE, str(error))
+        except Exception as error:  # a check that breaks keeps none of the others from being made
+            missing.add(check.name)
+            yield Finding(check.name, FAILURE, f"{type(error).__name__}: {error}")

@@ -213,12 +213,71 @@ def test_what_may_not_be_asked_is_not_checked(patient: Patient) -> None:
             doctor.check_role(patient)
 
 
+def trust(**conditions: Any) -> dict[str, Any]:
+    statement = {
+        "Effect": "Allow",
+        "Principal": {"Service": "sagemaker.amazonaws.com"},
+        "Action": "sts:*",
+        "Condition": conditions,
+    }
+    return {"Version": "2012-10-17", "Statement": [statement]}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "may"),
+    [
+        ({}, True),
+        ({"StringEquals": {"aws:SourceAccount": "123456789012"}}, True),
+        ({"StringEquals": {"aws:SourceAccount": "210987654321"}}, False),
+        ({"ArnLike": {"aws:SourceArn": "arn:aws:sagemaker:*:123456789012:*"}}, True),
+        ({"ArnLike": {"aws:SourceArn": "arn:aws:sagemaker:*:*:endpoint/*"}}, False),
+        ({"StringEquals": {"sts:ExternalId": "x"}}, None),
+    ],
+)
+def test_the_conditions_of_a_roles_trust_are_weighed(
+    conditions: dict[str, Any], may: bool | None
+) -> None:
+    origin = {
+        "aws:sourceaccount": "123456789012",
+        "aws:sourcearn": "arn:aws:sagemaker:us-east-1:123456789012:training-job/sm-nanogpt-any",
+    }
+    policy = trust(**conditions)
+    if may is None:
+        with pytest.raises(Doubt, match="sts:ExternalId"):
+            doctor.trusts(policy, "sagemaker.amazonaws.com", origin)
+    else:
+        assert doctor.trusts(policy, "sagemaker.amazonaws.com", origin) == may
+
+
+def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError("oh no")
+
+    monkeypatch.setattr("platform.python_version", breaks)
+    ran = cli("doctor", "--instance", "local", "--no-train")
+    assert ran.code == 1
+    assert ran.out.splitlines()[0] == "failure  python:         ZeroDivisionError: oh no"
+    assert len(ran.out.splitlines()) == len(HERE)
+
+
+def test_a_type_that_is_not_known_is_a_warning(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+) -> None:
+    result, said = examined("--instance", "ml.g5.12xlarg")["instance"]
+    assert result == WARNING
+    assert "did you mean ml.g5.12xlarge" in said
+
+
 def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, Any]]:
-    """The answers of IAM's simulation to the three questions of check_permissions."""
+    """The answers of IAM's simulation to the questions of check_permissions."""
     asked = (
         ("s3:GetObject", "s3:PutObject"),
         ("s3:ListBucket",),
         ("logs:CreateLogStream", "logs:PutLogEvents"),
+        ("cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"),
+        ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"),
     )
     return [
         {

@@ -271,7 +271,7 @@ def stopped(
         ran = cli(*LAUNCH, *words)
         assert ran.code == 0, ran.err
         job_id = ran.out.strip()
-        key = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-00000010.safetensors"
+        key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
         cli("stop", job_id)  # unless it has ended already
         assert not describe(job_id).is_running

@@ -1,11 +1,12 @@
 """Jobs on Amazon SageMaker: the SDK makes the request, boto3 does everything else.
 
-A job keeps all it has below its own prefix of the store, STORE/jobs/JOB-ID:
+A job keeps all it has below prefixes of its own in the store:
 
-    source/sourcedir.tar.gz     the training script and nothing else
-    checkpoints/                what SageMaker copies from and to /opt/ml/checkpoints
-    output/model.tar.gz         what SageMaker packs of /opt/ml/model
-    output/output.tar.gz
+    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script and nothing else
+    STORE/jobs/JOB-ID/output/model.tar.gz         what SageMaker packs of /opt/ml/model
+    STORE/jobs/JOB-ID/output/output.tar.gz
+    STORE/checkpoints/JOB-ID/                     what SageMaker copies from and to
+                                                  /opt/ml/checkpoints; S3 may let them expire
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ class SageMakerBackend:
     def job_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.settings.data_store, "jobs", job_id, *parts)
 
+    def checkpoint_uri(self, job_id: str) -> str:
+        return storage.join(self.settings.data_store, "checkpoints", job_id)
+
     def role(self, job: TrainingJob, required: bool) -> str:
         if self.settings.role:
             return self.settings.role
@@ -142,7 +146,7 @@ class SageMakerBackend:
             image_uri=job.image_uri or training_image(self.region, job.pytorch_version, gpu, home),
             source_uri=self.job_uri(job_id, "source", "sourcedir.tar.gz"),
             output_uri=storage.join(self.settings.data_store, "jobs"),
-            checkpoint_uri=self.job_uri(job_id, "checkpoints"),
+            checkpoint_uri=self.checkpoint_uri(job_id),
             channels=channels,
             hyperparameters=job.sendable_hyperparameters(),
             metric_definitions=job.script_module().metric_definitions(),
@@ -218,7 +222,7 @@ class SageMakerBackend:
         if job.resume is not None:
             earlier = self.raw(job.resume) or {}
             source = earlier.get("CheckpointConfig", {}).get("S3Uri", "")
-            if not source or not storage.copy(source, self.job_uri(job_id, "checkpoints")):
+            if not source or not storage.copy(source, self.checkpoint_uri(job_id)):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
@@ -360,7 +364,8 @@ def is_ours(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
-    return bool(output) and checkpoints == f"{output}/{raw['TrainingJobName']}/checkpoints"
+    store = output.removesuffix("/jobs")
+    return store != output and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:

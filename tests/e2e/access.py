@@ -151,13 +151,13 @@ def s3_accesses(environ: Mapping[str, Any]) -> Iterator[Access]:
         yield Access("s3:ListAllMyBuckets", "*")
     elif not key:
         arn = f"arn:aws:s3:::{bucket}"
-        prefix = {"s3:prefix": query.get("prefix", [""])[0]}
+        prefix = {"s3:prefix": query["prefix"][0]} if "prefix" in query else {}
         if method == "GET" and "location" in query:
             yield Access("s3:GetBucketLocation", arn)
         elif method == "GET" and "uploads" in query:
             yield Access("s3:ListBucketMultipartUploads", arn, prefix)
         elif method in ("GET", "HEAD"):
-            yield Access("s3:ListBucket", arn, prefix if method == "GET" else {})
+            yield Access("s3:ListBucket", arn, prefix)
         elif method == "POST" and "delete" in query:
             yield Access("s3:DeleteObject", f"{arn}/*")
         else:

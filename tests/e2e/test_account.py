@@ -18,7 +18,8 @@ from typing import Any
 import cloudformation_service
 import launching
 import pytest
-from access import ACCOUNT, Access, document_of, policies_of, role_of
+from access import ACCOUNT, Access, document_of, policies_of, role_of, trusts
+from cfnlint import decode
 from emulator import Emulator, client
 from launching import ENDLESS, Ran, sets, until
 from moto.iam.models import iam_backends
@@ -135,7 +136,7 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     words = ("launch", "--instance", "ml.p3.8xlarge", "--max-run", "7200", "--detach")
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
     stopped = command(*words, *sets(**values))
-    prefix = f"nanogpt/jobs/{stopped}/checkpoints/checkpoint-"
+    prefix = f"nanogpt/checkpoints/{stopped}/checkpoint-"
     s3 = client("s3", account.url)
     until(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"])
     command("status", stopped)
@@ -170,8 +171,9 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
         ]
         assert unneeded == [], f"{policy} allows what no recorded call needs"
     for policy, document in documents.items():
-        for elsewhere in refused_elsewhere(used[policy], bucket, stack["role"]):
-            assert not allowed([document], elsewhere.action, elsewhere.resource, elsewhere.context)
+        for access in used[policy]:
+            for other in elsewhere(access):
+                assert not allowed([document], other.action, other.resource, other.context), other
 
 
 def of_a_job(access: Access) -> bool:
@@ -207,21 +209,69 @@ def each_without_one(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
             yield f"{statement['Sid']}: {action}", without
 
 
-def refused_elsewhere(accesses: list[Access], bucket: str, role: str) -> Iterator[Access]:
-    """The same accesses to another bucket, another prefix, another role, another job."""
-    for access in accesses:
-        moved = access.resource.replace(bucket, "another-bucket")
-        moved = moved.replace(f"{bucket}/nanogpt/", f"{bucket}/other/")
-        moved = moved.replace(role, f"arn:aws:iam::{ACCOUNT}:role/administrator")
-        moved = moved.replace("/sm-nanogpt-", "/somebody-elses-")
-        if moved != access.resource:
-            yield Access(access.action, moved, access.context)
-        if access.resource.startswith(f"arn:aws:s3:::{bucket}/"):
-            prefix = access.resource.replace("/nanogpt/", "/other/")
-            yield Access(access.action, prefix, access.context)
-        if access.action == "iam:PassRole":
-            to_ec2 = {"iam:PassedToService": "ec2.amazonaws.com"}
-            yield Access(access.action, access.resource, to_ec2)
+def elsewhere(access: Access) -> Iterator[Access]:
+    """The same action where nobody gave leave: on another thing, or under another condition."""
+    moved = []
+    for ours, others in (
+        (r"^arn:aws:s3:::[^/]+", "arn:aws:s3:::another-bucket"),
+        (r"^(arn:aws:s3:::[^/]+)/nanogpt/", r"\1/other/"),
+        (r"training-job/sm-nanogpt-", "training-job/somebody-elses-"),
+        (r"log-stream:sm-nanogpt-", "log-stream:somebody-elses-"),
+        (r"log-group:/aws/sagemaker/TrainingJobs", "log-group:another"),
+        (r":stack/sm-nanogpt/", ":stack/another/"),
+        (r":role/.*", ":role/administrator"),
+        (r":repository/.*", ":repository/another"),
+        (r"^(arn:aws:kms:.*):key/.*", r"\1:key/another"),
+    ):
+        other = re.sub(ours, others, access.resource)
+        if other != access.resource:
+            moved.append(Access(access.action, other, access.context))
+    assert moved or access.resource == "*", access
+    yield from moved
+    changed = {
+        "s3:prefix": "other/",
+        "iam:PassedToService": "ec2.amazonaws.com",
+        "kms:GrantIsForAWSResource": "false",
+        "cloudwatch:namespace": "another",
+    }
+    for key in access.context:
+        if key in changed:
+            yield Access(access.action, access.resource, {key: changed[key]})
+            yield Access(access.action, access.resource, {})
+
+
+def test_the_bucket_is_closed_and_clears_up() -> None:
+    """By the template, since moto leaves such properties out."""
+    resources = decode.decode(str(infra.TEMPLATE))[0]["Resources"]
+    bucket = resources["Bucket"]["Properties"]
+    assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
+    assert len(bucket["PublicAccessBlockConfiguration"]) == 4
+    assert bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
+    uploads, checkpoints = bucket["LifecycleConfiguration"]["Rules"]
+    assert uploads["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
+    assert (checkpoints["Prefix"], checkpoints["ExpirationInDays"]) == ("nanogpt/checkpoints/", 90)
+    (deny,) = resources["BucketPolicy"]["Properties"]["PolicyDocument"]["Statement"]
+    assert (deny["Effect"], deny["Principal"], deny["Action"]) == ("Deny", "*", "s3:*")
+    assert deny["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert resources["Bucket"]["DeletionPolicy"] == resources["Key"]["DeletionPolicy"] == "Retain"
+
+
+def test_the_role_serves_sagemaker_for_our_jobs_of_this_account_alone(
+    account: Emulator, cli: Callable[..., Ran]
+) -> None:
+    assert cli("infra", "deploy", "--yes").code == 0
+    role = role_of(json.loads(cli("infra", "show", "--json").out)["role"])
+    job = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:training-job/sm-nanogpt-1"
+    for service, origin, may in (
+        ("sagemaker.amazonaws.com", (ACCOUNT, job), True),
+        ("lambda.amazonaws.com", (ACCOUNT, job), False),
+        ("sagemaker.amazonaws.com", ("210987654321", job), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace(ACCOUNT, "210987654321")), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace("sm-nanogpt", "other")), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace("training", "processing")), False),
+    ):
+        context = dict(zip(("aws:SourceAccount", "aws:SourceArn"), origin, strict=True))
+        assert trusts(role, service, context) == may, (service, origin)
 
 
 # -- the table of calls ----------------------------------------------------------------------------
