@@ -23,7 +23,7 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.backends import JobDescription
-    from launcher.infra import Stack
+    from launcher.infra import Deployment, Removal, Stack
     from launcher.settings import Settings
 
 RECONNECT = "`sm-nanogpt logs {id} --follow` follows it"
@@ -543,12 +543,17 @@ def billable_words(description: JobDescription) -> str | None:
 
 def paid_words(description: JobDescription) -> str | None:
     """What a job has cost, and by which price."""
+    from launcher.instances import has_local_storage
     from launcher.money import usd
 
     if description.cost is None or description.price is None:
         return None
     so_far = " so far (by the clock)" if description.is_running else ""
+    if description.has_open_pool:
+        so_far = f" so far, with all {description.keep_alive} s of its warm pool"
     price = f"{usd(description.price.per_hour)} an hour of an instance"
+    if not has_local_storage(description.instance):
+        price += " and its disk beside"
     return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
 
 
@@ -687,6 +692,13 @@ def infra_deploy_command(
 
     can_ask(yes or dry_run)
     deployment = Deployment(settings_of(context, stack=stack), note)
+    if left := deployment.left_over():
+        note(f"stack {deployment.name} is {left.status}; what is left of it is deleted first")
+        if dry_run:
+            show_removal(left)
+            note("a dry run: nothing was changed; the stack would be made anew after that")
+            return
+        remove_stack(deployment, left, yes)
     planned = deployment.plan(kms)
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
@@ -726,7 +738,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
 
     from launcher.infra import Deployment
 
-    found = Deployment(settings_of(context, stack=stack)).show()
+    found = Deployment(settings_of(context, stack=stack), note).show()
     if as_json:
         print_json(asdict(found))
     else:
@@ -744,19 +756,33 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     Example:
       sm-nanogpt infra destroy
     """
-    from launcher.infra import KEPT, Deployment
+    from launcher.infra import Deployment
 
     can_ask(yes)
     deployment = Deployment(settings_of(context, stack=stack), note)
-    resources = deployment.resources()
-    if resources is None:
+    removal = deployment.removal()
+    if removal is None:
         note(f"there is no stack {deployment.name} in {deployment.region}; nothing to delete")
         return
-    for name, kind, place in resources:
-        note(f"{'keep' if name in KEPT else 'remove':<8} {kind} {place}")
+    remove_stack(deployment, removal, yes)
+
+
+def show_removal(removal: Removal) -> None:
+    for action, resources in (("keep", removal.kept), ("remove", removal.removed)):
+        for _, kind, place in resources:
+            note(f"{action:<8} {kind} {place}")
+    for kind, name in removal.holders:
+        note(f"detach   the launcher policy from {kind.lower()} {name}")
+    for job_id in removal.jobs:
+        note(f"warning: job {job_id} is running; without its role it ends without a model")
+
+
+def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
+    """Deletes a stack if the person agrees, and says how to delete what is kept."""
+    show_removal(removal)
     agree(f"Delete stack {deployment.name} in {deployment.region}?", yes)
-    deployment.destroy()
-    kept = {name: place for name, _, place in resources if name in KEPT}
+    deployment.destroy(removal)
+    kept = {name: place for name, _, place in removal.kept}
     if "Bucket" in kept:
         note(f"the bucket is kept; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
     if "Key" in kept:

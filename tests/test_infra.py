@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -15,9 +17,11 @@ import pytest
 from cfnlint import decode
 from cloudformation_service import CloudFormation
 from cloudsplaining.scan.policy_document import PolicyDocument
+from emulator import Emulator
 from launching import Ran
 
 from launcher import infra
+from launcher.errors import ServiceError
 from launcher.infra import Stack
 from launcher.settings import load_settings
 
@@ -124,22 +128,129 @@ def test_what_a_failed_deployment_left_is_deleted_by_the_next(
     account.refuse.clear()
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
-    assert "ROLLBACK_COMPLETE and empty; deleting it first" in ran.err
+    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
 
 
-def test_a_change_set_that_somebody_left_is_in_nobodys_way(
+def test_a_deployment_that_fails_leaves_neither_bucket_nor_key(
     account: CloudFormation, cli: Cli
 ) -> None:
-    boto3.client("cloudformation").create_change_set(
+    before = buckets(), boto3.client("kms").list_keys()["Keys"]
+    account.refuse["Role"] = "no"
+    ran = cli("infra", "deploy", "--yes", "--kms")
+    assert "CREATE_COMPLETE      AWS::KMS::Key Key" in ran.err
+    assert (buckets(), boto3.client("kms").list_keys()["Keys"]) == before
+
+
+def test_without_retain_except_on_create_a_rollback_keeps_the_bucket(
+    account: CloudFormation,
+) -> None:
+    before = buckets()
+    account.refuse["Role"] = "no"
+    change_set = infra.Deployment(load_settings()).plan()
+    assert change_set is not None
+    boto3.client("cloudformation").execute_change_set(ChangeSetName=change_set.id)
+    assert len(buckets()) == len(before) + 1
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, agreed: bool
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    account.refuse.clear()
+    asked = []
+
+    def confirm(question: str, **options: Any) -> None:
+        asked.append(question)
+        if not agreed:
+            raise click.Abort
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    assert cli("infra", "deploy").code == (0 if agreed else 1)
+    assert asked[0] == "Delete stack sm-nanogpt in us-east-1?"
+    (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
+    assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
+
+
+def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    ran = cli("infra", "deploy", "--dry-run")
+    assert ran.code == 0
+    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
+    assert "nothing was changed" in ran.err
+    (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
+    assert stack["StackStatus"] == "ROLLBACK_COMPLETE"
+
+
+@pytest.mark.parametrize("command", ["deploy", "destroy"])
+def test_what_a_failed_stack_of_somebody_else_left_is_left_alone(
+    account: CloudFormation, cli: Cli, command: str
+) -> None:
+    client = boto3.client("cloudformation")
+    template = json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}})
+    made = client.create_stack(StackName="theirs", TemplateBody=template)
+    account.set_status(made["StackId"], "ROLLBACK_COMPLETE")
+    ran = cli("infra", command, "--stack", "theirs", "--yes")
+    assert ran.code == 2
+    assert "is not sm-nanogpt's" in ran.error
+    assert len(client.describe_stacks()["Stacks"]) == 1
+
+
+def test_the_reason_of_a_failure_is_none_that_follows_from_another(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    ran = cli("infra", "deploy", "--yes")
+    assert "cancelled" not in ran.error
+    assert "Role: no" in ran.error
+
+
+def test_an_interrupted_deployment_goes_on_and_says_so(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    account.hangs = True
+    monkeypatch.setattr(infra, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert "CloudFormation goes on by itself" in ran.err
+    assert "CREATE_IN_PROGRESS and cannot be used: try again" in cli("infra", "show").error
+
+
+@pytest.fixture
+def pending(account: CloudFormation) -> str:
+    """The id of a change set that somebody else has not executed yet."""
+    made = boto3.client("cloudformation").create_change_set(
         StackName="sm-nanogpt",
-        ChangeSetName="left",
+        ChangeSetName="pending",
         ChangeSetType="CREATE",
         TemplateBody=infra.TEMPLATE.read_text(),
         Capabilities=["CAPABILITY_IAM"],
     )
-    ran = cli("infra", "deploy", "--yes")
-    assert ran.code == 0
-    assert "REVIEW_IN_PROGRESS and empty; deleting it first" in ran.err
+    return str(made["Id"])
+
+
+def test_a_change_set_that_somebody_left_is_in_nobodys_way(pending: str, cli: Cli) -> None:
+    assert "there is no stack" in cli("infra", "show").error
+    assert cli("infra", "deploy", "--yes").code == 0
+    assert len(boto3.client("cloudformation").describe_stacks()["Stacks"]) == 1
+
+
+@pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
+def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
+    pending: str, cli: Cli, words: tuple[str, ...]
+) -> None:
+    assert cli("infra", *words).code == 0
+    client = boto3.client("cloudformation")
+    assert client.describe_change_set(ChangeSetName=pending)["Status"] == "CREATE_COMPLETE"
+    assert len(client.describe_stacks()["Stacks"]) == 1
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
@@ -152,7 +263,7 @@ def test_a_stack_of_somebody_else_is_left_alone(
     )
     ran = cli("infra", command, "--stack", "theirs", "--yes")
     assert ran.code == 2
-    assert "without sm-nanogpt's outputs" in ran.error
+    assert "is not sm-nanogpt's" in ran.error
 
 
 def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
@@ -194,6 +305,53 @@ def test_without_a_stack_show_says_how_to_make_one(account: CloudFormation, cli:
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
+def stack_id() -> str:
+    return str(boto3.client("cloudformation").describe_stacks()["Stacks"][0]["StackId"])
+
+
+@pytest.mark.parametrize(
+    "status, advice",
+    [
+        ("DELETE_IN_PROGRESS", "try again when that is over"),
+        ("DELETE_FAILED", "deletes what is left of it and makes it anew"),
+    ],
+)
+def test_a_stack_that_cannot_be_used_says_what_helps(
+    account: CloudFormation, deployed: Stack, cli: Cli, status: str, advice: str
+) -> None:
+    account.set_status(stack_id(), status)
+    assert advice in cli("infra", "show").error
+
+
+def test_a_stack_whose_update_cannot_be_taken_back_says_how_to_go_on(
+    account: CloudFormation, deployed: Stack, cli: Cli
+) -> None:
+    account.set_status(stack_id(), "UPDATE_ROLLBACK_FAILED")
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert "continue-update-rollback --stack-name sm-nanogpt" in ran.error
+
+
+def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    ran = cli("infra", "show")
+    assert ran.code == 1
+    assert "stack sm-nanogpt is ROLLBACK_COMPLETE: Role: no" in ran.err
+    assert "`sm-nanogpt infra deploy`" in ran.error
+
+
+def test_show_says_that_it_may_not_ask_why_and_shows_the_stack(
+    account: CloudFormation, emulator: Emulator, deployed: Stack, cli: Cli
+) -> None:
+    account.set_status(stack_id(), "UPDATE_ROLLBACK_COMPLETE")
+    emulator.refuse["DescribeStackEvents"] = ("AccessDenied", "not you")
+    ran = cli("infra", "show")
+    assert ran.code == 0
+    assert "why is not known here (DescribeStackEvents: not allowed" in ran.err
+    assert deployed.store in ran.out
+
+
 def test_the_bucket_and_its_texts_outlive_the_stack(
     deployed: Stack, cli: Cli, text_file: Path
 ) -> None:
@@ -219,6 +377,38 @@ def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
     assert ran.code == 0
     assert "the launcher policy is taken from user ci" in ran.err
     iam.delete_user(UserName="ci")
+
+
+def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_jobs_the_role(
+    deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def confirm(*words: Any, **options: Any) -> None:
+        raise click.Abort
+
+    iam = boto3.client("iam")
+    iam.create_user(UserName="ci")
+    iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
+    monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
+    job_id = cli("launch", "--data", str(text_file)).out.strip()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    ran = cli("infra", "destroy")
+    assert ran.code == 1
+    assert "detach   the launcher policy from user ci" in ran.err
+    assert f"job {job_id} is running" in ran.err
+    assert cli("infra", "show").code == 0
+    assert iam.list_attached_user_policies(UserName="ci")["AttachedPolicies"]
+    cli("stop", job_id)
+    iam.detach_user_policy(UserName="ci", PolicyArn=deployed.policy)
+    iam.delete_user(UserName="ci")
+
+
+def test_a_deletion_ends_though_somebody_else_was_faster(deployed: Stack) -> None:
+    deployment = infra.Deployment(load_settings())
+    removal = deployment.removal()
+    assert removal is not None
+    boto3.client("cloudformation").delete_stack(StackName=removal.stack_id)
+    deployment.destroy(removal)
 
 
 def test_what_is_not_there_need_not_be_destroyed(account: CloudFormation, cli: Cli) -> None:
@@ -292,6 +482,43 @@ def test_a_dry_run_takes_them_as_they_were_last_seen_and_asks_nobody(
 def test_a_destroyed_stack_is_forgotten(deployed: Stack, cli: Cli) -> None:
     cli("infra", "destroy", "--yes")
     assert infra.remembered(load_settings(), "us-east-1") is None
+
+
+def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
+    assert infra.remembered(load_settings(), "us-east-1") == deployed
+    boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
+    assert infra.with_stack(load_settings()).store == ""
+    assert infra.remembered(load_settings(), "us-east-1") is None
+
+
+ROLE = "arn:aws:iam::123456789012:role/mine"
+
+
+def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
+    account: CloudFormation, emulator: Emulator
+) -> None:
+    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
+    settings, told = load_settings(role=ROLE), list[str]()
+    assert infra.with_stack(settings, tell=told.append) == settings
+    assert "no stack is used: DescribeStacks: not allowed" in told[0]
+
+
+def test_who_has_a_role_launches_though_a_deployment_failed(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    settings, told = load_settings(role=ROLE), list[str]()
+    assert infra.with_stack(settings, tell=told.append) == settings
+    assert "ROLLBACK_COMPLETE" in told[0]
+
+
+def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
+    deployed: Stack, emulator: Emulator
+) -> None:
+    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
+    with pytest.raises(ServiceError, match="not allowed"):
+        infra.with_stack(load_settings(role=ROLE))
 
 
 def test_a_memory_that_cannot_be_read_is_none(home: Path) -> None:
@@ -383,6 +610,10 @@ def test_a_local_launch_takes_the_last_upload_even_if_it_went_to_the_stacks_stor
 
 
 # -- the template ----------------------------------------------------------------------------------
+
+
+def test_a_stack_is_known_by_the_templates_description() -> None:
+    assert TEMPLATE["Description"].startswith(infra.DESCRIPTION)
 
 
 def test_what_destroy_says_is_kept_is_what_the_template_retains() -> None:

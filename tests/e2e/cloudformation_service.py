@@ -1,8 +1,9 @@
 """moto's CloudFormation, made to do what AWS's does where our template or commands meet the gap.
 
 AWS::NoValue leaves a list; a bucket policy is a resource; a change set may be empty; executed, it
-gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails; a
-role's policies are text.
+gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails,
+which keeps what is to be retained unless RetainExceptOnCreate is said; change sets of a stack that
+is not made yet share it; a role's policies are text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from moto.cloudformation import models, parsing, responses
 from moto.core.common_models import CloudFormationModel
 
 describe_stacks = models.CloudFormationBackend.describe_stacks
+create_change_set = models.CloudFormationBackend.create_change_set
 clean_json, create_resource = parsing.clean_json, parsing.parse_and_create_resource
 
 
@@ -66,6 +68,13 @@ class CloudFormation:
     def __init__(self) -> None:
         self.refuse: dict[str, str] = {}  # resources that fail, by logical id, and why
         self.described = 0  # calls of DescribeStacks
+        self.hangs = False  # whether what is executed stays in progress
+
+    def set_status(self, stack_id: str, status: str) -> None:
+        for regions in models.cloudformation_backends.values():
+            for backend in regions.values():
+                if stack_id in backend.stacks:
+                    backend.stacks[stack_id].status = status
 
     def describe(self, backend: Any, *names: str) -> Any:
         self.described += 1
@@ -78,6 +87,10 @@ class CloudFormation:
         stack = backend.get_stack(resources.stack_id)
         kind = document["Type"]
         if name in self.refuse:
+            other = next(
+                each for each in resources if each not in (name, *resources._parsed_resources)
+            )
+            event(stack, other, "", "CREATE_FAILED", "Resource creation cancelled")
             event(stack, name, kind, "CREATE_FAILED", self.refuse[name])
             raise RuntimeError(self.refuse[name])
         made = create_resource(name, document, resources, account_id, region_name)
@@ -87,11 +100,15 @@ class CloudFormation:
             event(stack, name, kind, "CREATE_COMPLETE")
         return made
 
-    def execute(self, backend: Any, change_set_name: str, stack_name: str | None = None) -> None:
-        """execute_change_set, all of it at once."""
+    def execute(self, backend: Any, change_set_name: str, keep: bool) -> None:
+        """execute_change_set, all of it at once. keep: what is to be retained, in a rollback."""
         change_set = backend.change_sets[change_set_name]
         stack, kind = backend.stacks[change_set.stack_id], change_set.change_set_type
         stack._add_stack_event(f"{kind}_IN_PROGRESS", "User Initiated")
+        stack.description = change_set.template_dict.get("Description")
+        if self.hangs:
+            stack.status = f"{kind}_IN_PROGRESS"
+            return
         try:
             change_set.apply()
             status = f"{kind}_COMPLETE"
@@ -100,11 +117,35 @@ class CloudFormation:
             stack.parameters = dict(stack.resource_map.resolved_parameters)
         except RuntimeError:
             if kind == "CREATE":
-                stack.resource_map.delete()
+                roll_back(stack.resource_map, keep)
             status = "ROLLBACK_COMPLETE" if kind == "CREATE" else "UPDATE_ROLLBACK_COMPLETE"
             stack._add_stack_event(status.replace("COMPLETE", "IN_PROGRESS"), "It failed")
         stack._add_stack_event(status)
         stack.status = status
+
+
+def roll_back(resources: Any, keep: bool) -> None:
+    """Deletes what was made; moto keeps what is to be retained."""
+    if not keep:
+        for each in resources._resource_json_map.values():
+            each.pop("DeletionPolicy", None)
+    resources.delete()
+    made = resources._parsed_resources  # the others would be made when they are looked at
+    resources._resource_json_map = {
+        name: each for name, each in resources._resource_json_map.items() if name in made
+    }
+
+
+def create(backend: Any, **words: Any) -> tuple[str, str]:
+    """create_change_set, which takes the stack that is there if it is not made yet."""
+    before = [each for each in backend.stacks.values() if each.name == words["stack_name"]]
+    change_set_id, stack_id = create_change_set(backend, **words)
+    if words["change_set_type"] == "CREATE" and before:
+        assert before[0].status == "REVIEW_IN_PROGRESS", "AWS refuses to create it again"
+        del backend.stacks[stack_id]
+        change_set = backend.change_sets[change_set_id]
+        change_set.stack, change_set.stack_id = before[0], before[0].stack_id
+    return change_set_id, backend.change_sets[change_set_id].stack_id
 
 
 def as_text(document: Any) -> str:
@@ -122,17 +163,28 @@ def event(stack: Any, name: str, kind: str, status: str, reason: str | None = No
 def repaired() -> Iterator[CloudFormation]:
     """Restores moto, and forgets all stacks, in the end."""
     service = CloudFormation()
+
+    def execute_change_set(response: Any) -> Any:
+        keep = not response._get_bool_param("RetainExceptOnCreate", False)
+        name = response._get_param("ChangeSetName")
+        service.execute(response.cloudformation_backend, name, keep)
+        return responses.EmptyResult()
+
     for known in (parsing.get_model_list, parsing.get_model_map, parsing.get_name_type_map):
         known.cache_clear()
     with (
         patch.object(parsing, "clean_json", clean),
         patch.object(parsing, "parse_and_create_resource", service.create_resource),
         # An update without changes is refused only where no change set is asked for.
-        patch.object(responses.CloudFormationResponse, "_validate_different_update", MagicMock()),
+        patch.multiple(
+            responses.CloudFormationResponse,
+            _validate_different_update=MagicMock(),
+            execute_change_set=execute_change_set,
+        ),
         patch.multiple(
             models.CloudFormationBackend,
             describe_stacks=lambda backend, *names: service.describe(backend, *names),
-            execute_change_set=lambda backend, **names: service.execute(backend, **names),
+            create_change_set=create,
         ),
     ):
         yield service
