@@ -74,6 +74,7 @@ ACTIONS: dict[str, str] = {
     " console (SageMaker, 'for training job usage'), or take another --instance",
     "NoSuchBucket": "there is no such bucket; none is created, so check the store's name",
 }
+NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
 CAPACITY = "AWS has no such machine free now; try later, or another --instance"
 
 
@@ -143,10 +144,13 @@ class Missing(ServiceError):
 def service_errors(call: str) -> Iterator[None]:
     """Turns what boto3 raises in `call` into a ServiceError of one line that says what to do.
 
+    A KeyError is an answer without what AWS always says, as a proxy gives it.
+
     Raises:
         Missing: AWS says that the thing does not exist.
     """
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
@@ -155,7 +159,7 @@ def service_errors(call: str) -> Iterator[None]:
         if is_missing(code, message):
             raise Missing(f"{call}: {message}") from None
         raise ServiceError(f"{call}: {why(error)}") from None
-    except BotoCoreError as error:
+    except (BotoCoreError, ResponseParserError, KeyError) as error:
         raise ServiceError(f"{call}: {why(error)}") from None
 
 
@@ -188,4 +192,6 @@ def why(error: BaseException) -> str:
         return f"the AWS credentials have expired ({text}); {RENEW}"
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return f"{text}; check the region's name and the network"
+    if kind in ("ResponseParserError", "KeyError"):  # whose texts are a whole page and a bare name
+        return NOT_AWS
     return text

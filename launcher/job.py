@@ -20,6 +20,7 @@ from launcher.errors import InputError
 Scalar = bool | int | float | str
 
 CLOUD_FIELDS = (
+    "affordable_run",
     "environment",
     "image_uri",
     "keep_alive",
@@ -71,6 +72,7 @@ class TrainingJob(BaseModel):
     image_uri: str | None = None  # None: AWS's image of that version
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
+    affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -137,6 +139,12 @@ class TrainingJob(BaseModel):
     def limit_is_open(self) -> bool:
         """Whether the time limit is still to be found, from the cost ceiling."""
         return self.max_cost is not None and "max_run" not in self.model_fields_set
+
+    @property
+    def time_limit(self) -> int:
+        """Seconds that the job may run: the smallest of the limits that it has."""
+        limits = (self.max_run, self.affordable_run, self.max_wait)
+        return min(limit for limit in limits if limit is not None)
 
     def sendable_hyperparameters(self) -> dict[str, Scalar]:
         """What is sent to SageMaker.

@@ -3,8 +3,10 @@
 SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime:
 downloading image and data, running, stopping and uploading, not waiting for machines. The time
 limit of a job (MaxRuntimeInSeconds) covers the running alone: a job with a limit of 603 s was seen
-to be billed for 841 s, by a report to the SDK's authors. Spot capacity is billed at about the
-same price for fewer seconds; the start-ups that interruptions add are left to that difference.
+to be billed for 841 s, by a report to the SDK's authors. SageMaker gives no limit for the rest, so
+a ceiling holds as far as the allowance for it, AROUND_SECONDS, does. Spot capacity is billed at
+about the same price for fewer seconds; the start-ups that interruptions add are not in the
+allowance, and left to that difference.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from launcher.errors import InputError
 from launcher.instances import has_local_storage
@@ -19,8 +22,11 @@ from launcher.job import TrainingJob
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell
 
-# Seconds that are billed beside the running, and that no limit of SageMaker's holds. Generous: the
-# default image is some 10 GB.
+if TYPE_CHECKING:
+    from launcher.backends import JobDescription
+
+# Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,
+# generous (the default image is some 10 GB), and no promise. Very large data takes longer.
 START_SECONDS = 420
 STOP_SECONDS = 120  # between the limit's SIGTERM and SIGKILL
 UPLOAD_SECONDS = 60
@@ -45,15 +51,20 @@ def usd(amount: float) -> str:
     return f"{math.ceil(round(amount * 100, 6)) / 100:,.2f} USD"
 
 
-def rate(job: TrainingJob, price: Price) -> float:
+def rate(job: TrainingJob | JobDescription, price: Price) -> float:
     """USD per hour of a job: its instances, and their disks where those are billed."""
     disk = 0 if has_local_storage(job.instance) else job.volume_size * DISK_PER_HOUR
     return job.instance_count * (price.per_hour + disk)
 
 
-def worst_case(per_hour: float, max_run: int, keep_alive: int = 0) -> float:
+def cost_of(job: JobDescription, price: Price, now: float) -> float:
+    """USD that a job has cost, in the end or so far; now is in seconds since the epoch."""
+    return job.billed_seconds(now) / 3600 * rate(job, price)
+
+
+def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
     """USD of a job that is stopped by its time limit, and of the warm pool after it."""
-    return per_hour * (max_run + AROUND_SECONDS + keep_alive) / 3600
+    return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
 
 
 def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
@@ -90,15 +101,13 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     keep_alive = job.keep_alive or 0
     parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
-    if job.max_wait is not None:
-        longest = min(longest, job.max_wait)
     least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
     if longest < SHORTEST_RUN:
         raise InputError(
             f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: a run of"
             f" {SHORTEST_RUN} s costs up to {usd(least)} with {', '.join(parts)}"
         )
-    if longest >= job.max_run:
+    if longest >= job.time_limit:
         return job
     if "max_run" in job.model_fields_set and job.max_cost is None:
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
@@ -106,9 +115,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
             f"--max-run {job.max_run} may cost {usd(worst)} with {', '.join(parts)}, and"
             f" {usd(ceiling.amount)} is {ceiling.said_by}; --max-run {longest} stays below it"
         )
-    # The ceiling is noted with the limit that it set, so that a job which goes on from this one
-    # takes over the ceiling and not the limit.
-    return job.model_copy(update={"max_run": longest, "max_cost": ceiling.amount})
+    return job.model_copy(update={"affordable_run": longest})
 
 
 def afford(
@@ -140,12 +147,8 @@ def afford(
     ready = job if ceiling is None else limited(job, per_hour, ceiling, earlier)
     tell(f"price: {price_words(job, price)}")
     tell(f"cost: {cost_words(ready, per_hour, earlier)}")
-    if ceiling is not None:
-        reason = f"{ceiling.said_by} allows {usd(ceiling.amount)}"
-        if ready.max_run < job.max_run:
-            tell(f"time limit: {ready.max_run} s, as {reason}")
-        elif "max_run" in job.model_fields_set:
-            tell(f"time limit: {ready.max_run} s, as --max-run says; {reason}")
+    if ceiling is not None and (reason := limit_words(ready, ceiling)):
+        tell(f"time limit: {ready.time_limit} s, as {reason}")
     return ready
 
 
@@ -157,14 +160,24 @@ def price_words(job: TrainingJob, price: Price) -> str:
 
 
 def cost_words(job: TrainingJob, per_hour: float, earlier: float) -> str:
-    worst = earlier + worst_case(per_hour, job.max_run, job.keep_alive or 0)
+    worst = earlier + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
     parts = ", ".join(counted(job, earlier))
-    return f"at most {usd(worst)}, if it runs for {job.max_run} s (counted: {parts})"
+    return f"at most {usd(worst)}, if it runs for {job.time_limit} s (counted: {parts})"
+
+
+def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
+    """What set the time limit of a job below a ceiling; empty where that is the default."""
+    allows = f"{ceiling.said_by} allows {usd(ceiling.amount)}"
+    if job.time_limit == job.affordable_run:
+        return allows
+    if job.time_limit == job.max_run:
+        return f"--max-run says; {allows}" if "max_run" in job.model_fields_set else ""
+    return f"--max-wait says; {allows}"
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:
     """What is counted beside the running, in words."""
-    parts = [f"{AROUND_SECONDS} s of start-up, stop and upload"]
+    parts = [f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"]
     if not has_local_storage(job.instance):
         parts.append("disks")
     if job.keep_alive:

@@ -1,19 +1,20 @@
 """What a SageMaker training instance costs: AWS's price list, what it said before, a table.
 
 The Price List API is asked at one of its few endpoints, us-east-1, which knows every region of the
-`aws` partition. What it says is kept in HOME/prices.json for a week. Where it cannot be asked, an
-older answer is taken, and then the table below; a Price tells which it is. Prices are on demand, in
-USD, before taxes, credits and savings plans.
+`aws` partition. What it says is kept in HOME/prices.json for a week; that it knows no price, for a
+day. Where it cannot be asked, an older answer or the table below is taken, whichever is dearer; a
+Price tells which it is. Prices are on demand, in USD, before taxes, credits and savings plans.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from launcher import storage
 from launcher.aws import quick_client, why
@@ -21,6 +22,7 @@ from launcher.settings import Settings
 
 ENDPOINT_REGION = "us-east-1"
 FRESH = timedelta(days=7)
+UNKNOWN_FRESH = timedelta(days=1)
 
 # USD an hour in us-east-1, by the month in which they were last seen: in answers of the price list,
 # or (the second group) on the pricing page. Types that are in neither group are not known: among
@@ -80,6 +82,24 @@ class Price:
     source: str
 
 
+class Answer(BaseModel):
+    """What the price list said of an instance type on a day: USD an hour, or that it has none."""
+
+    per_hour: float | None = Field(gt=0, allow_inf_nan=False)
+    day: date
+
+    @property
+    def is_fresh(self) -> bool:
+        lasts = UNKNOWN_FRESH if self.per_hour is None else FRESH
+        return timedelta() <= date.today() - self.day < lasts
+
+    @property
+    def price(self) -> Price | None:
+        if self.per_hour is None:
+            return None
+        return Price(self.per_hour, f"AWS's price list of {self.day.isoformat()}")
+
+
 class Prices:
     """The prices of a region. A session of None asks nobody."""
 
@@ -91,22 +111,21 @@ class Prices:
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type, or None where it is not known. Raises nothing."""
-        kept = self.kept().get(self.region, {}).get(instance)
-        fresh = kept is not None and date.fromisoformat(kept["date"]) > date.today() - FRESH
-        if not fresh and self.session is not None and not self.trouble:
-            asked = self.ask(instance)
-            if asked is not None:
-                kept = {"per_hour": asked, "date": date.today().isoformat()}
-                self.keep(instance, kept)
-        if kept is not None:
-            return Price(kept["per_hour"], f"AWS's price list of {kept['date']}")
-        return offline_price(instance, self.region)
+        answer = self.kept(instance)
+        asks = self.session is not None and not self.trouble
+        if asks and not (answer and answer.is_fresh):
+            answer = self.ask(instance) or answer
+        listed = answer.price if answer else None
+        if answer and answer.is_fresh and listed:
+            return listed
+        known = [price for price in (listed, offline_price(instance, self.region)) if price]
+        return max(known, key=lambda price: price.per_hour, default=None)
 
-    def ask(self, instance: str) -> float | None:
-        """What the price list says now; None, with `trouble` set, if it says nothing."""
+    def ask(self, instance: str) -> Answer | None:
+        """What the price list says now, which is kept; None, with `trouble` set, if nothing."""
         filters = {"regionCode": self.region, "instanceName": instance}
         try:
-            answer = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
+            found = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
                 ServiceCode="AmazonSageMaker",
                 Filters=[
                     {"Type": "TERM_MATCH", "Field": name, "Value": value}
@@ -114,23 +133,24 @@ class Prices:
                 ],
                 MaxResults=100,
             )
+            per_hour = training_price(found["PriceList"], instance)
+            answer = Answer(per_hour=per_hour, day=date.today())
         # Whatever goes wrong here, and parsers raise anything, a launch does not fail by it.
         except Exception as error:
             self.trouble = f"AWS's price list could not be asked: {why(error)}"
             return None
-        return training_price(answer["PriceList"], instance)
+        known = storage.read_cache(self.file).get(self.region, {})
+        entry = answer.model_dump(mode="json")
+        storage.write_cache(self.file, self.region, {**known, instance: entry})
+        return answer
 
-    def kept(self) -> dict[str, Any]:
-        """What was asked before: {region: {type: {per_hour, date}}}."""
+    def kept(self, instance: str) -> Answer | None:
+        """What was said before."""
+        entry = storage.read_cache(self.file).get(self.region, {}).get(instance)
         try:
-            return dict(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {}
-
-    def keep(self, instance: str, entry: Mapping[str, Any]) -> None:
-        all_kept = self.kept()
-        all_kept.setdefault(self.region, {})[instance] = entry
-        storage.write_text(str(self.file), json.dumps(all_kept, indent=2) + "\n")
+            return Answer.model_validate(entry)
+        except ValidationError:
+            return None
 
 
 def training_price(products: list[str], instance: str) -> float | None:

@@ -2,14 +2,16 @@
 
 Each type has a quota for training jobs, one for spot training jobs and one for warm pools. A quota
 is read by its code, which has to be looked up by name once, in a list of more than a thousand; the
-codes are kept in HOME/quota-codes.json.
+codes are kept in HOME/quota-codes.json. A type that the list lacks is looked up once a day.
 """
 
 from __future__ import annotations
 
-import json
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from launcher import storage
 from launcher.aws import quick_client, service_errors
@@ -20,6 +22,7 @@ from launcher.settings import Settings, Tell
 TRAINING = "training job usage"
 SPOT = "spot training job usage"
 WARM_POOL = "training warm pool usage"
+NO_QUOTA = "ListServiceQuotas: the account has no quota of that name"
 CONSOLE = "the Service Quotas console (Amazon SageMaker)"
 
 
@@ -54,27 +57,37 @@ def read_quota(name: str, settings: Settings, session: Any) -> float:
     """
     client = quick_client(session, "service-quotas", session.region_name, attempts=2)
     file = settings.home / "quota-codes.json"
-    codes = read_codes(file)
-    if name in codes:
+    kept = Listed.kept(file, session.region_name)
+    if kept and name in kept.codes:
         with service_errors("GetServiceQuota"):
-            answer = client.get_service_quota(ServiceCode="sagemaker", QuotaCode=codes[name])
-        quota = answer["Quota"]
-        if quota["QuotaName"] == name:
-            return float(quota["Value"])
+            answer = client.get_service_quota(ServiceCode="sagemaker", QuotaCode=kept.codes[name])
+            quota = answer["Quota"]
+            if quota["QuotaName"] == name:
+                return float(quota["Value"])
+    elif kept and kept.day == date.today():
+        raise ServiceError(NO_QUOTA)
     with service_errors("ListServiceQuotas"):
         pages = client.get_paginator("list_service_quotas").paginate(
             ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}
         )
         values = {quota["QuotaName"]: quota for page in pages for quota in page["Quotas"]}
     codes = {known: quota["QuotaCode"] for known, quota in values.items() if "training" in known}
-    storage.write_text(str(file), json.dumps(codes, indent=2) + "\n")
+    listed = Listed(day=date.today(), codes=codes)
+    storage.write_cache(file, session.region_name, listed.model_dump(mode="json"))
     if name not in values:
-        raise ServiceError("ListServiceQuotas: the account has no quota of that name")
+        raise ServiceError(NO_QUOTA)
     return float(values[name]["Value"])
 
 
-def read_codes(file: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+class Listed(BaseModel):
+    """The codes of a region's quotas, by name, as they were listed on a day."""
+
+    day: date
+    codes: dict[str, str]
+
+    @classmethod
+    def kept(cls, file: Path, region: str) -> Listed | None:
+        try:
+            return cls.model_validate(storage.read_cache(file).get(region))
+        except ValidationError:
+            return None

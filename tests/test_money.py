@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from launcher.money import (
     AROUND_SECONDS,
     Ceiling,
     ceiling_of,
+    cost_of,
     limited,
     longest_run,
     rate,
@@ -28,6 +31,7 @@ from launcher.prices import Price
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
+CPU = Price(0.23, "")  # of ml.m5.xlarge
 
 
 def job(**values: Any) -> TrainingJob:
@@ -91,22 +95,36 @@ def test_a_job_is_counted_by_billable_seconds_else_by_the_clock() -> None:
     assert ended.billed_seconds(now=900.0) == 65
 
 
+def test_a_warm_pool_is_counted_in_full_after_the_end_until_its_seconds_are_told() -> None:
+    running = description(started=100.0, keep_alive=600)
+    assert running.billed_seconds(now=900.0) == 800
+    ended = replace(running, ended=300.0)
+    assert ended.billed_seconds(now=900.0) == 200 + 600
+    assert replace(ended, warm_pool_seconds=0).billed_seconds(now=900.0) == 200
+    assert description(ended=300.0, keep_alive=600).billed_seconds(now=900.0) == 0  # no machines
+
+
+def test_what_a_job_has_cost_holds_its_disks() -> None:
+    cpu = description(instance="ml.m5.xlarge", volume_size=16_384, started=0.0)
+    assert cost_of(cpu, Price(0.23, ""), now=3600.0) > 6
+
+
 def test_a_ceiling_shortens_the_default_limit_and_one_that_was_asked_for() -> None:
     ceiling = Ceiling(5.0, "--max-cost 5")
     longest = longest_run(5.0, HOURLY)
-    assert limited(job(max_cost=5), HOURLY, ceiling, 0).max_run == longest
-    assert limited(job(max_cost=5, max_run=7200), HOURLY, ceiling, 0).max_run == longest
-    assert limited(job(max_cost=5, max_run=600), HOURLY, ceiling, 0).max_run == 600
+    assert limited(job(max_cost=5), HOURLY, ceiling, 0).time_limit == longest
+    assert limited(job(max_cost=5, max_run=7200), HOURLY, ceiling, 0).time_limit == longest
+    assert limited(job(max_cost=5, max_run=600), HOURLY, ceiling, 0).time_limit == 600
 
 
 def test_a_limit_fits_into_the_time_that_spot_may_wait() -> None:
     spot = job(max_cost=50, spot=True, max_wait=900)
-    assert limited(spot, HOURLY, Ceiling(50.0, "--max-cost 50"), 0).max_run == 900
+    assert limited(spot, HOURLY, Ceiling(50.0, "--max-cost 50"), 0).time_limit == 900
 
 
 def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
     ceiling = Ceiling(5.0, "--max-cost 5")
-    assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).max_run == longest_run(3.0, HOURLY)
+    assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).time_limit == longest_run(3.0, HOURLY)
     with pytest.raises(InputError, match=r"4\.00 USD of the earlier jobs"):
         limited(job(max_cost=5), HOURLY, ceiling, 4.0)
 
@@ -115,7 +133,7 @@ def test_a_configured_ceiling_refuses_a_limit_that_was_asked_for_and_is_above_it
     ceiling = Ceiling(5.0, "the configured ceiling")
     with pytest.raises(InputError, match=r"--max-run 7200 may cost 15\.37 USD.* --max-run 1938"):
         limited(job(max_run=7200), HOURLY, ceiling, 0)
-    assert limited(job(), HOURLY, ceiling, 0).max_run == 1938
+    assert limited(job(), HOURLY, ceiling, 0).time_limit == 1938
 
 
 def test_a_job_may_not_be_allowed_more_than_the_settings_allow(home: Path) -> None:
@@ -183,6 +201,15 @@ def test_of_two_limits_the_smaller_holds_and_that_is_said(
     assert "time limit: 1938 s, as --max-cost 5 allows 5.00 USD" in long.err
 
 
+def test_the_limit_that_holds_is_the_one_that_is_named(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file), "--spot", "--max-cost", "50")
+    ran = cli(*words, "--max-wait", "900")
+    assert limit(cloud, ran.out.strip()) == 900
+    assert "time limit: 900 s, as --max-wait says; --max-cost 50 allows 50.00 USD" in ran.err
+
+
 def test_a_configured_ceiling_holds_for_every_launch(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +248,50 @@ def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
     assert "AWS's price list could not be asked: not allowed" in ran.err
     assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
     assert "quota: 'ml.g5.12xlarge for training job usage' is not checked" in ran.err
+
+
+@pytest.mark.parametrize("answer", ["<html>Sign in</html>", {}, {"Quota": {}, "PriceList": ["{}"]}])
+def test_a_launch_goes_on_where_a_proxy_answers_for_prices_and_quotas(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path, answer: Any
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file))
+    for operation in ("GetProducts", "ListServiceQuotas", "GetServiceQuota"):
+        money.instead[operation] = answer
+    ran = cli(*words)
+    assert ran.code == 0, ran.err
+    assert "AWS's price list could not be asked: the answer is not in AWS's words" in ran.err
+    not_checked = "quota: 'ml.g5.12xlarge for training job usage' is not checked: "
+    assert f"{not_checked}ListServiceQuotas: the answer is not in AWS's words" in ran.err
+    del money.instead["ListServiceQuotas"]
+    assert cli(*words).code == 0
+    ran = cli(*words)  # by its code
+    assert ran.code == 0, ran.err
+    assert f"{not_checked}GetServiceQuota: the answer is not in AWS's words" in ran.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["5", "[1]", '{"us-east-1": null}', '{"us-east-1": {"day": 1, "ml.g5.12xlarge": 7.09}}'],
+)
+def test_a_launch_goes_on_with_strange_files_of_prices_and_quotas(
+    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, content: str
+) -> None:
+    home.mkdir(exist_ok=True)
+    for name in ("prices.json", "quota-codes.json"):
+        (home / name).write_text(content)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert "not checked" not in ran.err
+
+
+def test_a_launch_goes_on_where_prices_and_quotas_cannot_be_kept(
+    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    for name in ("prices.json", "quota-codes.json"):
+        (home / name).mkdir(parents=True)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert "7.09 USD an hour, by AWS's price list" in ran.err
 
 
 def test_a_ceiling_that_no_price_can_hold_is_refused(
@@ -296,6 +367,31 @@ def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
     assert limit(cloud, more) == longest_run(20 - 3 * paid, HOURLY)
 
 
+def test_a_limit_that_the_user_typed_is_taken_over_with_the_ceiling(
+    cloud: Emulator, stopped: Callable[..., str], text_file: Path
+) -> None:
+    short = stopped("--data", str(text_file), "--max-cost", "50", "--max-run", "600")
+    assert limit(cloud, stopped("--resume", short)) == 600
+    long = stopped("--data", str(text_file), "--max-cost", "5", "--max-run", "7200")
+    assert limit(cloud, long) == 1938
+    assert limit(cloud, stopped("--resume", long, "--max-cost", "100")) == 7200
+
+
+def test_the_disks_and_warm_pools_of_the_chain_count(
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cpu = ("--instance", "ml.m5.xlarge", "--volume-size", "16384", "--keep-alive", "3600")
+    first = stopped("--data", str(text_file), *cpu, *sets(n_layer=1))
+    told = cli("status", first).out
+    paid = (100 + 3600) / 3600 * rate(job(instance="ml.m5.xlarge", volume_size=16_384), CPU)
+    assert f"cost:        {usd(paid)} so far, with all 3600 s of its warm pool" in told
+    assert json.loads(cli("status", first, "--json").out)["cost"] == pytest.approx(paid)
+    assert usd(paid) in cli("jobs").out
+    refused = cli(*LAUNCH, "--resume", first, *cpu, "--max-cost", "1")
+    assert refused.code == 2
+    assert f"{usd(paid)} of the earlier jobs" in refused.error
+
+
 def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
     cloud: Emulator, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +451,37 @@ def test_a_quota_is_looked_up_by_name_once(
     assert asked[:2] == ["ListServiceQuotas"] * 2  # in pages
     assert asked[-1] == "GetServiceQuota"
     assert asked.count("GetServiceQuota") == 1
+
+
+def test_a_kept_code_that_means_another_quota_by_now_is_looked_up_anew(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
+    file = home / "quota-codes.json"
+    kept = json.loads(file.read_text())
+    codes = kept["us-east-1"]["codes"]
+    one, other = "ml.g6.12xlarge for training job usage", "ml.g5.12xlarge for training job usage"
+    codes[one], codes[other] = codes[other], codes[one]
+    file.write_text(json.dumps(kept))
+    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
+    assert json.loads(file.read_text())["us-east-1"]["codes"][other] == codes[one]
+
+
+def test_a_quota_that_the_account_lacks_is_looked_up_once_a_day(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
+    for _ in range(2):
+        ran = cli(*words)
+        assert ran.code == 0, ran.err
+        assert "the account has no quota of that name" in ran.err
+        pages = money.operations().count("ListServiceQuotas")
+        money.calls.clear()
+    assert pages == 0
+    file = home / "quota-codes.json"
+    file.write_text(file.read_text().replace(date.today().isoformat(), "2026-01-01"))
+    assert cli(*words).code == 0
+    assert "ListServiceQuotas" in money.operations()
 
 
 def test_spot_without_checkpoints_is_refused_with_the_numbers(

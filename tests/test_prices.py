@@ -15,6 +15,7 @@ from money_service import MoneyService
 from launcher import Settings
 from launcher.prices import OFFLINE, Price, Prices, offline_price, training_price
 
+TRAIN = "USE1-Train:ml.g5.12xlarge"
 TODAY = f"AWS's price list of {date.today().isoformat()}"
 
 
@@ -31,11 +32,11 @@ def prices(region: str = "us-east-1", session: Any = "new") -> Prices:
     return Prices(Settings(), region, boto3.Session() if session == "new" else session)
 
 
-def keep(home: Path, per_hour: float, days: int) -> str:
+def keep(home: Path, per_hour: float | None, days: int, region: str = "us-east-1") -> str:
     """Writes an old answer; returns its date."""
     day = (date.today() - timedelta(days=days)).isoformat()
-    entry = {"ml.g5.12xlarge": {"per_hour": per_hour, "date": day}}
-    (home / "prices.json").write_text(json.dumps({"us-east-1": entry}))
+    entry = {"ml.g5.12xlarge": {"per_hour": per_hour, "day": day}}
+    (home / "prices.json").write_text(json.dumps({region: entry}))
     return day
 
 
@@ -64,9 +65,49 @@ def test_the_price_list_is_asked_once_a_week(service: MoneyService, home: Path) 
 def test_an_old_answer_is_better_than_none_and_says_its_date(
     service: MoneyService, home: Path
 ) -> None:
-    day = keep(home, 6.0, days=80)
+    day = keep(home, 6.0, days=80, region="eu-west-1")
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
-    assert prices().of("ml.g5.12xlarge") == Price(6.0, f"AWS's price list of {day}")
+    assert prices("eu-west-1").of("ml.g5.12xlarge") == Price(6.0, f"AWS's price list of {day}")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_of_an_old_answer_and_the_table_the_dearer_counts(
+    service: MoneyService, home: Path, asked: bool
+) -> None:
+    service.refuse["GetProducts"] = ("AccessDeniedException", "no")
+    session = "new" if asked else None
+    keep(home, 6.0, days=80)
+    table = Price(7.09, "the offline table of 2026-07")
+    assert prices(session=session).of("ml.g5.12xlarge") == table
+    day = keep(home, 8.0, days=80)
+    assert prices(session=session).of("ml.g5.12xlarge") == Price(8.0, f"AWS's price list of {day}")
+
+
+def test_a_type_that_has_no_price_is_asked_for_once_a_day(
+    service: MoneyService, home: Path
+) -> None:
+    for _ in range(2):
+        assert prices().of("ml.p5.48xlarge") is None
+    assert service.operations() == ["GetProducts"]
+    keep(home, None, days=1)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+
+
+@pytest.mark.parametrize("product", [{}, {"product": {"attributes": {"usagetype": TRAIN}}}, 5])
+def test_a_product_of_another_shape_is_trouble_and_no_error(
+    service: MoneyService, product: Any
+) -> None:
+    service.instead["GetProducts"] = {"PriceList": [json.dumps(product)]}
+    known = prices()
+    assert known.of("ml.g5.12xlarge") == Price(7.09, "the offline table of 2026-07")
+    assert known.trouble.startswith("AWS's price list could not be asked: ")
+
+
+def test_a_price_that_cannot_be_kept_is_told_all_the_same(
+    service: MoneyService, home: Path
+) -> None:
+    (home / "prices.json").mkdir()
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
 
 
 def test_the_table_is_the_last_resort_and_is_named_with_its_date(service: MoneyService) -> None:
@@ -91,8 +132,22 @@ def test_without_a_session_nobody_is_asked(service: MoneyService, home: Path) ->
     assert not service.calls
 
 
-def test_a_damaged_file_of_prices_is_written_anew(service: MoneyService, home: Path) -> None:
-    (home / "prices.json").write_text("{")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "5",
+        "[1]",
+        '{"us-east-1": null}',
+        '{"us-east-1": {"ml.g5.12xlarge": null}}',
+        '{"us-east-1": {"ml.g5.12xlarge": {"per_hour": 6, "day": "soon"}}}',
+        '{"us-east-1": {"ml.g5.12xlarge": {"per_hour": 0, "day": "2999-01-01"}}}',
+    ],
+)
+def test_a_damaged_file_of_prices_is_written_anew(
+    service: MoneyService, home: Path, content: str
+) -> None:
+    (home / "prices.json").write_text(content)
     assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
     assert json.loads((home / "prices.json").read_text())["us-east-1"]["ml.g5.12xlarge"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher import corpus, storage
+from launcher import corpus, money, storage
 from launcher.aws import CAPACITY, aws_session, check_region
 from launcher.errors import InputError, ServiceError
 from launcher.infra import with_stack
@@ -63,7 +63,9 @@ class JobDescription:
     message: str | None = None  # what the service says of the present state
     billable_seconds: int | None = None  # SageMaker only, as is what follows
     training_seconds: int | None = None
-    warm_pool_seconds: int | None = None  # billed after the end
+    volume_size: int = 0  # GiB of disk for each instance
+    keep_alive: int | None = None  # seconds of warm pool that were asked for
+    warm_pool_seconds: int | None = None  # billed after the end; None until the pool is gone
     spot: bool = False
     cost: float | None = None  # USD at `price`, so far or in the end, as launcher.money has it
     price: Price | None = None
@@ -72,9 +74,19 @@ class JobDescription:
     def is_running(self) -> bool:
         return self.status in RUNNING
 
+    @property
+    def has_open_pool(self) -> bool:
+        """Whether a warm pool came after the job, and its seconds are not told yet."""
+        had_machines = bool(self.billable_seconds or self.started)
+        asked = self.ended is not None and self.keep_alive is not None
+        return had_machines and asked and self.warm_pool_seconds is None
+
     def billed_seconds(self, now: float) -> float:
-        """Of each instance, in the end or so far; what is not told yet is counted by the clock."""
-        warm = self.warm_pool_seconds or 0
+        """Of each instance, in the end or so far.
+
+        What is not told yet is counted by the clock, and a warm pool with all that it may last.
+        """
+        warm = (self.keep_alive if self.has_open_pool else self.warm_pool_seconds) or 0
         if self.billable_seconds is not None:
             return self.billable_seconds + warm
         if self.started is None:
@@ -369,9 +381,7 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
     hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
-    own = {"resume", "preset", "hyperparameters"}
-    if before.max_cost is not None:  # the ceiling, which counts the chain, may have set the limit
-        own |= {"max_run", "max_wait"}
+    own = {"resume", "preset", "hyperparameters", "affordable_run"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if before.max_cost is not None and settings.max_cost is not None:
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
@@ -405,8 +415,7 @@ def with_costs(
             known[description.instance] = prices.of(description.instance)
         price = known[description.instance]
         if price is not None:
-            hours = description.billed_seconds(time.time()) / 3600
-            cost = hours * description.instance_count * price.per_hour
+            cost = money.cost_of(description, price, time.time())
             description = replace(description, cost=cost, price=price)
         told.append(description)
     if prices.trouble:

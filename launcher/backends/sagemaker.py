@@ -19,7 +19,6 @@ import re
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -151,8 +150,8 @@ class SageMakerBackend:
             hyperparameters=job.sendable_hyperparameters(),
             metric_definitions=job.script_module().metric_definitions(),
             tags={TAG: TAG_VALUE, **job.tags},
-            max_run=job.max_run,
-            max_wait=(job.max_wait or 2 * job.max_run) if job.spot else None,
+            max_run=job.time_limit,
+            max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
             keep_alive=job.keep_alive,
             volume_size=job.volume_size,
             environment=job.environment,
@@ -205,10 +204,7 @@ class SageMakerBackend:
             if description is None or price is None:
                 raise InputError(f"what the earlier job {job_id} has cost is not known")
             job = self.job(job_id)
-            if description.warm_pool_seconds is None:  # it is told when the pool is gone
-                description = replace(description, warm_pool_seconds=job.keep_alive)
-            hours = description.billed_seconds(now) / 3600
-            total += hours * money.rate(job, price)
+            total += money.cost_of(description, price, now)
         return total
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
@@ -351,10 +347,10 @@ def check_checkpoints(job: TrainingJob) -> None:
     config = job.config(1)
     timer = getattr(config, "checkpoint_seconds", math.inf)
     evaluations = getattr(config, "eval_interval", math.inf)
-    if timer >= job.max_run and evaluations >= config.max_steps:
+    if timer >= job.time_limit and evaluations >= config.max_steps:
         raise InputError(
             "--spot: an interrupted job would begin anew, for it writes no checkpoint before its"
-            f" end: checkpoint_seconds={timer:g} with --max-run {job.max_run},"
+            f" end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
             f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
             " checkpoint_seconds (60 is the default)"
         )
@@ -396,6 +392,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         secondary_status=secondary,
         instance=resources["InstanceType"],
         instance_count=resources["InstanceCount"],
+        volume_size=resources["VolumeSizeInGB"],
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
@@ -410,7 +407,12 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         checkpoint_step=checkpoint_step,
         billable_seconds=raw.get("BillableTimeInSeconds"),
         training_seconds=raw.get("TrainingTimeInSeconds"),
-        warm_pool_seconds=pool.get("ResourceRetainedBillableTimeInSeconds"),
+        keep_alive=resources.get("KeepAlivePeriodInSeconds"),
+        warm_pool_seconds=(
+            pool.get("ResourceRetainedBillableTimeInSeconds")
+            if pool.get("Status") != "Available"
+            else None
+        ),
         spot=raw.get("EnableManagedSpotTraining", False),
     )
 

@@ -171,16 +171,19 @@ def check_service(body: dict[str, Any]) -> None:
 
 @dataclass
 class MoneyService:
-    """What a test may look at and change: calls made, refusals by operation, quotas."""
+    """What a test may look at and change: calls made, refusals and other answers, quotas."""
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    refuse: dict[str, tuple[str, str]] = field(default_factory=dict)
+    refuse: dict[str, tuple[str, str]] = field(default_factory=dict)  # by operation
+    instead: dict[str, Any] = field(default_factory=dict)  # answers, by operation
     quotas: dict[str, tuple[int, int, int]] = field(default_factory=lambda: dict(QUOTAS))
 
-    def call(self, operation: str, body: dict[str, Any]) -> dict[str, Any]:
+    def call(self, operation: str, body: dict[str, Any]) -> Any:
         self.calls.append((operation, body))
         if operation in self.refuse:
             raise Refusal(*self.refuse[operation])
+        if operation in self.instead:
+            return self.instead[operation]
         operations: dict[str, Callable[[], dict[str, Any]]] = {
             "GetProducts": lambda: get_products(body),
             "ListServiceQuotas": lambda: list_service_quotas(body, self.quotas),
