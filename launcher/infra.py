@@ -6,7 +6,6 @@ was last seen of a stack lies in HOME/stacks.json, for a dry run, which calls no
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -168,28 +167,19 @@ def remember(settings: Settings, region: str, stack: Stack | None) -> None:
     """Notes what a stack is, or that there is none, unless that is known."""
     if remembered(settings, region) == stack:
         return
-    known = read_memory(settings)
-    here = {name: value for name, value in known.get(region, {}).items() if name != settings.stack}
+    here = storage.read_cache(settings.last_stacks).get(region, {})
+    others = {name: value for name, value in here.items() if name != settings.stack}
     if stack is not None:
-        here[settings.stack] = asdict(stack)
-    text = json.dumps({**known, region: here}, indent=2) + "\n"
-    storage.write_text(str(settings.last_stacks), text)
+        others[settings.stack] = asdict(stack)
+    storage.write_cache(settings.last_stacks, region, others)
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as it was last seen from this machine."""
     try:
-        return Stack(**read_memory(settings)[region or ""][settings.stack])
+        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][settings.stack])
     except (KeyError, TypeError):
         return None
-
-
-def read_memory(settings: Settings) -> dict[str, dict[str, Any]]:
-    text = storage.read_text(str(settings.last_stacks))
-    try:
-        return dict(json.loads(text)) if text else {}
-    except (ValueError, TypeError):
-        return {}
 
 
 # -- deployed and destroyed ------------------------------------------------------------------------

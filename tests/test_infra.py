@@ -521,10 +521,13 @@ def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
         infra.with_stack(load_settings(role=ROLE))
 
 
-def test_a_memory_that_cannot_be_read_is_none(home: Path) -> None:
-    home.mkdir()
-    (home / "stacks.json").write_text("[1")
-    assert infra.remembered(load_settings(), "us-east-1") is None
+@pytest.mark.parametrize("text", ["[1", "5", '{"us-east-1": null}', '{"us-east-1": {"a": 1}}'])
+def test_a_memory_that_cannot_be_read_is_none(deployed: Stack, text: str) -> None:
+    settings = load_settings()
+    settings.last_stacks.write_text(text)
+    assert infra.remembered(settings, "us-east-1") is None
+    assert infra.with_stack(settings).store == deployed.store
+    assert infra.remembered(settings, "us-east-1") == deployed
 
 
 def test_the_stacks_key_encrypts_the_model(
