@@ -219,7 +219,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     "--max-cost",
     metavar="USD",
     type=float,
-    help="Sets the time limit so that it costs no more, with the jobs that it resumes.",
+    help="Sets the time limit by what it may cost, with the jobs that it resumes.",
 )
 @click.option("--spot", is_flag=True, default=None, help="Spot capacity: cheaper; goes on later.")
 @click.option(

@@ -19,6 +19,7 @@ TRAINING = {
     "ml.g5.12xlarge": {"us-east-1": 7.09, "eu-west-1": 8.508},
     "ml.g6.12xlarge": {"us-east-1": 5.752},
     "ml.m5.xlarge": {"us-east-1": 0.23},
+    "ml.p3.8xlarge": {"us-east-1": 14.688},
 }
 # By instance type: training, spot training, warm pool.
 QUOTAS = {
@@ -26,6 +27,7 @@ QUOTAS = {
     "ml.g5.12xlarge": (4, 2, 0),
     "ml.g6.12xlarge": (0, 0, 0),
     "ml.m5.xlarge": (15, 0, 2),
+    "ml.p3.8xlarge": (2, 0, 0),
 }
 USES = ("training job usage", "spot training job usage", "training warm pool usage")
 QUOTA_PAGE = 5
