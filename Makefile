@@ -17,6 +17,7 @@ test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/cfn-lint infra/template.yaml
 	$(BIN)/pytest -n 2 --dist worksteal
 
 emulator: .venv/installed-for-tests .venv-contract/installed

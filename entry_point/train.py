@@ -890,6 +890,13 @@ class Group:
             return value
         return json.loads(self.store.get(key))
 
+    def settle(self) -> None:
+        """Waits until the device has done what it was given, so that a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
@@ -2291,6 +2298,7 @@ class Trainer:
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
+                group.settle()
                 self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if evaluates or wish:

@@ -5,8 +5,8 @@
 #
 # TEXT is a text file or a directory of *.txt files; without one a built-in corpus is taken.
 #
-# Where things go, and who SageMaker acts as, is said beforehand (README.md, "On SageMaker"):
-#     export AWS_PROFILE=... AWS_REGION=... SM_NANOGPT_STORE=s3://... SM_NANOGPT_ROLE=arn:aws:iam::...
+# It takes AWS credentials, and once, in each account: sm-nanogpt infra deploy
+# (or a bucket and a role of your own, by SM_NANOGPT_STORE=s3://... and SM_NANOGPT_ROLE=arn:...).
 #
 # INSTANCE=ml.g5.xlarge takes a smaller machine, INSTANCE_COUNT=2 two of them;
 # PRESET=cpu MAX_STEPS=200 BATCH_SIZE=16 makes a first try that is over in a minute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ ACTIONS: dict[str, str] = {
     " console (SageMaker, 'for training job usage'), or take another --instance",
     "NoSuchBucket": "there is no such bucket; none is created, so check the store's name",
 }
+NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
 CAPACITY = "AWS has no such machine free now; try later, or another --instance"
 
 
@@ -101,6 +103,39 @@ def retrying() -> Any:
     return Config(retries={"mode": "standard", "max_attempts": attempts})
 
 
+def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
+    """A client for what a command can do without: it fails within seconds."""
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=3,
+        read_timeout=3,
+        retries={"mode": "standard", "total_max_attempts": attempts},
+    )
+    return session.client(service, region_name=region, config=config)
+
+
+def check_region(session: Any) -> str:
+    """The session's region.
+
+    Raises:
+        InputError: none is said, or SageMaker is not in it as far as boto3 knows.
+    """
+    region = str(session.region_name or "")
+    if not region:
+        raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
+    known = [
+        name
+        for partition in session.get_available_partitions()
+        for name in session.get_available_regions("sagemaker", partition)
+    ]
+    if region not in known:
+        near = difflib.get_close_matches(region, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
+    return region
+
+
 class Missing(ServiceError):
     """What was asked for does not exist."""
 
@@ -109,22 +144,33 @@ class Missing(ServiceError):
 def service_errors(call: str) -> Iterator[None]:
     """Turns what boto3 raises in `call` into a ServiceError of one line that says what to do.
 
+    A KeyError is an answer without what AWS always says, as a proxy gives it.
+
     Raises:
         Missing: AWS says that the thing does not exist.
     """
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
     except ClientError as error:
         code, message = code_and_message(error)
-        if code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException") or (
-            code == "ValidationException" and message.startswith("Requested resource not found")
-        ):
+        if is_missing(code, message):
             raise Missing(f"{call}: {message}") from None
         raise ServiceError(f"{call}: {why(error)}") from None
-    except BotoCoreError as error:
+    except (BotoCoreError, ResponseParserError, KeyError) as error:
         raise ServiceError(f"{call}: {why(error)}") from None
+
+
+def is_missing(code: str, message: str) -> bool:
+    """Whether an error says that a thing does not exist; SageMaker and CloudFormation have no code
+    of their own for it."""
+    return (
+        code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException")
+        or (code, message[:28]) == ("ValidationException", "Requested resource not found")
+        or (code == "ValidationError" and message.endswith("does not exist"))
+    )
 
 
 def code_and_message(error: BaseException) -> tuple[str, str]:
@@ -146,4 +192,6 @@ def why(error: BaseException) -> str:
         return f"the AWS credentials have expired ({text}); {RENEW}"
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return f"{text}; check the region's name and the network"
+    if kind in ("ResponseParserError", "KeyError"):  # whose texts are a whole page and a bare name
+        return NOT_AWS
     return text

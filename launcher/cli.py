@@ -23,6 +23,7 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.backends import JobDescription
+    from launcher.infra import Deployment, Removal, Stack
     from launcher.settings import Settings
 
 RECONNECT = "`sm-nanogpt logs {id} --follow` follows it"
@@ -44,10 +45,11 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[in
         yield bar.update
 
 
-def settings_of(context: click.Context) -> Settings:
+def settings_of(context: click.Context, **said: str | None) -> Settings:
+    """The settings, with what a command's own options say over the words before it."""
     from launcher.settings import load_settings
 
-    return load_settings(**context.obj)
+    return load_settings(**{**context.obj, **{name: v for name, v in said.items() if v}})
 
 
 def print_json(value: Any) -> None:
@@ -63,11 +65,19 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
 @click.option(
     "--store",
     metavar="URL",
-    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else ~/.sm-nanogpt/store).",
+    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else the stack's, else"
+    " ~/.sm-nanogpt/store).",
 )
 @click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
 @click.option("--profile", metavar="NAME", help="AWS profile.")
-@click.option("--role", metavar="ARN", help="The role that SageMaker acts as.")
+@click.option(
+    "--role", metavar="ARN", help="The role that SageMaker acts as (default: the stack's)."
+)
+@click.option(
+    "--stack",
+    metavar="NAME",
+    help="What `infra deploy` made, with store and role (default: sm-nanogpt).",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
@@ -111,7 +121,7 @@ def upload_data_command(
     source = Path(path).expanduser()
     total = sum(p.stat().st_size for p in text_below(source))
     with byte_progress("upload", total) as progress:
-        upload = upload_data(source, settings, progress)
+        upload = upload_data(source, settings, progress, tell=note)
     note(
         f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
         f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
@@ -205,6 +215,12 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
 @click.option("--image-uri", metavar="URI", help="A container image of your own.")
 @click.option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
+@click.option(
+    "--max-cost",
+    metavar="USD",
+    type=float,
+    help="Sets the time limit by what it may cost, with the jobs that it resumes.",
+)
 @click.option("--spot", is_flag=True, default=None, help="Spot capacity: cheaper; goes on later.")
 @click.option(
     "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
@@ -262,15 +278,12 @@ def launch_command(
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
     local = job.instance == "local"
     if not local:
-        told = settings.store
-        settings = cloud_settings(settings, dry_run)
-        if settings.store != told:
-            note(f"store: {settings.store} (the account's default bucket of SageMaker)")
+        settings = cloud_settings(settings, dry_run, tell=note)
     backend = backend_for(job.instance, settings)
     if not local:
         note(remark(job.instance))
     with byte_progress("upload") as progress:
-        ready = prepare(job, settings, progress, dry_run)
+        ready = prepare(job, settings, progress, dry_run, tell=note)
     last = job.data is None and job.resume is None
     note(f"data: {ready.data}{' (the last upload)' if last else ''}")
     if ready.preset and not job.preset:
@@ -423,16 +436,21 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import all_backends
+    from launcher.backends import all_backends, with_costs
 
+    settings = settings_of(context)
     found: list[JobDescription] = []
     failure = None
     try:
-        for backend in all_backends(settings_of(context)):
+        for backend in all_backends(settings):
             found += backend.list()
     except (InputError, ServiceError) as error:  # this machine's jobs are shown all the same
         failure = error
     found.sort(key=lambda description: description.created, reverse=True)
+    try:
+        found = with_costs(found, settings, note)
+    except (InputError, ServiceError) as error:
+        failure = failure or error
     if as_json:
         print_json([asdict(description) for description in found])
     elif found or failure is None:
@@ -442,16 +460,19 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
 
 
 def print_jobs(found: list[JobDescription]) -> None:
+    from launcher.money import usd
+
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
         return
-    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9}"
-    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS"))
+    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9} {:>12}"
+    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS", "COST"))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
         step, loss = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss))
+        cost = "-" if d.cost is None else usd(d.cost)
+        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, cost))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
@@ -473,10 +494,11 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.backends import describe, logs
+    from launcher.backends import describe, logs, with_costs
 
     settings = settings_of(context)
-    d = description = describe(job_id, settings)
+    (description,) = with_costs([describe(job_id, settings)], settings, note)
+    d = description
     if as_json:
         print_json(asdict(description))
         return
@@ -497,6 +519,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
+        "cost": paid_words(d),
         "message": d.message if d.is_running else None,
     }
     for name, value in lines.items():
@@ -516,6 +539,22 @@ def billable_words(description: JobDescription) -> str | None:
         return None
     saving = f", {1 - billable / trained:.0%} saved by spot" if description.spot and trained else ""
     return f"{billable} s{saving}"
+
+
+def paid_words(description: JobDescription) -> str | None:
+    """What a job has cost, and by which price."""
+    from launcher.instances import has_local_storage
+    from launcher.money import usd
+
+    if description.cost is None or description.price is None:
+        return None
+    so_far = " so far (by the clock)" if description.is_running else ""
+    if description.has_open_pool:
+        so_far = f" so far, with all {description.keep_alive} s of its warm pool"
+    price = f"{usd(description.price.per_hour)} an hour of an instance"
+    if not has_local_storage(description.instance):
+        price += " and its disk beside"
+    return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
 
 
 def moment(seconds: float | None) -> str | None:
@@ -576,6 +615,206 @@ def stop_command(context: click.Context, job_id: str) -> None:
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
     note(explain(wait(job_id, settings)))
+
+
+@cli.command("doctor")
+@click.option(
+    "--instance",
+    metavar="TYPE",
+    default="ml.g5.12xlarge",
+    show_default=True,
+    help="For jobs on which; local: this machine alone.",
+)
+@click.option("--no-train", is_flag=True, help="Leave out the training of a tiny model.")
+@JSON
+@click.pass_context
+def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
+    """Check this machine and the AWS account, and say what to do. Exit code 1: something failed.
+
+    \b
+    Example:
+      sm-nanogpt doctor --instance ml.g5.xlarge
+    """
+    from dataclasses import asdict
+
+    from launcher.doctor import FAILURE, examine
+    from launcher.instances import check_instance
+
+    settings = settings_of(context)
+    check_instance(instance)
+    findings = []
+    for finding in examine(settings, instance, train=not no_train):
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{finding.result:<8} {finding.check + ':':<15} {finding.text}")
+            sys.stdout.flush()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    failed = [finding.check for finding in findings if finding.result == FAILURE]
+    if failed and instance != "local" and not settings.reaches_aws:
+        note("`sm-nanogpt doctor --instance local` checks this machine alone")
+    if failed:
+        raise ServiceError(f"failed: {', '.join(failed)}")
+
+
+STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")
+YES = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+@cli.group("infra")
+def infra_group() -> None:
+    """Make what jobs on SageMaker need in an AWS account: a bucket, a role, a policy.
+
+    They are one CloudFormation stack. Once it is there, the other commands find bucket and role.
+
+    \b
+    Example:
+      sm-nanogpt infra deploy
+    """
+
+
+@infra_group.command("deploy")
+@STACK
+@click.option("--kms", is_flag=True, help="With a key of your own, which costs 1 USD a month.")
+@click.option("--dry-run", is_flag=True, help="Only show what would change.")
+@YES
+@click.pass_context
+def infra_deploy_command(
+    context: click.Context, stack: str | None, kms: bool, dry_run: bool, yes: bool
+) -> None:
+    """Make the stack, or bring it up to date, and print its outputs.
+
+    \b
+    Example:
+      sm-nanogpt --region eu-west-1 infra deploy
+    """
+    from launcher.infra import Deployment
+
+    can_ask(yes or dry_run)
+    deployment = Deployment(settings_of(context, stack=stack), note)
+    if left := deployment.left_over():
+        note(f"stack {deployment.name} is {left.status}; what is left of it is deleted first")
+        if dry_run:
+            show_removal(left)
+            note("a dry run: nothing was changed; the stack would be made anew after that")
+            return
+        remove_stack(deployment, left, yes)
+    planned = deployment.plan(kms)
+    if planned is None:
+        note(f"stack {deployment.name}: nothing to change")
+        print_stack(deployment.show())
+        return
+    try:
+        for change in planned.changes:
+            note(f"{change.action:<8} {change.kind} {change.resource}")
+        if not dry_run:
+            agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
+    except BaseException:
+        deployment.discard(planned)
+        raise
+    if dry_run:
+        deployment.discard(planned)
+        note("a dry run: nothing was changed")
+        return
+    made = deployment.execute(planned)
+    print_stack(made)
+    note(f"whoever else launches jobs needs the policy {made.policy}")
+    named = "" if made.name == "sm-nanogpt" else f"SM_NANOGPT_STACK={made.name} "
+    note(f"next: {named}sm-nanogpt upload-data")
+
+
+@infra_group.command("show")
+@STACK
+@JSON
+@click.pass_context
+def infra_show_command(context: click.Context, stack: str | None, as_json: bool) -> None:
+    """Print what the stack gives to the other commands.
+
+    \b
+    Example:
+      sm-nanogpt infra show
+    """
+    from dataclasses import asdict
+
+    from launcher.infra import Deployment
+
+    found = Deployment(settings_of(context, stack=stack), note).show()
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print_stack(found)
+
+
+@infra_group.command("destroy")
+@STACK
+@YES
+@click.pass_context
+def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) -> None:
+    """Delete the stack. The bucket stays, with its texts and models, and so does the key.
+
+    \b
+    Example:
+      sm-nanogpt infra destroy
+    """
+    from launcher.infra import Deployment
+
+    can_ask(yes)
+    deployment = Deployment(settings_of(context, stack=stack), note)
+    removal = deployment.removal()
+    if removal is None:
+        note(f"there is no stack {deployment.name} in {deployment.region}; nothing to delete")
+        return
+    remove_stack(deployment, removal, yes)
+
+
+def show_removal(removal: Removal) -> None:
+    for action, resources in (("keep", removal.kept), ("remove", removal.removed)):
+        for _, kind, place in resources:
+            note(f"{action:<8} {kind} {place}")
+    for kind, name in removal.holders:
+        note(f"detach   the launcher policy from {kind.lower()} {name}")
+    for job_id in removal.jobs:
+        note(f"warning: job {job_id} is running; without its role it ends without a model")
+
+
+def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
+    """Deletes a stack if the person agrees, and says how to delete what is kept."""
+    show_removal(removal)
+    agree(f"Delete stack {deployment.name} in {deployment.region}?", yes)
+    deployment.destroy(removal)
+    kept = {name: place for name, _, place in removal.kept}
+    if "Bucket" in kept:
+        note(f"the bucket is kept; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
+    if "Key" in kept:
+        note(
+            "the key is kept, without which the bucket cannot be read; to delete it:"
+            f" aws kms schedule-key-deletion --key-id {kept['Key']}"
+        )
+
+
+def can_ask(settled: bool) -> None:
+    """Raises InputError where a question would find nobody to answer."""
+    if not settled and not sys.stdin.isatty():
+        raise InputError("nobody can be asked here; --yes agrees beforehand")
+
+
+def agree(question: str, yes: bool) -> None:
+    """Goes on if the person agrees; else click.Abort ends the command."""
+    if not yes:
+        click.confirm(question, abort=True, err=True)
+
+
+def print_stack(stack: Stack) -> None:
+    lines = {
+        "stack": f"{stack.name} ({stack.status})",
+        "store": stack.store,
+        "role": stack.role,
+        "kms key": stack.kms_key,
+        "policy": stack.policy,
+    }
+    for name, value in lines.items():
+        if value is not None:
+            click.echo(f"{name + ':':<9}{value}")
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from launcher import storage
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings, load_settings
+from launcher.infra import with_stack
+from launcher.settings import Settings, Tell, load_settings
 from launcher.storage import Progress
 
 SHAKESPEARE_URL = (
@@ -58,24 +59,44 @@ class Text:
 
 
 def upload_data(
-    path: str | Path, settings: Settings | None = None, progress: Progress = lambda n: None
+    path: str | Path,
+    settings: Settings | None = None,
+    progress: Progress = lambda n: None,
+    tell: Tell = lambda line: None,
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
 
-    What is there already, unchanged, is not sent again. It becomes the last upload, which a launch
-    without data takes.
+    Where no store is set, that is the stack's, if AWS is in use and there is one; else this
+    machine's. What is there already, unchanged, is not sent again. It becomes the last upload,
+    which a launch without data takes.
 
     Raises:
         InputError: it is not text, or too short to train on.
         ServiceError: the store refuses.
     """
-    settings = settings or load_settings()
+    settings = stack_store(settings or load_settings(), tell)
     upload, sources = survey(path, settings)
     send(upload, sources, progress)
     storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n")
-    noted = {**read_noted(settings), settings.data_store: upload.uri}
+    noted = read_noted(settings)
+    noted.pop(settings.data_store, None)
+    noted[settings.data_store] = upload.uri  # the newest is the last
     storage.write_text(str(settings.last_uploads), json.dumps(noted, indent=2) + "\n")
     return upload
+
+
+def stack_store(settings: Settings, tell: Tell) -> Settings:
+    """The settings with the stack's store where none is set; as they are if there is none.
+
+    Where AWS cannot be asked, that is told, and the text stays here: a launch sends it later.
+    """
+    if settings.store or not settings.reaches_aws:
+        return settings
+    try:
+        return with_stack(settings, names=("store",), tell=tell)
+    except (InputError, ServiceError) as error:
+        tell(f"no stack can be asked for a store ({error}); the text stays on this machine")
+        return settings
 
 
 def read_noted(settings: Settings) -> dict[str, str]:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launcher.errors import InputError
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -124,6 +126,14 @@ PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
 def nearest_instances(name: str) -> list[str]:
     """Up to three known types that look like `name`."""
     return difflib.get_close_matches(name, INSTANCES, n=3, cutoff=0.5)
+
+
+def check_instance(name: str) -> None:
+    """Raises InputError unless it is `local` or looks like a SageMaker type, known here or not."""
+    if name != "local" and not PATTERN.fullmatch(name):
+        near = nearest_instances(f"ml.{name}")
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 
 
 def remark(name: str) -> str:

@@ -20,11 +20,13 @@ from launcher.errors import InputError
 Scalar = bool | int | float | str
 
 CLOUD_FIELDS = (
+    "affordable_run",
     "environment",
     "image_uri",
     "keep_alive",
     "kms_key",
     "launcher",
+    "max_cost",
     "max_run",
     "max_wait",
     "network_isolation",
@@ -68,7 +70,9 @@ class TrainingJob(BaseModel):
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
     pytorch_version: str = "2.8.0"
     image_uri: str | None = None  # None: AWS's image of that version
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
+    affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -106,7 +110,7 @@ class TrainingJob(BaseModel):
             )
         elif self.max_wait is not None and not self.spot:
             problem = "--max-wait is for --spot jobs"
-        elif self.max_wait is not None and self.max_wait < self.max_run:
+        elif self.max_wait is not None and self.max_wait < self.max_run and not self.limit_is_open:
             problem = f"--max-wait {self.max_wait} has to be at least --max-run {self.max_run}"
         elif self.spot and self.keep_alive is not None:
             problem = "--keep-alive does not go with --spot"
@@ -130,6 +134,17 @@ class TrainingJob(BaseModel):
         if problem:
             raise InputError(problem)
         return self
+
+    @property
+    def limit_is_open(self) -> bool:
+        """Whether the time limit is still to be found, from the cost ceiling."""
+        return self.max_cost is not None and "max_run" not in self.model_fields_set
+
+    @property
+    def time_limit(self) -> int:
+        """Seconds that the job may run: the smallest of the limits that it has."""
+        limits = (self.max_run, self.affordable_run, self.max_wait)
+        return min(limit for limit in limits if limit is not None)
 
     def sendable_hyperparameters(self) -> dict[str, Scalar]:
         """What is sent to SageMaker.

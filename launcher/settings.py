@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -22,6 +23,8 @@ from launcher.errors import InputError
 def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
 
+
+Tell = Callable[[str], object]  # says a line to the person at the terminal
 
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -50,7 +53,9 @@ class Settings(BaseSettings):
     region: str = ""  # "": as the AWS configuration has it
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
-    kms_key: str = ""  # encrypts what is put into S3; "": as the bucket has it
+    stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
+    kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
     @field_validator("role")
     @classmethod
@@ -58,6 +63,13 @@ class Settings(BaseSettings):
         if role and not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", role):
             raise ValueError("must be an ARN, arn:aws:iam::ACCOUNT:role/NAME")
         return role
+
+    @field_validator("stack")
+    @classmethod
+    def _stack_name(cls, stack: str) -> str:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,127}", stack):
+            raise ValueError("must be letters, digits and dashes, beginning with a letter")
+        return stack
 
     @field_validator("home")
     @classmethod
@@ -110,6 +122,11 @@ class Settings(BaseSettings):
     def last_uploads(self) -> Path:
         """What was last uploaded from here, by store."""
         return self.home / "last-uploads.json"
+
+    @property
+    def last_stacks(self) -> Path:
+        """What was last seen of stacks from here, by region and name."""
+        return self.home / "stacks.json"
 
     @property
     def local_store(self) -> str:

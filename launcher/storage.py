@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,26 @@ def read_text(uri: str) -> str | None:
             return fs.cat_file(path).decode()
         except FileNotFoundError:
             return None
+
+
+def read_cache(file: Path) -> dict[str, dict[str, Any]]:
+    """What was once learnt from AWS: {region: {name: value}}.
+
+    A file that is missing or damaged, or holds something else, holds nothing. Values may be of any
+    shape.
+    """
+    try:
+        regions = json.loads(file.read_text(encoding="utf-8")).items()
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {region: values for region, values in regions if isinstance(values, dict)}
+
+
+def write_cache(file: Path, region: str, values: Mapping[str, Any]) -> None:
+    """Puts the values in place of the region's. Where that cannot be, AWS is only asked again."""
+    with suppress(ServiceError):
+        text = json.dumps({**read_cache(file), region: values}, indent=2)
+        write_text(str(file), f"{text}\n")
 
 
 def list_files(uri: str) -> dict[str, int]:

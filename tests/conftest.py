@@ -12,6 +12,7 @@ import launching
 import pytest
 import torch
 from emulator import ROLE_ACTIONS, Emulator, make_role, serving
+from money_service import MoneyService
 from sagemaker_service import SageMaker, scripted
 
 # As many tests run side by side as there are cores.
@@ -116,6 +117,7 @@ def s3(
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
+    emulator.reset(SageMaker(scripted))
     client = boto3.client("s3")
     client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"
     client.create_bucket(Bucket=client.bucket)
@@ -126,11 +128,16 @@ def s3(
 
 
 @pytest.fixture
-def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+def money(s3: Any, emulator: Emulator) -> MoneyService:
+    """AWS's price list and quotas beside that S3."""
+    return emulator.money
+
+
+@pytest.fixture
+def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     """SageMaker beside that S3, whose jobs only seem to run, and a person who may use both."""
-    emulator.reset(SageMaker(scripted))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
     monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
-    yield emulator
+    return emulator

@@ -65,7 +65,7 @@ def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("launcher", "entry_point"):
+    for name in ("launcher", "entry_point", "infra"):
         shutil.copytree(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], tmp_path, environment, 300)
@@ -84,4 +84,7 @@ def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
     job_id = run([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
     sample = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
     assert len(run(sample, elsewhere, environment)) >= 20
+    template = "from launcher import infra; print(infra.TEMPLATE.read_text(), end='')"
+    carried = run([python, "-c", template], elsewhere, environment)
+    assert carried == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())

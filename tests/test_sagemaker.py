@@ -69,7 +69,8 @@ def test_a_dry_run_shows_the_request_without_credentials(
     image = request["AlgorithmSpecification"]["TrainingImage"]
     assert image.endswith("/pytorch-training:2.8.0-gpu-py312")
     assert request["AlgorithmSpecification"]["MetricDefinitions"] == train.metric_definitions()
-    assert request["CheckpointConfig"]["S3Uri"].endswith("/checkpoints")
+    place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}"
+    assert request["CheckpointConfig"]["S3Uri"] == place
     assert request["ProfilerConfig"] == {"DisableProfiler": True}
     assert "DebugHookConfig" not in request
     assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
@@ -490,7 +491,7 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
 def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
-    key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
+    key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     ran = cli("stop", launched)
     assert ran.code == 0, ran.err
@@ -504,7 +505,7 @@ def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
 def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
-    key = "some/prefix/jobs/{}/checkpoints/checkpoint-00000010.safetensors"
+    key = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key.format(launched), Body=b"x")
     running = cli(*LAUNCH, "--resume", launched)
     assert running.code == 1
@@ -557,13 +558,13 @@ def test_a_job_that_another_tool_launched_is_left_alone(
 def test_checkpoints_come_from_where_the_earlier_job_kept_them(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
-    key = f"some/prefix/jobs/{launched}/checkpoints/checkpoint-00000010.safetensors"
+    key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     assert cli("stop", launched).code == 0
     other = f"s3://{s3.bucket}/other"
     ran = cli("--store", other, "launch", "--resume", launched)
     assert ran.code == 0, ran.err
-    key = f"other/jobs/{ran.out.strip()}/checkpoints/checkpoint-00000010.safetensors"
+    key = f"other/checkpoints/{ran.out.strip()}/checkpoint-00000010.safetensors"
     assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher import corpus, storage
-from launcher.aws import CAPACITY
+from launcher import corpus, money, storage
+from launcher.aws import CAPACITY, aws_session, check_region
 from launcher.errors import InputError, ServiceError
-from launcher.instances import PATTERN, looks_like_gpu, nearest_instances
+from launcher.infra import with_stack
+from launcher.instances import check_instance, looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.settings import Settings, load_settings
+from launcher.prices import Price, Prices
+from launcher.settings import Settings, Tell, load_settings
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
@@ -59,13 +61,37 @@ class JobDescription:
     checkpoint_uri: str | None = None
     checkpoint_step: int | None = None  # of the newest
     message: str | None = None  # what the service says of the present state
-    billable_seconds: int | None = None  # SageMaker only, as are the next two
+    billable_seconds: int | None = None  # SageMaker only, as is what follows
     training_seconds: int | None = None
+    volume_size: int = 0  # GiB of disk for each instance
+    keep_alive: int | None = None  # seconds of warm pool that were asked for
+    warm_pool_seconds: int | None = None  # billed after the end; None until the pool is gone
     spot: bool = False
+    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.money has it
+    price: Price | None = None
 
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def has_open_pool(self) -> bool:
+        """Whether a warm pool came after the job, and its seconds are not told yet."""
+        had_machines = bool(self.billable_seconds or self.started)
+        asked = self.ended is not None and self.keep_alive is not None
+        return had_machines and asked and self.warm_pool_seconds is None
+
+    def billed_seconds(self, now: float) -> float:
+        """Of each instance, in the end or so far.
+
+        What is not told yet is counted by the clock, and a warm pool with all that it may last.
+        """
+        warm = (self.keep_alive if self.has_open_pool else self.warm_pool_seconds) or 0
+        if self.billable_seconds is not None:
+            return self.billable_seconds + warm
+        if self.started is None:
+            return 0.0
+        return max(0.0, (self.ended or now) - self.started) + warm
 
 
 def newest_checkpoint(names: Iterable[str]) -> int | None:
@@ -87,6 +113,10 @@ class Backend(Protocol):
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         """The script's Config of the job. Raises InputError for what this home cannot do."""
+
+    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+        """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot
+        be held, or the account may not run such a job."""
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
         """Starts a job that was checked and whose data is a URI."""
@@ -130,33 +160,43 @@ def backend_for(instance: str, settings: Settings) -> Backend:
         from launcher.backends.local import LocalBackend
 
         return LocalBackend(settings)
-    if not PATTERN.fullmatch(instance):
-        near = nearest_instances(f"ml.{instance}")
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"--instance {instance}: must be local or a SageMaker type{hint}")
+    check_instance(instance)
     from launcher.backends.sagemaker import SageMakerBackend
 
     return SageMakerBackend(settings)
 
 
-def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
-    """The settings with a store that SageMaker can read: the one set, or the default bucket.
+def cloud_settings(
+    settings: Settings, dry_run: bool = False, tell: Tell = lambda line: None
+) -> Settings:
+    """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
+
+    Without a stack, the store is the account's default bucket of SageMaker.
 
     Raises:
-        InputError: no store is set, and the default bucket is not there; none is created.
+        InputError: no store is set, and none is there; none is created.
         ServiceError: AWS cannot be asked.
     """
+    settings = with_stack(settings, offline=dry_run, tell=tell)
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
     if dry_run:
-        raise InputError(f"a dry run asks AWS for nothing, so it needs a store: {how}")
+        raise InputError(
+            f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
+            " `sm-nanogpt infra show` once"
+        )
     from launcher.backends.sagemaker import SageMakerBackend
 
     bucket = SageMakerBackend(settings).default_bucket()
     if bucket is None:
-        raise InputError(f"no store is set, and the account has no default bucket yet: {how}")
-    return settings.model_copy(update={"store": f"s3://{bucket}/sm-nanogpt"})
+        raise InputError(
+            "no store is set, and the account has no default bucket yet: `sm-nanogpt infra deploy`"
+            f" makes one, or {how}"
+        )
+    store = f"s3://{bucket}/sm-nanogpt"
+    tell(f"store: {store} (the account's default bucket of SageMaker)")
+    return settings.model_copy(update={"store": store})
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
@@ -209,6 +249,7 @@ def prepare(
     settings: Settings,
     progress: storage.Progress = lambda n: None,
     dry_run: bool = False,
+    tell: Tell = lambda line: None,
 ) -> TrainingJob:
     """The job with everything filled in: what it takes over from another, and data as URIs.
 
@@ -225,7 +266,9 @@ def prepare(
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.
-    config = backend_for(job.instance, settings).check(job, dry_run)
+    backend = backend_for(job.instance, settings)
+    config = backend.check(job, dry_run)
+    job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
     here = settings.model_copy(update={"store": ""})
     near = here if job.instance == "local" else settings
@@ -256,8 +299,12 @@ class Text:
 def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
     """The last upload to the store; without any, the last to this machine's own.
 
-    A dry run does not ask a remote store; it knows what was uploaded from here.
+    Where no store is set, it may have gone to a stack's. A dry run does not ask a remote store; it
+    knows what was uploaded from here.
     """
+    newest = list(corpus.read_noted(settings).values())[-1:]
+    if not settings.store and newest and storage.local_path(newest[0]) is None:
+        return newest[0]
     try:
         if dry_run and settings.data_store != here.data_store:
             noted = corpus.read_noted(settings).get(settings.data_store)
@@ -334,7 +381,10 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
     hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
-    kept = before.model_dump(exclude={"resume", "preset", "hyperparameters"}, exclude_defaults=True)
+    own = {"resume", "preset", "hyperparameters", "affordable_run"}
+    kept = before.model_dump(exclude=own, exclude_defaults=True)
+    if before.max_cost is not None and settings.max_cost is not None:
+        kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
     return after, before, earlier.checkpoint_step or 0
 
@@ -348,6 +398,32 @@ def jobs(settings: Settings | None = None) -> list[JobDescription]:
     """All jobs, newest first."""
     found = [d for backend in all_backends(settings or load_settings()) for d in backend.list()]
     return sorted(found, key=lambda description: description.created, reverse=True)
+
+
+def with_costs(
+    found: Sequence[JobDescription], settings: Settings, tell: Tell
+) -> list[JobDescription]:
+    """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
+    if all(description.instance == "local" for description in found):
+        return list(found)
+    session = aws_session(settings)
+    prices = Prices(settings, check_region(session), session)
+    known: dict[str, Price | None] = {"local": None}
+    told = []
+    for description in found:
+        if description.instance not in known:
+            known[description.instance] = prices.of(description.instance)
+        price = known[description.instance]
+        if price is not None:
+            cost = money.cost_of(description, price, time.time())
+            description = replace(description, cost=cost, price=price)
+        told.append(description)
+    if prices.trouble:
+        tell(prices.trouble)
+    unknown = sorted(name for name, price in known.items() if price is None and name != "local")
+    if unknown:
+        tell(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
+    return told
 
 
 def logs(job_id: str, follow: bool = False, settings: Settings | None = None) -> Iterator[str]:

@@ -33,7 +33,7 @@ from launcher import storage
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.job import CLOUD_FIELDS, TrainingJob
-from launcher.settings import Settings
+from launcher.settings import Settings, Tell
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 GONE = "its processes are gone: the machine was switched off, or they were killed"
@@ -53,6 +53,9 @@ class LocalBackend:
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         processes, _ = plan_processes(job)
         return job.config(job.instance_count * processes)
+
+    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+        return job
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
         processes, gpus = plan_processes(job)

@@ -1,11 +1,12 @@
 """Jobs on Amazon SageMaker: the SDK makes the request, boto3 does everything else.
 
-A job keeps all it has below its own prefix of the store, STORE/jobs/JOB-ID:
+A job keeps all it has below prefixes of its own in the store:
 
-    source/sourcedir.tar.gz     the training script and nothing else
-    checkpoints/                what SageMaker copies from and to /opt/ml/checkpoints
-    output/model.tar.gz         what SageMaker packs of /opt/ml/model
-    output/output.tar.gz
+    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script and nothing else
+    STORE/jobs/JOB-ID/output/model.tar.gz         what SageMaker packs of /opt/ml/model
+    STORE/jobs/JOB-ID/output/output.tar.gz
+    STORE/checkpoints/JOB-ID/                     what SageMaker copies from and to
+                                                  /opt/ml/checkpoints; S3 may let them expire
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import re
 import tarfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from launcher import storage
-from launcher.aws import Missing, aws_session, retrying, service_errors
+from launcher import money, storage
+from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
 from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import TrainingJob
-from launcher.settings import Settings
+from launcher.prices import Prices
+from launcher.quotas import check_quotas
+from launcher.settings import Settings, Tell
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -60,12 +65,9 @@ class SageMakerBackend:
     def poll_seconds(self) -> float:
         return POLL_SECONDS
 
-    @property
+    @cached_property
     def region(self) -> str:
-        region = self.session.region_name
-        if not region:
-            raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
-        return str(region)
+        return check_region(self.session)
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
@@ -94,13 +96,17 @@ class SageMakerBackend:
     def job_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.settings.data_store, "jobs", job_id, *parts)
 
+    def checkpoint_uri(self, job_id: str) -> str:
+        return storage.join(self.settings.data_store, "checkpoints", job_id)
+
     def role(self, job: TrainingJob, required: bool) -> str:
         if self.settings.role:
             return self.settings.role
         if required:
             raise InputError(
-                "no execution role: name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as"
-                " this role; it has to read and write the store)"
+                "no execution role: `sm-nanogpt infra deploy` makes one with a store, or name its"
+                " ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this role; it has to read"
+                " and write the store)"
             )
         return ROLE_PLACEHOLDER
 
@@ -118,6 +124,7 @@ class SageMakerBackend:
                 " to s3://bucket/prefix"
             )
         gpu, home = looks_like_gpu(job.instance), self.settings.home
+        key = job.kms_key or self.settings.kms_key or None
         assert job.data is not None
         channels = {"training": job.data}
         if job.validation is not None:
@@ -138,19 +145,19 @@ class SageMakerBackend:
             image_uri=job.image_uri or training_image(self.region, job.pytorch_version, gpu, home),
             source_uri=self.job_uri(job_id, "source", "sourcedir.tar.gz"),
             output_uri=storage.join(self.settings.data_store, "jobs"),
-            checkpoint_uri=self.job_uri(job_id, "checkpoints"),
+            checkpoint_uri=self.checkpoint_uri(job_id),
             channels=channels,
             hyperparameters=job.sendable_hyperparameters(),
             metric_definitions=job.script_module().metric_definitions(),
             tags={TAG: TAG_VALUE, **job.tags},
-            max_run=job.max_run,
-            max_wait=(job.max_wait or 2 * job.max_run) if job.spot else None,
+            max_run=job.time_limit,
+            max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
             keep_alive=job.keep_alive,
             volume_size=job.volume_size,
             environment=job.environment,
-            kms_key=job.kms_key,
+            kms_key=key,
             # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
-            volume_kms_key=None if has_local_storage(job.instance) else job.kms_key,
+            volume_kms_key=None if has_local_storage(job.instance) else key,
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
@@ -176,6 +183,30 @@ class SageMakerBackend:
         self.plan("job", job.model_copy(update=anything), role_required=not dry_run)
         return config
 
+    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+        prices = Prices(self.settings, self.region, None if dry_run else self.session)
+        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices), tell)
+        check_checkpoints(ready)
+        if not dry_run:
+            check_quotas(ready, self.settings, self.session, tell)
+        return ready
+
+    def spent(self, job: TrainingJob, prices: Prices) -> float:
+        """USD that the jobs have cost which this one goes on from.
+
+        Raises:
+            InputError: what one of them has cost is not known.
+        """
+        total, now = 0.0, time.time()
+        while job.resume is not None:
+            description, job_id = self.describe(job.resume), job.resume
+            price = prices.of(description.instance) if description else None
+            if description is None or price is None:
+                raise InputError(f"what the earlier job {job_id} has cost is not known")
+            job = self.job(job_id)
+            total += money.cost_of(description, price, now)
+        return total
+
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
         """The request that submit would send. Sends nothing; needs no credentials."""
         return self.request(job_id, job, role_required=False)
@@ -187,7 +218,7 @@ class SageMakerBackend:
         if job.resume is not None:
             earlier = self.raw(job.resume) or {}
             source = earlier.get("CheckpointConfig", {}).get("S3Uri", "")
-            if not source or not storage.copy(source, self.job_uri(job_id, "checkpoints")):
+            if not source or not storage.copy(source, self.checkpoint_uri(job_id)):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
@@ -305,11 +336,32 @@ class SageMakerBackend:
                     break
 
 
+def check_checkpoints(job: TrainingJob) -> None:
+    """Raises InputError for a spot job that would begin anew after each interruption.
+
+    An interruption reaches no process of the job, so what it goes on from is a checkpoint of the
+    timer (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
+    """
+    if not job.spot:
+        return
+    config = job.config(1)
+    timer = getattr(config, "checkpoint_seconds", math.inf)
+    evaluations = getattr(config, "eval_interval", math.inf)
+    if timer >= job.time_limit and evaluations >= config.max_steps:
+        raise InputError(
+            "--spot: an interrupted job would begin anew, for it writes no checkpoint before its"
+            f" end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
+            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
+            " checkpoint_seconds (60 is the default)"
+        )
+
+
 def is_ours(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
-    return bool(output) and checkpoints == f"{output}/{raw['TrainingJobName']}/checkpoints"
+    store = output.removesuffix("/jobs")
+    return store != output and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
@@ -332,7 +384,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
-    resources = raw["ResourceConfig"]
+    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
         job_id=raw["TrainingJobName"],
@@ -340,6 +392,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         secondary_status=secondary,
         instance=resources["InstanceType"],
         instance_count=resources["InstanceCount"],
+        volume_size=resources["VolumeSizeInGB"],
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
@@ -354,6 +407,12 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         checkpoint_step=checkpoint_step,
         billable_seconds=raw.get("BillableTimeInSeconds"),
         training_seconds=raw.get("TrainingTimeInSeconds"),
+        keep_alive=resources.get("KeepAlivePeriodInSeconds"),
+        warm_pool_seconds=(
+            pool.get("ResourceRetainedBillableTimeInSeconds")
+            if pool.get("Status") != "Available"
+            else None
+        ),
         spot=raw.get("EnableManagedSpotTraining", False),
     )
 

@@ -15,6 +15,7 @@ from moto.sts.models import sts_backends
 from policies import allowed
 
 ACCOUNT = "123456789012"
+SAGEMAKER = "SAGEMAKER"  # with this key the service itself asks for a role's credentials
 
 
 class Refusal(Exception):
@@ -62,6 +63,8 @@ def principal_of(key: str, service: str) -> Principal:
             "InvalidClientTokenId" if service in ("sts", "iam") else "UnrecognizedClientException",
             "The security token included in the request is invalid.",
         )
+    if key == SAGEMAKER:
+        return Principal("sagemaker.amazonaws.com", None)
     iam, sts = iam_backends[ACCOUNT]["aws"], sts_backends[ACCOUNT]["aws"]
     if assumed := sts.get_assumed_role_from_access_key(key):
         role = iam.get_role(assumed.role_arn.rpartition("/")[2])
@@ -75,11 +78,16 @@ def policies_of(owner: Any) -> list[dict[str, Any]]:
     """The documents of a user or a role of moto."""
     # Attached to a user, an inline policy is text; to a role, text too.
     inline = owner.policies.values()
-    attached = (policy.document for policy in owner.managed_policies.values())
+    attached = (document_of(policy) for policy in owner.managed_policies.values())
     return [
         json.loads(document) if isinstance(document, str) else document
         for document in (*inline, *attached)
     ]
+
+
+def document_of(policy: Any) -> Any:
+    """A managed policy of moto as it now is."""
+    return next(version.document for version in policy.versions if version.is_default)
 
 
 def role_of(arn: str) -> Any:
@@ -143,13 +151,13 @@ def s3_accesses(environ: Mapping[str, Any]) -> Iterator[Access]:
         yield Access("s3:ListAllMyBuckets", "*")
     elif not key:
         arn = f"arn:aws:s3:::{bucket}"
-        prefix = {"s3:prefix": query.get("prefix", [""])[0]}
+        prefix = {"s3:prefix": query["prefix"][0]} if "prefix" in query else {}
         if method == "GET" and "location" in query:
             yield Access("s3:GetBucketLocation", arn)
         elif method == "GET" and "uploads" in query:
             yield Access("s3:ListBucketMultipartUploads", arn, prefix)
         elif method in ("GET", "HEAD"):
-            yield Access("s3:ListBucket", arn, prefix if method == "GET" else {})
+            yield Access("s3:ListBucket", arn, prefix)
         elif method == "POST" and "delete" in query:
             yield Access("s3:DeleteObject", f"{arn}/*")
         else:
@@ -193,6 +201,8 @@ def api_accesses(
         name = body["StackName"]
         arn = f"arn:aws:cloudformation:{here}:stack/{name}/*"
         yield Access(action, name if name.startswith("arn:") else arn)
+    elif service == "iam" and "PolicySourceArn" in body:
+        yield Access(action, body["PolicySourceArn"])
     elif service == "iam" and "RoleName" in body:
         yield Access(action, f"arn:aws:iam::{ACCOUNT}:role/{body['RoleName']}")
     elif service != "sts" or operation != "GetCallerIdentity":  # which nobody can be denied

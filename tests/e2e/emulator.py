@@ -27,7 +27,18 @@ from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
 import boto3
-from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
+from access import (
+    ACCOUNT,
+    Access,
+    Principal,
+    Refusal,
+    accesses,
+    policies_of,
+    principal_of,
+    role_of,
+)
+from cloudformation_service import repaired
+from money_service import MoneyService
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
 from sagemaker_service import SageMaker
@@ -60,6 +71,7 @@ class Emulator:
     def reset(self, sagemaker: SageMaker) -> None:
         """Forgets the jobs and the calls; what moto holds stays."""
         self.sagemaker = sagemaker
+        self.money = MoneyService()
         self.calls: list[tuple[str, dict[str, Any]]] = []  # but those to S3: operation and body
         self.accesses: list[Access] = []  # everything, in the words of policies
         self.refuse: dict[str, tuple[str, str]] = {}  # operation: code and message
@@ -78,6 +90,11 @@ class Emulator:
             self.judge(
                 principal_of(key, service), accesses(service, region, operation, environ, body)
             )
+            if service in ("pricing", "servicequotas"):
+                value = self.money.call(operation, body)
+                return answer(start_response, 200, "application/x-amz-json-1.1", value)
+            if operation == "SimulatePrincipalPolicy":
+                return answer(start_response, 200, "text/xml", simulated(body))
             if service != "s3":
                 self.calls.append((operation, body))
             if operation in self.refuse:
@@ -113,6 +130,35 @@ class Emulator:
                 )
 
 
+def simulated(body: dict[str, Any]) -> str:
+    """SimulatePrincipalPolicy's answer, which moto does not know, for a role."""
+
+    def listed(name: str) -> list[str]:
+        return [value for key, value in body.items() if re.fullmatch(rf"{name}\.member\.\d+", key)]
+
+    role = role_of(body["PolicySourceArn"])
+    if role is None:
+        raise Refusal("NoSuchEntity", f"{body['PolicySourceArn']} does not exist", 404)
+    entry = "ContextEntries.member.{}.ContextKey{}"
+    context = {
+        body[entry.format(i, "Name")]: body[entry.format(i, "Values.member.1")]
+        for i in range(1, 1 + sum(key.endswith("ContextKeyName") for key in body))
+    }
+    results = "".join(
+        f"<member><EvalActionName>{action}</EvalActionName>"
+        f"<EvalResourceName>{resource}</EvalResourceName><EvalDecision>"
+        f"{'allowed' if allowed(policies_of(role), action, resource, context) else 'implicitDeny'}"
+        "</EvalDecision></member>"
+        for action in listed("ActionNames")
+        for resource in listed("ResourceArns")
+    )
+    return (
+        "<SimulatePrincipalPolicyResponse><SimulatePrincipalPolicyResult>"
+        f"<EvaluationResults>{results}</EvaluationResults><IsTruncated>false</IsTruncated>"
+        "</SimulatePrincipalPolicyResult></SimulatePrincipalPolicyResponse>"
+    )
+
+
 def auth(environ: dict[str, Any]) -> str:
     return str(environ.get("HTTP_AUTHORIZATION", ""))
 
@@ -136,6 +182,8 @@ def rewind(environ: dict[str, Any], body: dict[str, Any]) -> None:
 
 
 def operation_of(environ: dict[str, Any], body: dict[str, Any]) -> str:
+    if environ["REQUEST_METHOD"] == "PUT" and "partNumber=" in environ.get("QUERY_STRING", ""):
+        return "UploadPart"
     target = environ.get("HTTP_X_AMZ_TARGET", "").rpartition(".")[2]
     return str(target or body.get("Action") or environ["REQUEST_METHOD"])
 
@@ -191,9 +239,10 @@ def make_role(url: str, name: str, *actions: str, trusted: str = "sagemaker.amaz
         RoleName=name,
         AssumeRolePolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": [statement]}),
     )
-    may = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
-    policy = {"Version": "2012-10-17", "Statement": [may] if actions else []}
-    iam.put_role_policy(RoleName=name, PolicyName="may", PolicyDocument=json.dumps(policy))
+    if actions:
+        may = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [may]})
+        iam.put_role_policy(RoleName=name, PolicyName="may", PolicyDocument=policy)
     return str(role["Role"]["Arn"])
 
 
@@ -214,6 +263,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=20, help="SageMaker's seconds in one of ours (default: 20)"
     )
+    parser.add_argument("--empty", action="store_true", help="an account without bucket and role")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
         containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
@@ -225,18 +275,19 @@ def main() -> None:
 
         signal.signal(signal.SIGUSR1, interrupt)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with serving(sagemaker) as emulator, contextlib.closing(containers):
+        with repaired(), serving(sagemaker) as emulator, contextlib.closing(containers):
             containers.attach(emulator)
-            client("s3", emulator.url).create_bucket(Bucket="emulated")
-            role = make_role(emulator.url, "training", *ROLE_ACTIONS)
-            for name, value in {
+            variables = {
                 "AWS_ENDPOINT_URL": emulator.url,
                 "AWS_ACCESS_KEY_ID": "testing",
                 "AWS_SECRET_ACCESS_KEY": "testing",
                 "AWS_REGION": REGION,
-                "SM_NANOGPT_STORE": "s3://emulated/nanogpt",
-                "SM_NANOGPT_ROLE": role,
-            }.items():
+            }
+            if not words.empty:
+                client("s3", emulator.url).create_bucket(Bucket="emulated")
+                variables["SM_NANOGPT_STORE"] = "s3://emulated/nanogpt"
+                variables["SM_NANOGPT_ROLE"] = make_role(emulator.url, "training", *ROLE_ACTIONS)
+            for name, value in variables.items():
                 print(f"export {name}={value}", flush=True)
             spot = f"kill -USR1 {os.getpid()} takes the machines from spot jobs"
             print(f"account {ACCOUNT}; Ctrl-C ends it and its jobs; {spot}", file=sys.stderr)

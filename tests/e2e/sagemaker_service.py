@@ -128,6 +128,15 @@ class Job:
                 if found := re.search(definition["Regex"], line):
                     self.metrics[definition["Name"]] = float(found[1])
 
+    def warm_pool(self) -> dict[str, Any]:
+        """What is left of the machines after the end; seconds are told when they are gone."""
+        keep = self.request["ResourceConfig"].get("KeepAlivePeriodInSeconds", 0)
+        if not keep or self.training_seconds is None or self.ended is None:
+            return {}
+        if (time.time() - self.ended) * self.rate < keep:
+            return {"Status": "Available"}
+        return {"Status": "Terminated", "ResourceRetainedBillableTimeInSeconds": keep}
+
     def described(self) -> dict[str, Any]:
         """DescribeTrainingJob's answer."""
         spot = self.request.get("EnableManagedSpotTraining", False)
@@ -158,6 +167,8 @@ class Job:
                 said["TrainingTimeInSeconds"] = self.training_seconds
                 share = SPOT_SHARE if spot else 1
                 said["BillableTimeInSeconds"] = round(self.training_seconds * share)
+            if pool := self.warm_pool():
+                said["WarmPoolStatus"] = pool
         return said
 
 

@@ -145,7 +145,7 @@ def test_a_job_that_outruns_its_time(
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
     launched = cli("launch", *LAUNCH[1:3], "--data", str(text_file), *words, *sets(**values))
     job_id = launched.out.strip()
-    prefix = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-"
+    prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
     aws.sagemaker.run.rate = 1e5  # type: ignore[attr-defined]
     ran = cli("wait", job_id)

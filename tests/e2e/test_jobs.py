@@ -110,7 +110,7 @@ def launch_long(
 
 
 def wait_for_checkpoint(s3: Any, job_id: str) -> None:
-    prefix = f"some/prefix/jobs/{job_id}/checkpoints/checkpoint-"
+    prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
-from access import Access, Refusal, principal_of
+from access import SAGEMAKER, Access, Refusal, principal_of
 from botocore.exceptions import ClientError
 from container import Cluster, Host
 from sagemaker_service import LOG_GROUP, REGION, Job, split
@@ -113,8 +113,8 @@ class Attempt:
             "sts",
             region_name=REGION,
             endpoint_url=containers.emulator.url,
-            aws_access_key_id="sagemaker",
-            aws_secret_access_key="sagemaker",
+            aws_access_key_id=SAGEMAKER,
+            aws_secret_access_key=SAGEMAKER,
         )
         keys = self.credentials()
         as_role = boto3.Session(

@@ -1,0 +1,505 @@
+"""Whether this machine, and the AWS account behind it, are ready for a job.
+
+Each check is a function that returns what it found to be well, raises `Doubt` for what may be
+wrong or cannot be looked at, and InputError or ServiceError for what is wrong; their text says what
+to do. A check names the ones that it needs, and is left out when one of those failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launcher import corpus
+from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
+from launcher.backends.sagemaker import LOG_GROUP
+from launcher.errors import InputError, ServiceError
+from launcher.infra import Stack, find_stack
+from launcher.instances import INSTANCES, looks_like_gpu, remark
+from launcher.job import TrainingJob
+from launcher.money import usd
+from launcher.prices import Prices
+from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
+from launcher.settings import Settings
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+
+MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
+TRAINING_SECONDS = 300  # for a training that takes ten
+DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
+
+
+WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
+
+
+class Doubt(Exception):
+    """Something that may be wrong, or could not be looked at."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """result is OK, WARNING or FAILURE."""
+
+    check: str
+    result: str
+    text: str
+
+
+@dataclass
+class Patient:
+    """What is examined, and what earlier checks have found out about it."""
+
+    settings: Settings
+    instance: str
+    train: bool = True
+    session: Any = None
+    region: str = ""
+    account: str = ""
+    answered: str = ""  # the Date of an answer of AWS
+    answered_at: float = 0.0  # when it arrived, by the clock here
+    stack: Stack | None = None
+    role: str = ""
+    store: str = ""
+    clients: dict[str, Any] = field(default_factory=dict)
+
+    def client(self, service: str) -> Any:
+        if service not in self.clients:
+            self.clients[service] = quick_client(self.session, service, self.region, attempts=2)
+        return self.clients[service]
+
+    def ask(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
+        """An answer of AWS.
+
+        Raises:
+            Doubt: the person may not ask this.
+            ServiceError: AWS refuses for another reason, or cannot be reached.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
+
+        try:
+            return dict(getattr(self.client(service), operation)(**request))
+        except ClientError as error:
+            if code_and_message(error)[0] in DENIED:
+                raise Doubt(f"not checked: {why(error)}") from None
+            raise ServiceError(f"{operation}: {why(error)}") from None
+        except (BotoCoreError, ResponseParserError) as error:
+            raise ServiceError(f"{operation}: {why(error)}") from None
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+def check_python(patient: Patient) -> str:
+    said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info >= (3, 14):
+        raise Doubt(f"{said}: newer than what this is tested with; take Python 3.11 to 3.13")
+    return said
+
+
+def check_packages(patient: Patient) -> str:
+    from packaging.requirements import Requirement
+
+    again = "install sm-nanogpt again, with its constraints.txt"
+    try:
+        needed = [Requirement(line) for line in metadata.requires("sm-nanogpt") or []]
+    except metadata.PackageNotFoundError:
+        raise InputError(f"sm-nanogpt itself is not installed: {again}") from None
+    found, wrong = [], []
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is not installed")
+            continue
+        found.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if wrong:
+        raise InputError(f"{', '.join(wrong)}: {again}")
+    return ", ".join(found)
+
+
+def check_training(patient: Patient) -> str:
+    """A few steps of a tiny model, through the same commands, in a home that is thrown away."""
+    if not patient.train:
+        raise Doubt("not checked: --no-train")
+    tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, batch_size=2, max_steps=3)
+    tiny |= dict(eval_interval=3, eval_windows=2, sample_length=0)
+    with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
+        text = Path(directory, "input.txt")
+        text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")
+        words = ["launch", "--instance", "local", "--data", str(text)]
+        words += [word for name, value in tiny.items() for word in ("--set", f"{name}={value}")]
+        foreign = re.compile("SM_NANOGPT_|AWS_")
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "launcher.cli", *words],
+                env={
+                    **{name: v for name, v in os.environ.items() if not foreign.match(name)},
+                    "SM_NANOGPT_HOME": str(Path(directory, "home")),
+                },
+                capture_output=True,
+                text=True,
+                timeout=TRAINING_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ServiceError(f"a tiny training has not ended in {TRAINING_SECONDS} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise ServiceError(
+            f"{last.removeprefix('error: ')}; `sm-nanogpt launch --instance local` shows all of it"
+        )
+    return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
+
+
+# -- the account -----------------------------------------------------------------------------------
+
+
+def check_the_region(patient: Patient) -> str:
+    patient.session = aws_session(patient.settings)
+    patient.region = check_region(patient.session)
+    return patient.region
+
+
+def check_credentials(patient: Patient) -> str:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        answer = patient.client("sts").get_caller_identity()
+    except ClientError as error:
+        note_date(patient, error.response)
+        raise ServiceError(why(error)) from None
+    except BotoCoreError as error:
+        raise ServiceError(why(error)) from None
+    note_date(patient, answer)
+    patient.account = answer["Account"]
+    return str(answer["Arn"])
+
+
+def note_date(patient: Patient, answer: Mapping[str, Any]) -> None:
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    patient.answered, patient.answered_at = headers.get("date", ""), time.time()
+
+
+def check_clock(patient: Patient) -> str:
+    """A wrong clock is a reason for AWS not to take the credentials, so it needs none."""
+    if not patient.answered:
+        raise Doubt("not checked: AWS has not answered")
+    skew = patient.answered_at - parsedate_to_datetime(patient.answered).timestamp()
+    said = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} AWS"
+    if abs(skew) > MAX_SKEW_SECONDS:
+        raise ServiceError(
+            f"the clock here is {said}, and AWS refuses above {MAX_SKEW_SECONDS} s: set it right"
+        )
+    if abs(skew) > MAX_SKEW_SECONDS / 5:
+        raise Doubt(f"the clock here is {said}; AWS refuses above {MAX_SKEW_SECONDS} s")
+    return said
+
+
+def check_stack(patient: Patient) -> str:
+    configured = bool(patient.settings.store and patient.settings.role)
+    try:
+        stack = patient.stack = find_stack(patient.settings, patient.session)
+    except ServiceError as error:
+        if configured:
+            raise Doubt(f"not checked: {error}") from None
+        raise
+    if stack is None:
+        if configured:
+            return "none, and none is needed: store and role are configured"
+        raise Doubt("none: `sm-nanogpt infra deploy` makes a bucket and a role")
+    if not stack.status.endswith("_COMPLETE") or "ROLLBACK" in stack.status:
+        raise Doubt(f"{stack.name} is {stack.status}: `sm-nanogpt infra show` tells why")
+    return f"{stack.name} is {stack.status}"
+
+
+# -- what a job needs ------------------------------------------------------------------------------
+
+
+def check_role(patient: Patient) -> str:
+    """It exists, and SageMaker may act as it."""
+    patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
+    if not patient.role:
+        raise InputError("no execution role: `sm-nanogpt infra deploy` makes one, --role names one")
+    name = patient.role.rsplit("/", 1)[-1]
+    role = patient.ask("iam", "get_role", RoleName=name)["Role"]
+    job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
+    origin = {
+        "aws:sourceaccount": patient.account,
+        "aws:sourcearn": f"{job}:training-job/sm-nanogpt-any",
+    }
+    if not trusts(role["AssumeRolePolicyDocument"], "sagemaker.amazonaws.com", origin):
+        raise InputError(
+            f"{patient.role}: its trust policy does not let sagemaker.amazonaws.com assume it for"
+            f" training jobs of account {patient.account} in {patient.region}"
+        )
+    return patient.role
+
+
+def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -> bool:
+    """Whether a trust policy lets a service assume the role for what `origin` tells.
+
+    Raises:
+        Doubt: it depends on a condition of another kind.
+    """
+
+    def listed(value: Any) -> list[Any]:
+        return list(value) if isinstance(value, list) else [value]
+
+    def holds(operator: str, key: str, values: Any) -> bool:
+        if key.lower() not in origin or operator not in WEIGHED:
+            raise Doubt(f"its trust policy has a condition that is not weighed here: {key}")
+        return any(fnmatchcase(origin[key.lower()], value) for value in listed(values))
+
+    def allows(statement: Mapping[str, Any]) -> bool:
+        principal = statement.get("Principal", {})
+        conditions = statement.get("Condition", {})
+        return (
+            statement["Effect"] == "Allow"
+            and any(fnmatchcase("sts:AssumeRole", each) for each in listed(statement["Action"]))
+            and isinstance(principal, dict)
+            and service in listed(principal.get("Service", []))
+            and all(
+                holds(operator, key, values)
+                for operator, keys in conditions.items()
+                for key, values in keys.items()
+            )
+        )
+
+    return any(allows(statement) for statement in listed(policy["Statement"]))
+
+
+def check_store(patient: Patient) -> str:
+    """A tiny object is put below the store and deleted."""
+    patient.store = patient.settings.store or (patient.stack.store if patient.stack else "")
+    if not patient.store:
+        raise InputError(
+            "no store: `sm-nanogpt infra deploy` makes one, or set --store or SM_NANOGPT_STORE to"
+            " s3://bucket/prefix"
+        )
+    bucket, prefix = bucket_and_prefix(patient.store)
+    key = f"{prefix}doctor-{secrets.token_hex(4)}.txt"
+    encryption = {}
+    if patient.settings.kms_key:
+        encryption = dict(ServerSideEncryption="aws:kms", SSEKMSKeyId=patient.settings.kms_key)
+    try:
+        patient.ask("s3", "put_object", Bucket=bucket, Key=key, Body=b"", **encryption)
+    except Doubt as denied:
+        raise ServiceError(f"{patient.store} cannot be written: {denied}") from None
+    try:
+        patient.ask("s3", "delete_object", Bucket=bucket, Key=key)
+    except Doubt:
+        left = f"s3://{bucket}/{key}"
+        raise Doubt(f"{patient.store} is writable; {left} may not be deleted") from None
+    return f"{patient.store} is writable"
+
+
+def bucket_and_prefix(store: str) -> tuple[str, str]:
+    """('bucket', 'some/prefix/') of a store. Raises InputError where SageMaker cannot read it."""
+    if not store.startswith("s3://"):
+        raise InputError(f"SageMaker cannot read {store}: set --store to s3://bucket/prefix")
+    bucket, _, prefix = store.removeprefix("s3://").partition("/")
+    return bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+
+
+def check_permissions(patient: Patient) -> str:
+    """What the role may do, by IAM's simulation, which leaves the bucket's own policy out."""
+    bucket, prefix = bucket_and_prefix(patient.store)
+    partition = patient.role.split(":")[1]
+    logs = f"arn:{partition}:logs:{patient.region}:{patient.account}:log-group:{LOG_GROUP}"
+    needed = {
+        f"arn:{partition}:s3:::{bucket}/{prefix}jobs/any": ["s3:GetObject", "s3:PutObject"],
+        f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
+        f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
+        "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
+        image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
+    }
+    if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
+        needed[key] = ["kms:Decrypt", "kms:GenerateDataKey"]
+    entries = {
+        "aws:ResourceAccount": patient.account,
+        "aws:SecureTransport": "true",
+        "cloudwatch:namespace": "/aws/sagemaker/TrainingJobs",
+        "s3:prefix": f"{prefix}jobs/any/",
+    }
+    context = [
+        {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+        for key, value in entries.items()
+    ]
+    denied: list[str] = []
+    undecided: list[str] = []
+    for resource, actions in needed.items():
+        asked = dict(PolicySourceArn=patient.role, ActionNames=actions, ResourceArns=[resource])
+        try:
+            results = patient.ask(
+                "iam", "simulate_principal_policy", ContextEntries=context, **asked
+            )["EvaluationResults"]
+        except ServiceError as error:
+            raise Doubt(f"not checked: {error}") from None
+        for result in results:
+            if result["EvalDecision"] != "allowed":
+                found = undecided if result.get("MissingContextValues") else denied
+                found.append(f"{result['EvalActionName']} on {resource}")
+    if denied:
+        raise InputError(f"the role may not {', nor '.join(denied)}: change its policies")
+    if undecided:
+        raise Doubt(f"not decided, for it depends on conditions: {', '.join(undecided)}")
+    return "the role may read and write the store, log, and pull the image"
+
+
+def image_arn(patient: Patient, partition: str) -> str:
+    """The repository of AWS's PyTorch training image."""
+    registry, _, name = check_image(patient).partition("/")
+    account, region = registry.split(".")[0], registry.split(".")[3]
+    return f"arn:{partition}:ecr:{region}:{account}:repository/{name.partition(':')[0]}"
+
+
+def check_data(patient: Patient) -> str:
+    settings = patient.settings.model_copy(update={"store": patient.store})
+    try:
+        return corpus.last_upload(settings).uri
+    except InputError as error:
+        raise Doubt(str(error)) from None
+
+
+def check_instance_type(patient: Patient) -> str:
+    said = remark(patient.instance)
+    if patient.instance not in INSTANCES:
+        raise Doubt(said.removeprefix("warning: "))
+    return said
+
+
+def check_image(patient: Patient) -> str:
+    from launcher.backends.estimator import training_image
+
+    version = TrainingJob.model_fields["pytorch_version"].default
+    gpu = looks_like_gpu(patient.instance)
+    return training_image(patient.region, version, gpu, patient.settings.home)
+
+
+def check_price(patient: Patient) -> str:
+    prices = Prices(patient.settings, patient.region, patient.session)
+    price = prices.of(patient.instance)
+    said = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
+    if prices.trouble:
+        raise Doubt(f"{prices.trouble}{f'; {said}' if said else ''}")
+    if price is None:
+        raise Doubt(f"what {patient.instance} costs in {patient.region} is not known")
+    return said
+
+
+def check_quota(patient: Patient) -> str:
+    return compare_quota(patient, TRAINING)
+
+
+def check_spot_quota(patient: Patient) -> str:
+    try:
+        return compare_quota(patient, SPOT)
+    except InputError as error:
+        raise Doubt(f"{error} (for --spot alone)") from None
+
+
+def compare_quota(patient: Patient, use: str) -> str:
+    """The quota against what runs now."""
+    name = f"{patient.instance} for {use}"
+    try:
+        allowed = read_quota(name, patient.settings, patient.session)
+    except ServiceError as error:
+        raise Doubt(f"{name!r} is not checked: {error}") from None
+    if allowed < 1:
+        raise InputError(f"{name!r} is {allowed:g}: ask for more in {CONSOLE}")
+    used = running_instances(patient, spot=use == SPOT)
+    if used >= allowed:
+        raise Doubt(f"{name!r} is {allowed:g}, and all are in use: wait, or stop a job")
+    return f"{name!r} is {allowed:g}; {used} in use"
+
+
+def running_instances(patient: Patient, spot: bool) -> int:
+    """How many instances of the type the account's training jobs use, on spot capacity or not."""
+    filters = [{"Name": "TrainingJobStatus", "Operator": "Equals", "Value": "InProgress"}]
+    used = 0
+    token: dict[str, str] = {}
+    while True:
+        page = patient.ask(
+            "sagemaker",
+            "search",
+            Resource="TrainingJob",
+            SearchExpression={"Filters": filters},
+            **token,
+        )
+        for job in (result["TrainingJob"] for result in page["Results"]):
+            resources = job["ResourceConfig"]
+            same = resources.get("InstanceType") == patient.instance
+            if same and job.get("EnableManagedSpotTraining", False) == spot:
+                used += resources["InstanceCount"]
+        if not page.get("NextToken"):
+            return used
+        token = {"NextToken": page["NextToken"]}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    look: Callable[[Patient], str]
+    needs: tuple[str, ...] = ()
+
+
+HERE = (
+    Check("python", check_python),
+    Check("packages", check_packages),
+    Check("local training", check_training, needs=("packages",)),
+)
+AWS = (
+    Check("region", check_the_region),
+    Check("credentials", check_credentials, needs=("region",)),
+    Check("clock", check_clock, needs=("region",)),
+    Check("stack", check_stack, needs=("credentials",)),
+    Check("role", check_role, needs=("credentials", "stack")),
+    Check("store", check_store, needs=("credentials", "stack")),
+    Check("permissions", check_permissions, needs=("role", "store")),
+    Check("data", check_data, needs=("store",)),
+    Check("instance", check_instance_type),
+    Check("image", check_image, needs=("region",)),
+    Check("price", check_price, needs=("credentials",)),
+    Check("quota", check_quota, needs=("credentials",)),
+    Check("spot quota", check_spot_quota, needs=("credentials",)),
+)
+
+
+def examine(settings: Settings, instance: str, train: bool = True) -> Iterator[Finding]:
+    """Makes the checks for jobs on an instance type, or on this machine for `local`, one by one."""
+    patient = Patient(settings, instance, train)
+    missing: set[str] = set()  # checks that failed, or were left out
+    for check in HERE if instance == "local" else HERE + AWS:
+        lacking = [name for name in check.needs if name in missing]
+        if lacking:
+            missing.add(check.name)
+            yield Finding(check.name, WARNING, f"not checked: it needs {' and '.join(lacking)}")
+            continue
+        try:
+            yield Finding(check.name, OK, check.look(patient))
+        except Doubt as doubt:
+            yield Finding(check.name, WARNING, str(doubt))
+        except (InputError, ServiceError) as error:
+            missing.add(check.name)
+            yield Finding(check.name, FAILURE, str(error))
+        except Exception as error:  # a check that breaks keeps none of the others from being made
+            missing.add(check.name)
+            yield Finding(check.name, FAILURE, f"{type(error).__name__}: {error}")

@@ -1,0 +1,490 @@
+"""The stack of infra/template.yaml: deployed and destroyed here, and found by the other commands.
+
+Its outputs say where the store is and which role SageMaker acts as, so that nobody types them. What
+was last seen of a stack lies in HOME/stacks.json, for a dry run, which calls nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import storage
+from launcher.aws import (
+    Missing,
+    aws_session,
+    check_region,
+    quick_client,
+    retrying,
+    service_errors,
+)
+from launcher.errors import InputError, ServiceError
+from launcher.settings import Settings, Tell
+
+TEMPLATE = Path(__file__).parent.parent / "infra" / "template.yaml"  # a wheel holds it there too
+POLL_SECONDS = 2.0
+DESCRIPTION = (
+    "Where sm-nanogpt keeps texts and models"  # begins the template's, so marks our stacks
+)
+REVIEW = "REVIEW_IN_PROGRESS"  # a name that change sets wait under; no stack has been made yet
+LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
+KEPT = ("Bucket", "BucketPolicy", "Key")  # what the template retains
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What the other commands take from a deployed stack. policy is the launcher policy's ARN."""
+
+    name: str
+    status: str
+    store: str
+    role: str
+    kms_key: str | None
+    policy: str
+
+
+# -- found by the other commands -------------------------------------------------------------------
+
+
+def with_stack(
+    settings: Settings,
+    names: tuple[str, ...] = ("store", "role", "kms_key"),
+    offline: bool = False,
+    tell: Tell = lambda line: None,
+) -> Settings:
+    """The settings, with what they leave open taken from the stack, if there is one.
+
+    Nobody is asked where store and role are set; offline, the stack is as it was last seen. Who has
+    a role, and never used the stack from here, goes on without one that cannot be had.
+
+    Raises:
+        ServiceError: AWS cannot be asked, or the stack is not whole.
+    """
+    if settings.store and (settings.role or "role" not in names):
+        return settings
+    session = aws_session(settings)
+    region = session.region_name
+    known = remembered(settings, region)
+    try:
+        stack = known if offline else find_stack(settings, session)
+    except ServiceError as error:
+        if known or not settings.role or "role" not in names:
+            raise
+        tell(f"no stack is used: {error}")
+        return settings
+    if stack is None:
+        return settings
+    if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
+        tell(f"the role of stack {stack.name} is not taken: it reaches {stack.store} alone")
+        return settings
+    found = {
+        name: getattr(stack, name)
+        for name in names
+        if getattr(stack, name) and not getattr(settings, name)
+    }
+    source = f"stack {stack.name}{', as last seen' if offline else ''}"
+    for name, value in found.items():
+        tell(f"{name.replace('_', ' ')}: {value} ({source})")
+    return settings.model_copy(update=found)
+
+
+def find_stack(settings: Settings, session: Any) -> Stack | None:
+    """The stack that the settings name, in one call; None where there is none.
+
+    Raises:
+        InputError: no region is known.
+        ServiceError: AWS cannot be asked, or the stack is not whole.
+    """
+    region = check_region(session)
+    with service_errors("DescribeStacks"):
+        client = quick_client(session, "cloudformation", region, attempts=3)
+    return take_note(settings, region, describe(client, settings.stack))
+
+
+def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
+    """The stack that DescribeStacks tells of, remembered. Raises ServiceError as read_stack."""
+    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw)
+    remember(settings, region, stack)
+    return stack
+
+
+def describe(client: Any, name: str) -> dict[str, Any] | None:
+    """What DescribeStacks says of a stack, by name or id; None where there is none."""
+    try:
+        with service_errors("DescribeStacks"):
+            return dict(client.describe_stacks(StackName=name)["Stacks"][0])
+    except Missing:
+        return None
+
+
+def read_stack(raw: dict[str, Any]) -> Stack:
+    """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
+    name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
+    if not is_ours(raw):
+        raise ServiceError(not_ours(raw))
+    if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+    return Stack(
+        name=name,
+        status=status,
+        store=outputs["Store"],
+        role=outputs["RoleArn"],
+        kms_key=outputs.get("KmsKeyArn"),
+        policy=outputs["LauncherPolicyArn"],
+    )
+
+
+def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
+    return {output["OutputKey"]: output["OutputValue"] for output in raw.get("Outputs", [])}
+
+
+def is_ours(raw: dict[str, Any]) -> bool:
+    """By the description, which a stack has from its first moment, and outputs only in the end."""
+    return str(raw.get("Description", "")).startswith(DESCRIPTION)
+
+
+def not_ours(raw: dict[str, Any]) -> str:
+    return (
+        f"stack {raw['StackName']} ({raw['StackStatus']}) is not sm-nanogpt's; name another with"
+        " --stack"
+    )
+
+
+def remedy(raw: dict[str, Any]) -> str:
+    """What to do about a stack of ours that cannot be used, or changed, as it stands."""
+    name, status = raw["StackName"], raw["StackStatus"]
+    if status.endswith("_IN_PROGRESS"):
+        return "try again when that is over"
+    if status == "UPDATE_ROLLBACK_FAILED":
+        return f"`aws cloudformation continue-update-rollback --stack-name {name}` has to end first"
+    return "`sm-nanogpt infra deploy` deletes what is left of it and makes it anew"
+
+
+def remember(settings: Settings, region: str, stack: Stack | None) -> None:
+    """Notes what a stack is, or that there is none, unless that is known."""
+    if remembered(settings, region) == stack:
+        return
+    here = storage.read_cache(settings.last_stacks).get(region, {})
+    others = {name: value for name, value in here.items() if name != settings.stack}
+    if stack is not None:
+        others[settings.stack] = asdict(stack)
+    storage.write_cache(settings.last_stacks, region, others)
+
+
+def remembered(settings: Settings, region: str | None) -> Stack | None:
+    """The stack as it was last seen from this machine."""
+    try:
+        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][settings.stack])
+    except (KeyError, TypeError):
+        return None
+
+
+# -- deployed and destroyed ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one resource. action: add, modify, remove or replace, or what may happen."""
+
+    action: str
+    resource: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class ChangeSet:
+    """Changes that wait to be executed. creates: the stack is there for them alone so far."""
+
+    id: str
+    stack_id: str
+    creates: bool
+    changes: list[Change]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What the deletion of a stack does.
+
+    removed and kept hold (logical id, type, physical id). policy has to be taken from its holders,
+    (User, Group or Role, name). jobs are those that run as the stack's role.
+    """
+
+    stack_id: str
+    status: str
+    removed: list[tuple[str, str, str]]
+    kept: list[tuple[str, str, str]]
+    policy: str | None
+    holders: list[tuple[str, str]]
+    jobs: list[str]
+
+
+class Deployment:
+    """The stack that the settings name, for those who make and delete it.
+
+    `tell` is told what happens in AWS, line by line.
+    """
+
+    def __init__(self, settings: Settings, tell: Tell = lambda line: None) -> None:
+        self.settings, self.name, self.tell = settings, settings.stack, tell
+        self.session = aws_session(settings)
+        self.region = check_region(self.session)
+        self.client = self.service("cloudformation")
+
+    def service(self, name: str) -> Any:
+        with service_errors(name):
+            return self.session.client(name, region_name=self.region, config=retrying())
+
+    def plan(self, kms: bool = False) -> ChangeSet | None:
+        """What a deployment would change, made ready in AWS; None where nothing would.
+
+        kms makes the key; a key that was made stays. What `left_over` finds has to go before.
+
+        Raises:
+            InputError: the stack is somebody else's.
+            ServiceError: AWS refuses, or the stack cannot be changed now.
+        """
+        there = self.changeable()
+        if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
+        raw = None if there is None or there["StackStatus"] == REVIEW else there
+        parameters: list[dict[str, Any]] = []
+        if kms:
+            parameters = [{"ParameterKey": "Kms", "ParameterValue": "true"}]
+        elif raw is not None:
+            parameters = [{"ParameterKey": "Kms", "UsePreviousValue": True}]
+        with service_errors("CreateChangeSet"):
+            made = self.client.create_change_set(
+                StackName=self.name,
+                ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
+                ChangeSetType="CREATE" if raw is None else "UPDATE",
+                TemplateBody=TEMPLATE.read_text(),
+                Parameters=parameters,
+                Capabilities=["CAPABILITY_IAM"],
+            )
+        change_set = ChangeSet(made["Id"], made["StackId"], creates=there is None, changes=[])
+        try:
+            return self.read_changes(change_set)
+        except KeyboardInterrupt:
+            self.discard(change_set)
+            raise
+
+    def changeable(self) -> dict[str, Any] | None:
+        """The stack as DescribeStacks has it, if it may be changed; None where there is none."""
+        raw = describe(self.client, self.name)
+        if raw is None or raw["StackStatus"] == REVIEW:
+            return raw
+        if not is_ours(raw):
+            raise InputError(not_ours(raw))
+        if raw["StackStatus"].endswith("_IN_PROGRESS"):
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
+        return raw
+
+    def read_changes(self, change_set: ChangeSet) -> ChangeSet | None:
+        """Waits until a change set is ready, and reads it; one that is empty is removed."""
+        while True:
+            with service_errors("DescribeChangeSet"):
+                paginator = self.client.get_paginator("describe_change_set")
+                pages = list(paginator.paginate(ChangeSetName=change_set.id))
+            if pages[0]["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
+            time.sleep(POLL_SECONDS)
+        if pages[0]["Status"] == "CREATE_COMPLETE":
+            found = [read_change(change) for page in pages for change in page["Changes"]]
+            return replace(change_set, changes=found)
+        self.discard(change_set)
+        reason = pages[0].get("StatusReason", "")
+        if "didn't contain changes" in reason or "No updates are to be performed" in reason:
+            return None
+        raise ServiceError(
+            f"CloudFormation cannot change stack {self.name}: {reason or pages[0]['Status']}"
+        )
+
+    def discard(self, change_set: ChangeSet) -> None:
+        """Removes a change set, and the empty stack that it made."""
+        with service_errors("DeleteChangeSet"):
+            self.client.delete_change_set(ChangeSetName=change_set.id)
+        if change_set.creates:
+            with service_errors("DeleteStack"):
+                self.client.delete_stack(StackName=change_set.stack_id)
+
+    def execute(self, change_set: ChangeSet) -> Stack:
+        """Makes the changes, and waits for their end.
+
+        Raises:
+            ServiceError: a resource could not be made; CloudFormation takes the changes back.
+        """
+        seen = {event["EventId"] for event in self.events(change_set.stack_id)}
+        with service_errors("ExecuteChangeSet"):
+            # What is kept when a stack is deleted is not kept when its creation fails: it holds
+            # nothing yet, and a key costs money.
+            self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
+        status = self.follow(change_set.stack_id, seen)
+        if status not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
+            raise ServiceError(
+                f"stack {self.name} is {status}: {self.failure(change_set.stack_id)}; put that"
+                " right and deploy again"
+            )
+        return self.show()
+
+    def show(self) -> Stack:
+        """The stack as it stands; tells what went wrong if something did.
+
+        Raises:
+            ServiceError: there is none, or it is not whole.
+        """
+        raw = describe(self.client, self.name)
+        if raw is not None and raw["StackStatus"] != REVIEW and is_ours(raw):
+            status = raw["StackStatus"]
+            if not status.endswith("_COMPLETE") or "ROLLBACK" in status:
+                try:
+                    reason = self.failure(raw["StackId"])
+                except ServiceError as error:
+                    reason = f"why is not known here ({error})"
+                self.tell(f"stack {self.name} is {status}: {reason}")
+        stack = take_note(self.settings, self.region, raw)
+        if stack is None:
+            raise ServiceError(
+                f"there is no stack {self.name} in {self.region}: `sm-nanogpt infra deploy`"
+                " makes it"
+            )
+        return stack
+
+    def left_over(self) -> Removal | None:
+        """What a creation or a deletion that failed left, which is in the way of a new stack.
+
+        Raises:
+            InputError, ServiceError: as plan.
+        """
+        raw = self.changeable()
+        return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
+
+    def removal(self) -> Removal | None:
+        """What destroy would do; None where there is no stack.
+
+        Raises:
+            InputError, ServiceError: as plan.
+        """
+        raw = self.changeable()
+        return self.read_removal(raw) if raw and raw["StackStatus"] != REVIEW else None
+
+    def read_removal(self, raw: dict[str, Any]) -> Removal:
+        with service_errors("ListStackResources"):
+            pages = self.client.get_paginator("list_stack_resources").paginate(StackName=self.name)
+            held = [
+                (each["LogicalResourceId"], each["ResourceType"], each["PhysicalResourceId"])
+                for page in pages
+                for each in page["StackResourceSummaries"]
+                if each.get("PhysicalResourceId") and each["ResourceStatus"] != "DELETE_COMPLETE"
+            ]
+        policy = next((place for name, _, place in held if name == "LauncherPolicy"), None)
+        role = outputs_of(raw).get("RoleArn")
+        return Removal(
+            stack_id=raw["StackId"],
+            status=raw["StackStatus"],
+            removed=[each for each in held if each[0] not in KEPT],
+            kept=[each for each in held if each[0] in KEPT],
+            policy=policy,
+            holders=self.holders(policy) if policy else [],
+            jobs=self.running_jobs(role) if role else [],
+        )
+
+    def holders(self, policy: str) -> list[tuple[str, str]]:
+        """(User, Group or Role, name) of all who have a policy."""
+        with service_errors("ListEntitiesForPolicy"):
+            paginator = self.service("iam").get_paginator("list_entities_for_policy")
+            return [
+                (kind, entity[f"{kind}Name"])
+                for page in paginator.paginate(PolicyArn=policy)
+                for kind in ("User", "Group", "Role")
+                for entity in page[f"Policy{kind}s"]
+            ]
+
+    def running_jobs(self, role: str) -> list[str]:
+        """The jobs in progress that act as a role."""
+        from launcher.backends.sagemaker import SageMakerBackend
+
+        backend = SageMakerBackend(self.settings)
+        running = [job.job_id for job in backend.list() if job.is_running]
+        return [job_id for job_id in running if (backend.raw(job_id) or {}).get("RoleArn") == role]
+
+    def destroy(self, removal: Removal) -> None:
+        """Deletes the stack and waits for its end; what the template retains stays.
+
+        IAM deletes no policy that somebody has, so it is taken from its holders first.
+
+        Raises:
+            ServiceError: a resource could not be deleted.
+        """
+        iam = self.service("iam")
+        for kind, name in removal.holders:
+            with service_errors(f"Detach{kind}Policy"):
+                take = getattr(iam, f"detach_{kind.lower()}_policy")
+                take(PolicyArn=removal.policy, **{f"{kind}Name": name})
+            self.tell(f"the launcher policy is taken from {kind.lower()} {name}")
+        seen = {event["EventId"] for event in self.events(removal.stack_id)}
+        with service_errors("DeleteStack"):
+            self.client.delete_stack(StackName=removal.stack_id)
+        status = self.follow(removal.stack_id, seen)
+        if status != "DELETE_COMPLETE":
+            raise ServiceError(
+                f"stack {self.name} is {status}: {self.failure(removal.stack_id)}; put that right"
+                " and delete it again"
+            )
+        remember(self.settings, self.region, None)
+
+    def follow(self, stack_id: str, seen: set[str]) -> str:
+        """Tells of each event that is not in `seen` until nothing is in progress any more.
+
+        Returns the status of the stack then.
+        """
+        try:
+            while True:
+                # Asked for first, so that the events which led to it are there to be told.
+                raw = describe(self.client, stack_id)
+                fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
+                for event in reversed(fresh):  # the newest comes first
+                    seen.add(event["EventId"])
+                    what = f"{event['ResourceType']} {event['LogicalResourceId']}"
+                    self.tell(f"{event['ResourceStatus']:<20} {what}")
+                status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
+                if not status.endswith("_IN_PROGRESS"):
+                    return str(status)
+                time.sleep(POLL_SECONDS)
+        except (KeyboardInterrupt, ServiceError):
+            how = f"sm-nanogpt --stack {self.name} infra show"
+            self.tell(f"CloudFormation goes on by itself; `{how}` tells how far it is")
+            raise
+
+    def failure(self, stack_id: str) -> str:
+        """Why the stack's last operation went wrong: the first resource that failed, and why."""
+        reason = ""
+        for event in self.events(stack_id):  # the newest comes first
+            of_stack = event["PhysicalResourceId"] == stack_id
+            why = " ".join(event.get("ResourceStatusReason", "").split())
+            if of_stack and why == "User Initiated":
+                break
+            if why and "cancelled" not in why:
+                if event["ResourceStatus"].endswith("_FAILED"):
+                    reason = f"{event['LogicalResourceId']}: {why}"
+                elif of_stack:
+                    reason = why
+        return reason or "CloudFormation gives no reason"
+
+    def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
+        """What has happened to a stack, the newest first."""
+        with service_errors("DescribeStackEvents"):
+            pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
+            for page in pages:
+                yield from page["StackEvents"]
+
+
+def read_change(raw: dict[str, Any]) -> Change:
+    change = raw["ResourceChange"]
+    replacement = change.get("Replacement")
+    action = "replace" if replacement == "True" else change["Action"].lower()
+    if replacement == "Conditional":
+        action += " or replace"
+    return Change(action, change["LogicalResourceId"], change["ResourceType"])

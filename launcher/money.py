@@ -1,0 +1,187 @@
+"""What a job costs, and how long it may run so that it costs no more than it may.
+
+SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime:
+downloading image and data, running, stopping and uploading, not waiting for machines. The time
+limit of a job (MaxRuntimeInSeconds) covers the running alone: a job with a limit of 603 s was seen
+to be billed for 841 s, by a report to the SDK's authors. SageMaker gives no limit for the rest, so
+a ceiling holds as far as the allowance for it, AROUND_SECONDS, does. Spot capacity is billed at
+about the same price for fewer seconds; the start-ups that interruptions add are not in the
+allowance, and left to that difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.errors import InputError
+from launcher.instances import has_local_storage
+from launcher.job import TrainingJob
+from launcher.prices import Price, Prices
+from launcher.settings import Settings, Tell
+
+if TYPE_CHECKING:
+    from launcher.backends import JobDescription
+
+# Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,
+# generous (the default image is some 10 GB), and no promise. Very large data takes longer.
+START_SECONDS = 420
+STOP_SECONDS = 120  # between the limit's SIGTERM and SIGKILL
+UPLOAD_SECONDS = 60
+AROUND_SECONDS = START_SECONDS + STOP_SECONDS + UPLOAD_SECONDS
+
+SHORTEST_RUN = 60
+
+# USD of a GiB of disk for an hour. AWS asks 0.14 a month in us-east-1 and 0.27 where it is dearest.
+DISK_PER_HOUR = 0.27 / 730
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The most that a job may cost, in USD, with those it goes on from; and who says so."""
+
+    amount: float
+    said_by: str
+
+
+def usd(amount: float) -> str:
+    """An amount of money, rounded up to the cent."""
+    return f"{math.ceil(round(amount * 100, 6)) / 100:,.2f} USD"
+
+
+def rate(job: TrainingJob | JobDescription, price: Price) -> float:
+    """USD per hour of a job: its instances, and their disks where those are billed."""
+    disk = 0 if has_local_storage(job.instance) else job.volume_size * DISK_PER_HOUR
+    return job.instance_count * (price.per_hour + disk)
+
+
+def cost_of(job: JobDescription, price: Price, now: float) -> float:
+    """USD that a job has cost, in the end or so far; now is in seconds since the epoch."""
+    return job.billed_seconds(now) / 3600 * rate(job, price)
+
+
+def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
+    """USD of a job that is stopped by its time limit, and of the warm pool after it."""
+    return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
+
+
+def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
+    """The time limit in seconds, perhaps below 0, at which a job costs `amount` at worst."""
+    return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
+
+
+def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
+    """What limits a job's cost.
+
+    Raises:
+        InputError: the job would be allowed more than the settings allow.
+    """
+    configured = settings.max_cost
+    if job.max_cost is None:
+        said_by = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
+        return None if configured is None else Ceiling(configured, said_by)
+    if configured is not None and job.max_cost > configured:
+        raise InputError(
+            f"--max-cost {job.max_cost:g}: the configured ceiling (SM_NANOGPT_MAX_COST or max_cost"
+            f" in config.toml) is {usd(configured)}"
+        )
+    return Ceiling(job.max_cost, f"--max-cost {job.max_cost:g}")
+
+
+def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
+    """The job with a time limit at which it stays below the ceiling.
+
+    spent is what the earlier jobs of its chain have cost, in USD.
+
+    Raises:
+        InputError: no time limit does, or the one that was asked for does not.
+    """
+    keep_alive = job.keep_alive or 0
+    parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
+    longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
+    least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
+    if longest < SHORTEST_RUN:
+        raise InputError(
+            f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: a run of"
+            f" {SHORTEST_RUN} s costs up to {usd(least)} with {', '.join(parts)}"
+        )
+    if longest >= job.time_limit:
+        return job
+    if "max_run" in job.model_fields_set and job.max_cost is None:
+        worst = spent + worst_case(per_hour, job.max_run, keep_alive)
+        raise InputError(
+            f"--max-run {job.max_run} may cost {usd(worst)} with {', '.join(parts)}, and"
+            f" {usd(ceiling.amount)} is {ceiling.said_by}; --max-run {longest} stays below it"
+        )
+    return job.model_copy(update={"affordable_run": longest})
+
+
+def afford(
+    job: TrainingJob,
+    settings: Settings,
+    prices: Prices,
+    spent: Callable[[], float],
+    tell: Tell,
+) -> TrainingJob:
+    """The job with a time limit that keeps it below its ceiling; tells what it may cost.
+
+    Raises:
+        InputError: the ceiling cannot be held: it is too low, or no price is known.
+    """
+    ceiling = ceiling_of(job, settings)
+    price = prices.of(job.instance)
+    if prices.trouble:
+        tell(prices.trouble)
+    if price is None:
+        unknown = f"what {job.instance} costs in {prices.region} is not known here"
+        if ceiling is not None:
+            raise InputError(
+                f"{unknown}, so {usd(ceiling.amount)} ({ceiling.said_by}) cannot be held"
+            )
+        tell(f"price: {unknown}")
+        return job
+    per_hour = rate(job, price)
+    earlier = 0.0 if ceiling is None else spent()
+    ready = job if ceiling is None else limited(job, per_hour, ceiling, earlier)
+    tell(f"price: {price_words(job, price)}")
+    tell(f"cost: {cost_words(ready, per_hour, earlier)}")
+    if ceiling is not None and (reason := limit_words(ready, ceiling)):
+        tell(f"time limit: {ready.time_limit} s, as {reason}")
+    return ready
+
+
+def price_words(job: TrainingJob, price: Price) -> str:
+    each = f"{job.instance_count} x {usd(price.per_hour)}" if job.instance_count > 1 else ""
+    total = usd(job.instance_count * price.per_hour)
+    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" if job.spot else ""
+    return f"{total} an hour{f' ({each})' if each else ''}, by {price.source}{spot}"
+
+
+def cost_words(job: TrainingJob, per_hour: float, earlier: float) -> str:
+    worst = earlier + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
+    parts = ", ".join(counted(job, earlier))
+    return f"at most {usd(worst)}, if it runs for {job.time_limit} s (counted: {parts})"
+
+
+def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
+    """What set the time limit of a job below a ceiling; empty where that is the default."""
+    allows = f"{ceiling.said_by} allows {usd(ceiling.amount)}"
+    if job.time_limit == job.affordable_run:
+        return allows
+    if job.time_limit == job.max_run:
+        return f"--max-run says; {allows}" if "max_run" in job.model_fields_set else ""
+    return f"--max-wait says; {allows}"
+
+
+def counted(job: TrainingJob, earlier: float) -> list[str]:
+    """What is counted beside the running, in words."""
+    parts = [f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"]
+    if not has_local_storage(job.instance):
+        parts.append("disks")
+    if job.keep_alive:
+        parts.append(f"{job.keep_alive} s of warm pool")
+    if earlier:
+        parts.append(f"{usd(earlier)} of the earlier jobs")
+    return parts

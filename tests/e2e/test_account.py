@@ -1,0 +1,326 @@
+"""From an empty account to a model and back: the stack, and what its policies allow.
+
+The emulator judges each request of a user and of a role by their policies, and records it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudformation_service
+import launching
+import pytest
+from access import ACCOUNT, Access, document_of, policies_of, role_of, trusts
+from cfnlint import decode
+from emulator import Emulator, client
+from launching import ENDLESS, Ran, sets, until
+from moto.iam.models import iam_backends
+from policies import allowed, statements
+
+from launcher import infra
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "infra/README.md"
+TINY = {**launching.TINY, "batch_size": 8}
+
+
+@pytest.fixture
+def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """An account without a stack, whose administrator has set neither store nor role."""
+    for name in ("STORE", "ROLE"):
+        monkeypatch.delenv(f"SM_NANOGPT_{name}")
+    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
+    with cloudformation_service.repaired():
+        yield aws
+
+
+# -- the whole way ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A directory with the installed wheel, which shadows the checkout."""
+    place = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", place, wheel], check=True)
+    return place
+
+
+def test_from_an_empty_account_to_a_sample_no_name_is_typed(
+    account: Emulator, installed: Path, user: dict[str, str], home: Path, text_file: Path
+) -> None:
+    def command(*words: str) -> Ran:
+        ran = launching.command(*words, home=home, env={**user, "PYTHONPATH": str(installed)})
+        assert ran.code == 0, ran.err
+        return ran
+
+    code = "import launcher; print(launcher.__file__)"
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=home.parent)
+    assert found.decode().startswith(str(installed))
+
+    deployed = command("infra", "deploy", "--yes")
+    (bucket,) = re.findall(r"s3://([^/]+)/nanogpt", deployed.out)
+    doctor = command("doctor", "--no-train")
+    assert not re.search("^failure", doctor.out, re.MULTILINE)
+    assert re.search("^ok +permissions:", doctor.out, re.MULTILINE)
+    uploaded = command("upload-data", str(text_file))
+    assert uploaded.out.startswith(f"s3://{bucket}/nanogpt/data/")
+    launch = ("launch", "--instance", "ml.g5.12xlarge", "--max-cost", "5")
+    launched = command(*launch, *sets(**TINY))
+    assert re.search(r"^cost: at most \d\.\d\d USD", launched.err, re.MULTILINE)
+    job_id = launched.out.strip()
+    command("wait", job_id)
+    assert re.search(r"^cost: +0\.\d\d USD", command("status", job_id).out, re.MULTILINE)
+    assert len(command("fetch-and-sample", job_id, "--max-new-tokens", "50").out) >= 50
+    command("infra", "destroy", "--yes")
+    assert client("s3", account.url).list_objects_v2(Bucket=bucket)["KeyCount"] > 0
+
+
+# -- least privilege -------------------------------------------------------------------------------
+
+Record = tuple[str, Access]  # a command, and what it was allowed
+
+
+def as_launcher(account: Emulator, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, who types has the launcher policy and no other."""
+    iam = client("iam", account.url)
+    iam.create_user(UserName="launcher")
+    iam.attach_user_policy(UserName="launcher", PolicyArn=policy)
+    keys = iam.create_access_key(UserName="launcher")["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", keys["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys["SecretAccessKey"])
+
+
+def test_the_policies_allow_what_the_commands_need_and_nothing_else(
+    account: Emulator,
+    cli: Callable[..., Ran],
+    home: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records: list[Record] = []
+
+    def command(*words: str, code: int = 0) -> str:
+        before = len(account.accesses)
+        for known in ("prices.json", "quota-codes.json", "stacks.json"):  # each as on its first day
+            (home / known).unlink(missing_ok=True)
+        ran = cli(*words)
+        assert ran.code == code, ran.err
+        said = " ".join(words[: 2 if words[0] == "infra" else 1])
+        said += " --resume" * ("--resume" in words)
+        records.extend((said, a) for a in account.accesses[before:] if not of_a_job(a))
+        return ran.out.strip()
+
+    command("infra", "deploy", "--kms", "--yes")
+    stack = json.loads(cli("infra", "show", "--json").out)
+    as_launcher(account, stack["policy"], monkeypatch)
+    bucket, key = stack["store"].split("/")[2], stack["kms_key"]
+
+    account.refuse["UploadPart"] = ("InvalidRequest", "broken off")
+    large = tmp_path / "large.txt"
+    large.write_text(text_file.read_text() * (1 + (20 << 20) // text_file.stat().st_size))
+    command("upload-data", str(large), code=1)
+    account.refuse.clear()
+    command("upload-data", str(text_file))
+    command("doctor", "--no-train", "--instance", "ml.g5.12xlarge")
+    # An instance without a disk of its own, so that the key encrypts a volume.
+    words = ("launch", "--instance", "ml.p3.8xlarge", "--max-run", "7200", "--detach")
+    values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
+    stopped = command(*words, *sets(**values))
+    prefix = f"nanogpt/checkpoints/{stopped}/checkpoint-"
+    s3 = client("s3", account.url)
+    until(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"])
+    command("status", stopped)
+    command("logs", stopped)
+    command("stop", stopped)
+    step = json.loads(cli("status", stopped, "--json").out)["checkpoint_step"]
+    longer = command(*words, "--resume", stopped, "--set", f"max_steps={step + 20}")
+    command("logs", longer, "--follow")
+    command("wait", longer)
+    command("jobs")
+    command("fetch-and-sample", longer, "--max-new-tokens", "20")
+    command("infra", "show")
+
+    (role,) = policies_of(role_of(stack["role"]))
+    launcher = document_of(iam_backends[ACCOUNT]["aws"].get_policy(stack["policy"]))
+    documents = {"LauncherPolicy": json.loads(launcher), "Role": role}
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "testing")
+    command("infra", "destroy", "--yes")
+    records.extend(
+        ("a job", access) for access in account.accesses if ":assumed-role/" in access.principal
+    )
+
+    rows = [judged(record, documents) for record in records]
+    check_current(calls_table(rows, {bucket: "BUCKET", key: "KEY", stack["role"]: "ROLE"}))
+    used = {policy: [a for _, a, name, _ in rows if name == policy] for policy in documents}
+    for policy, document in documents.items():
+        unneeded = [
+            action
+            for action, without in each_without_one(document)
+            if all(allowed([without], a.action, a.resource, a.context) for a in used[policy])
+        ]
+        assert unneeded == [], f"{policy} allows what no recorded call needs"
+    for policy, document in documents.items():
+        for access in used[policy]:
+            for other in elsewhere(access):
+                assert not allowed([document], other.action, other.resource, other.context), other
+
+
+def of_a_job(access: Access) -> bool:
+    """Whether a role asked for it, and so a job; SageMaker itself takes the role beforehand."""
+    return ":assumed-role/" in access.principal or access.principal == "sagemaker.amazonaws.com"
+
+
+Row = tuple[str, Access, str, str]  # who, access, policy, statement
+
+
+def judged(record: Record, documents: dict[str, dict[str, Any]]) -> Row:
+    """A recorded access with the statement that allows it."""
+    command, access = record
+    if access.principal.endswith(":root"):
+        return f"`{command}`", access, "", ""
+    policy = "Role" if of_a_job(access) else "LauncherPolicy"
+    for statement in statements(documents[policy]):
+        one = {**documents[policy], "Statement": [statement]}
+        if allowed([one], access.action, access.resource, access.context):
+            who = command if of_a_job(access) else f"`{command}`"
+            return who, access, policy, statement["Sid"]
+    raise AssertionError(f"{command}: {access} is allowed by no statement of {policy}")
+
+
+def each_without_one(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each action of a policy, and the policy without it there."""
+    for index, statement in enumerate(statements(document)):
+        actions = statement["Action"]
+        for action in [actions] if isinstance(actions, str) else actions:
+            without = copy.deepcopy(document)
+            kept = [a for a in ([actions] if isinstance(actions, str) else actions) if a != action]
+            without["Statement"][index]["Action"] = kept or ["none:None"]
+            yield f"{statement['Sid']}: {action}", without
+
+
+def elsewhere(access: Access) -> Iterator[Access]:
+    """The same action where nobody gave leave: on another thing, or under another condition."""
+    moved = []
+    for ours, others in (
+        (r"^arn:aws:s3:::[^/]+", "arn:aws:s3:::another-bucket"),
+        (r"^(arn:aws:s3:::[^/]+)/nanogpt/", r"\1/other/"),
+        (r"training-job/sm-nanogpt-", "training-job/somebody-elses-"),
+        (r"log-stream:sm-nanogpt-", "log-stream:somebody-elses-"),
+        (r"log-group:/aws/sagemaker/TrainingJobs", "log-group:another"),
+        (r":stack/sm-nanogpt/", ":stack/another/"),
+        (r":role/.*", ":role/administrator"),
+        (r":repository/.*", ":repository/another"),
+        (r"^(arn:aws:kms:.*):key/.*", r"\1:key/another"),
+    ):
+        other = re.sub(ours, others, access.resource)
+        if other != access.resource:
+            moved.append(Access(access.action, other, access.context))
+    assert moved or access.resource == "*", access
+    yield from moved
+    changed = {
+        "s3:prefix": "other/",
+        "iam:PassedToService": "ec2.amazonaws.com",
+        "kms:GrantIsForAWSResource": "false",
+        "cloudwatch:namespace": "another",
+    }
+    for key in access.context:
+        if key in changed:
+            yield Access(access.action, access.resource, {key: changed[key]})
+            yield Access(access.action, access.resource, {})
+
+
+def test_the_bucket_is_closed_and_clears_up() -> None:
+    """By the template, since moto leaves such properties out."""
+    resources = decode.decode(str(infra.TEMPLATE))[0]["Resources"]
+    bucket = resources["Bucket"]["Properties"]
+    assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
+    assert len(bucket["PublicAccessBlockConfiguration"]) == 4
+    assert bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
+    uploads, checkpoints = bucket["LifecycleConfiguration"]["Rules"]
+    assert uploads["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
+    assert (checkpoints["Prefix"], checkpoints["ExpirationInDays"]) == ("nanogpt/checkpoints/", 90)
+    (deny,) = resources["BucketPolicy"]["Properties"]["PolicyDocument"]["Statement"]
+    assert (deny["Effect"], deny["Principal"], deny["Action"]) == ("Deny", "*", "s3:*")
+    assert deny["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+    assert resources["Bucket"]["DeletionPolicy"] == resources["Key"]["DeletionPolicy"] == "Retain"
+
+
+def test_the_role_serves_sagemaker_for_our_jobs_of_this_account_alone(
+    account: Emulator, cli: Callable[..., Ran]
+) -> None:
+    assert cli("infra", "deploy", "--yes").code == 0
+    role = role_of(json.loads(cli("infra", "show", "--json").out)["role"])
+    job = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:training-job/sm-nanogpt-1"
+    for service, origin, may in (
+        ("sagemaker.amazonaws.com", (ACCOUNT, job), True),
+        ("lambda.amazonaws.com", (ACCOUNT, job), False),
+        ("sagemaker.amazonaws.com", ("210987654321", job), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace(ACCOUNT, "210987654321")), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace("sm-nanogpt", "other")), False),
+        ("sagemaker.amazonaws.com", (ACCOUNT, job.replace("training", "processing")), False),
+    ):
+        context = dict(zip(("aws:SourceAccount", "aws:SourceArn"), origin, strict=True))
+        assert trusts(role, service, context) == may, (service, origin)
+
+
+# -- the table of calls ----------------------------------------------------------------------------
+
+
+def calls_table(rows: list[Row], names: dict[str, str]) -> str:
+    """Markdown: who calls what on which resource, and the statement that allows it."""
+    calls: dict[tuple[str, str, str], set[str]] = {}
+    for who, access, policy, sid in rows:
+        by = f"{policy}: {sid}" if policy else "an administrator"
+        calls.setdefault((who, by, pattern(access.resource, names)), set()).add(access.action)
+    lines = [
+        f"| {who} | {', '.join(f'`{action}`' for action in sorted(actions))} | `{on}` | {by} |"
+        for (who, by, on), actions in sorted(calls.items())
+    ]
+    return "\n".join(["| who | calls | on | allowed by |", "|---|---|---|---|", *lines, ""])
+
+
+def pattern(resource: str, names: dict[str, str]) -> str:
+    """An ARN without what differs from one run to the next."""
+    for found, name in names.items():
+        resource = resource.replace(found, name)
+    for found, name in (
+        (r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB-ID"),
+        (r"/(data|checkpoints)/.*", r"/\1/*"),
+        (r"doctor-[0-9a-f]{8}\.txt", "doctor-*"),
+        (r"(algo-\d)-\d+", r"\1-*"),
+        (r"stack/sm-nanogpt/[0-9a-f-]+$", "stack/sm-nanogpt/*"),
+        (rf":us-east-1:{ACCOUNT}:", ":REGION:ACCOUNT:"),
+        (r":us-east-1:\d{12}:", ":REGION:AWS:"),
+        (rf"::{ACCOUNT}:", "::ACCOUNT:"),
+        (r"^arn:aws:s3:::", "s3://"),
+    ):
+        resource = re.sub(found, name, resource)
+    return resource
+
+
+def check_current(table: str) -> None:
+    """Holds the table against infra/README.md; UPDATE_CALLS=1 writes it there."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split("<!-- calls -->\n")
+    _, after = rest.split("<!-- end of calls -->\n")
+    now = f"{before}<!-- calls -->\n{table}<!-- end of calls -->\n{after}"
+    if os.environ.get("UPDATE_CALLS"):
+        README.write_text(now, encoding="utf-8")
+    assert README.read_text(encoding="utf-8") == now, (
+        "infra/README.md tells of other calls; UPDATE_CALLS=1 .venv/bin/pytest"
+        " tests/e2e/test_account.py writes it anew"
+    )

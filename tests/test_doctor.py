@@ -1,0 +1,379 @@
+"""The checks of doctor: each tells what is well, what may be wrong, and what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+from emulator import Emulator, make_role
+from launching import Ran
+from money_service import MoneyService
+
+from launcher import InputError, ServiceError, Settings, doctor
+from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
+from launcher.infra import Stack
+
+ROLE = "arn:aws:iam::123456789012:role/training"
+STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[Stack]:
+    """The stack that is found, if there is one in here."""
+    found: list[Stack] = []
+    monkeypatch.setattr(doctor, "find_stack", lambda settings, session: (found or [None])[0])
+    return found
+
+
+@pytest.fixture
+def account(cloud: Emulator, stacks: list[Stack]) -> Emulator:
+    """An account with a bucket and a role that SageMaker may act as."""
+    return cloud
+
+
+@pytest.fixture
+def examined(
+    account: Emulator, cli: Callable[..., Ran]
+) -> Callable[..., dict[str, tuple[str, str]]]:
+    """What doctor finds, by check; without the training, which takes long."""
+
+    def run(*words: str) -> dict[str, tuple[str, str]]:
+        ran = cli("doctor", "--no-train", "--json", *words)
+        found = json.loads(ran.out)
+        assert (ran.code == 1) == any(f["result"] == FAILURE for f in found), ran.err
+        return {f["check"]: (f["result"], f["text"]) for f in found}
+
+    return run
+
+
+@pytest.fixture
+def patient(account: Emulator, home: Path) -> Patient:
+    """Somebody whose session and region are known already."""
+    home.mkdir()
+    session = boto3.Session(region_name="us-east-1")
+    return Patient(
+        Settings(), "ml.g5.12xlarge", session=session, region="us-east-1", account="123456789012"
+    )
+
+
+def test_all_is_well_where_it_is(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+    cli: Callable[..., Ran],
+    s3: Any,
+    text_file: Path,
+) -> None:
+    assert cli("upload-data", str(text_file)).code == 0
+    before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    found = examined()
+    assert set(found) == {check.name for check in HERE + AWS}
+    # The simulation is not on loopback, and the training was left out.
+    doubtful = {name for name, (result, _) in found.items() if result != OK}
+    assert doubtful <= {"local training", "permissions"}, found
+    assert found["credentials"][1] == "arn:aws:sts::123456789012:user/moto"
+    assert found["role"][1] == ROLE
+    assert found["quota"][1] == "'ml.g5.12xlarge for training job usage' is 4; 0 in use"
+    assert found["spot quota"][1].startswith("'ml.g5.12xlarge for spot training job usage' is 2")
+    assert "7.09 USD an hour" in found["price"][1]
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
+
+
+def test_each_finding_is_one_line_and_a_failure_is_the_exit_code(
+    account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    ran = cli("doctor", "--no-train")
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert len(lines) == len(HERE + AWS)
+    assert all(line.split()[0] in (OK, WARNING, FAILURE) for line in lines)
+    assert any(line.startswith("failure  role:           no execution role") for line in lines)
+    assert "warning  permissions:    not checked: it needs role" in lines
+    assert "failed: role" in ran.error
+
+
+def test_a_machine_without_aws_is_checked_alone(home: Path, cli: Callable[..., Ran]) -> None:
+    ran = cli("doctor", "--instance", "local", "--no-train")
+    assert ran.code == 0, ran.err
+    assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:", "local"]
+    nowhere = cli("doctor", "--no-train")
+    assert nowhere.code == 1
+    assert "no region" in nowhere.out
+    assert "credentials:    not checked: it needs region" in nowhere.out
+    assert "--instance local` checks this machine alone" in nowhere.err
+
+
+def test_a_profile_that_is_not_there_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:
+    ran = cli("--profile", "nope", "doctor", "--no-train")
+    assert ran.code == 1
+    assert "failure  region:         The config profile (nope) could not be found" in ran.out
+
+
+def test_what_is_no_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> None:
+    assert cli("doctor", "--instance", "g5.12xlarge").code == 2
+
+
+def test_local_training_is_tried_in_a_home_that_is_thrown_away(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.mkdir()
+    assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
+    assert not list(home.iterdir())
+
+
+def test_a_training_that_fails_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ServiceError, match="nothing was said; `sm-nanogpt launch"):
+        doctor.check_training(Patient(Settings(), "local"))
+
+
+def test_a_package_that_is_too_old_or_missing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["boto3>=999", "no-such-package", "torch>=1", "pytest>=999; extra == 'test'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: needed)
+    with pytest.raises(InputError, match=r"boto3 \S+ is not >=999, no-such-package is not inst"):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
+def test_credentials_that_aws_does_not_take_leave_the_rest_out(
+    examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    found = examined()
+    assert found["credentials"][0] == FAILURE
+    assert "no AWS credentials" in found["credentials"][1]
+    assert found["store"] == (WARNING, "not checked: it needs credentials and stack")
+    assert found["image"][0] == OK
+
+
+@pytest.mark.parametrize(
+    ("seconds", "raised", "said"),
+    [(3, None, "3 s ahead"), (120, Doubt, "120 s"), (-400, ServiceError, "400 s behind AWS")],
+)
+def test_a_clock_that_aws_would_not_accept_fails(
+    home: Path, seconds: int, raised: type[Exception] | None, said: str
+) -> None:
+    patient = Patient(Settings(), "ml.g5.xlarge", answered=formatdate(0, usegmt=True))
+    patient.answered_at = float(seconds)
+    if raised is None:
+        assert said in doctor.check_clock(patient)
+    else:
+        with pytest.raises(raised, match=said):
+            doctor.check_clock(patient)
+
+
+def test_the_stack_gives_store_and_role_that_are_not_configured(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+    stacks: list[Stack],
+    s3: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    without = examined()
+    assert "infra deploy" in without["stack"][1]
+    assert (without["role"][0], without["store"][0]) == (FAILURE, FAILURE)
+    stacks.append(replace(STACK, store=f"s3://{s3.bucket}/nanogpt"))
+    found = examined()
+    assert found["stack"] == (OK, "sm-nanogpt is CREATE_COMPLETE")
+    assert found["role"] == (OK, ROLE)
+    assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
+
+
+def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: list[Stack]) -> None:
+    stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
+    with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
+        doctor.check_stack(patient)
+
+
+def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:
+    role = make_role(account.url, "of-lambda", trusted="lambda.amazonaws.com")
+    patient.settings = Settings(role=role)
+    with pytest.raises(InputError, match=r"does not let sagemaker\.amazonaws\.com assume it"):
+        doctor.check_role(patient)
+
+
+def test_a_role_that_is_not_there_fails(patient: Patient) -> None:
+    patient.settings = Settings(role=f"{ROLE}-2")
+    with pytest.raises(ServiceError, match="NoSuchEntity"):
+        doctor.check_role(patient)
+
+
+def test_what_may_not_be_asked_is_not_checked(patient: Patient) -> None:
+    with Stubber(patient.client("iam")) as iam:
+        iam.add_client_error("get_role", "AccessDenied", "no", 403)
+        with pytest.raises(Doubt, match="not checked: not allowed"):
+            doctor.check_role(patient)
+
+
+def trust(**conditions: Any) -> dict[str, Any]:
+    statement = {
+        "Effect": "Allow",
+        "Principal": {"Service": "sagemaker.amazonaws.com"},
+        "Action": "sts:*",
+        "Condition": conditions,
+    }
+    return {"Version": "2012-10-17", "Statement": [statement]}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "may"),
+    [
+        ({}, True),
+        ({"StringEquals": {"aws:SourceAccount": "123456789012"}}, True),
+        ({"StringEquals": {"aws:SourceAccount": "210987654321"}}, False),
+        ({"ArnLike": {"aws:SourceArn": "arn:aws:sagemaker:*:123456789012:*"}}, True),
+        ({"ArnLike": {"aws:SourceArn": "arn:aws:sagemaker:*:*:endpoint/*"}}, False),
+        ({"StringEquals": {"sts:ExternalId": "x"}}, None),
+    ],
+)
+def test_the_conditions_of_a_roles_trust_are_weighed(
+    conditions: dict[str, Any], may: bool | None
+) -> None:
+    origin = {
+        "aws:sourceaccount": "123456789012",
+        "aws:sourcearn": "arn:aws:sagemaker:us-east-1:123456789012:training-job/sm-nanogpt-any",
+    }
+    policy = trust(**conditions)
+    if may is None:
+        with pytest.raises(Doubt, match="sts:ExternalId"):
+            doctor.trusts(policy, "sagemaker.amazonaws.com", origin)
+    else:
+        assert doctor.trusts(policy, "sagemaker.amazonaws.com", origin) == may
+
+
+def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError("oh no")
+
+    monkeypatch.setattr("platform.python_version", breaks)
+    ran = cli("doctor", "--instance", "local", "--no-train")
+    assert ran.code == 1
+    assert ran.out.splitlines()[0] == "failure  python:         ZeroDivisionError: oh no"
+    assert len(ran.out.splitlines()) == len(HERE)
+
+
+def test_a_type_that_is_not_known_is_a_warning(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+) -> None:
+    result, said = examined("--instance", "ml.g5.12xlarg")["instance"]
+    assert result == WARNING
+    assert "did you mean ml.g5.12xlarge" in said
+
+
+def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, Any]]:
+    """The answers of IAM's simulation to the questions of check_permissions."""
+    asked = (
+        ("s3:GetObject", "s3:PutObject"),
+        ("s3:ListBucket",),
+        ("logs:CreateLogStream", "logs:PutLogEvents"),
+        ("cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"),
+        ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"),
+    )
+    return [
+        {
+            "EvaluationResults": [
+                {
+                    "EvalActionName": action,
+                    "EvalResourceName": "arn:aws:s3:::bucket",
+                    "EvalDecision": decisions.get(action, "allowed"),
+                    "MissingContextValues": missing if action in decisions else [],
+                }
+                for action in actions
+            ]
+        }
+        for actions in asked
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decisions", "missing", "raised", "said"),
+    [
+        ({}, [], None, "may read and write"),
+        ({"s3:PutObject": "implicitDeny"}, [], InputError, "may not s3:PutObject on arn:aws:s3"),
+        ({"s3:ListBucket": "implicitDeny"}, ["aws:PrincipalOrgID"], Doubt, "depends on conditions"),
+    ],
+)
+def test_what_the_role_may_do_is_simulated(
+    patient: Patient,
+    decisions: dict[str, str],
+    missing: list[str],
+    raised: type[Exception] | None,
+    said: str,
+) -> None:
+    patient.role, patient.store = ROLE, "s3://bucket/prefix"
+    with Stubber(patient.client("iam")) as iam:
+        for answer in simulated(decisions, missing):
+            iam.add_response("simulate_principal_policy", answer)
+        if raised is None:
+            assert said in doctor.check_permissions(patient)
+        else:
+            with pytest.raises(raised, match=said):
+                doctor.check_permissions(patient)
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [("s3://there-is-no-such-bucket/x", "NoSuchBucket|no such bucket"), ("/tmp/store", "cannot")],
+)
+def test_a_store_that_cannot_be_written_fails(patient: Patient, store: str, said: str) -> None:
+    patient.settings = Settings(store=store)
+    with pytest.raises((InputError, ServiceError), match=said):
+        doctor.check_store(patient)
+
+
+def test_no_text_yet_is_a_warning(examined: Callable[..., dict[str, tuple[str, str]]]) -> None:
+    result, said = examined()["data"]
+    assert result == WARNING
+    assert "upload-data" in said
+
+
+def test_a_quota_of_zero_fails_for_training_and_warns_for_spot(
+    examined: Callable[..., dict[str, tuple[str, str]]], money: MoneyService
+) -> None:
+    money.quotas["ml.g5.12xlarge"] = (0, 0, 0)
+    found = examined()
+    assert found["quota"][0] == FAILURE
+    assert "ask for more" in found["quota"][1]
+    assert found["spot quota"][0] == WARNING
+
+
+def test_a_quota_is_held_against_what_runs_now(patient: Patient) -> None:
+    def running(count: int, instance: str = "ml.g5.12xlarge", spot: bool = False) -> dict[str, Any]:
+        return {
+            "TrainingJob": {
+                "ResourceConfig": {
+                    "InstanceType": instance,
+                    "InstanceCount": count,
+                    "VolumeSizeInGB": 50,
+                },
+                "EnableManagedSpotTraining": spot,
+            }
+        }
+
+    pages = [
+        {"Results": [running(1), running(2, spot=True)], "NextToken": "more"},
+        {"Results": [running(2), running(7, "ml.m5.large")]},
+    ]
+    with Stubber(patient.client("sagemaker")) as sagemaker:
+        for page in pages * 2:
+            sagemaker.add_response("search", page)
+        assert doctor.check_quota(patient).endswith("is 4; 3 in use")
+        with pytest.raises(Doubt, match="is 2, and all are in use"):
+            doctor.check_spot_quota(patient)
+
+
+def test_a_quota_that_cannot_be_read_is_a_warning(
+    examined: Callable[..., dict[str, tuple[str, str]]], money: MoneyService
+) -> None:
+    money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
+    assert examined()["quota"][0] == WARNING

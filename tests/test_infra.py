@@ -1,0 +1,679 @@
+"""The stack: deployed, found by the other commands, destroyed; and what the template says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import click
+import cloudformation_service
+import pytest
+from cfnlint import decode
+from cloudformation_service import CloudFormation
+from cloudsplaining.scan.policy_document import PolicyDocument
+from emulator import Emulator
+from launching import Ran
+
+from launcher import infra
+from launcher.errors import ServiceError
+from launcher.infra import Stack
+from launcher.settings import load_settings
+
+NOBODY = "http://127.0.0.1:9"
+TEMPLATE: Any = decode.decode(str(infra.TEMPLATE))[0]
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def account(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudFormation]:
+    """CloudFormation in an account without a stack, and a person who has set neither store nor
+    role."""
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
+    with cloudformation_service.repaired() as service:
+        yield service
+
+
+@pytest.fixture
+def deployed(account: CloudFormation) -> Stack:
+    """A stack that is there."""
+    deployment = infra.Deployment(load_settings())
+    change_set = deployment.plan()
+    assert change_set is not None
+    stack = deployment.execute(change_set)
+    account.described = 0
+    return stack
+
+
+def buckets() -> list[str]:
+    found = boto3.client("s3").list_buckets()["Buckets"]
+    return [bucket["Name"] for bucket in found if bucket["Name"].startswith("sm-nanogpt-bucket")]
+
+
+# -- deploy ----------------------------------------------------------------------------------------
+
+
+def test_a_deployment_shows_the_changes_and_prints_the_outputs(
+    account: CloudFormation, cli: Cli
+) -> None:
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 0
+    assert "add      AWS::IAM::Role Role" in ran.err
+    assert "CREATE_COMPLETE      AWS::S3::Bucket Bucket" in ran.err
+    outputs = dict(line.split(":", 1) for line in ran.out.splitlines())
+    assert outputs["store"].strip() == f"s3://{buckets()[-1]}/nanogpt"
+    assert outputs["role"].strip().startswith("arn:aws:iam::123456789012:role/")
+
+
+def test_a_second_deployment_changes_nothing(deployed: Stack, cli: Cli) -> None:
+    ran = cli("infra", "deploy", "--yes")
+    assert (ran.code, ran.err) == (0, "stack sm-nanogpt: nothing to change\n")
+    assert deployed.store in ran.out
+
+
+def test_a_dry_run_leaves_nothing_behind(account: CloudFormation, cli: Cli) -> None:
+    ran = cli("infra", "deploy", "--dry-run")
+    assert ran.code == 0
+    assert "add      AWS::S3::Bucket Bucket" in ran.err
+    assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
+
+
+def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
+    account: CloudFormation, cli: Cli
+) -> None:
+    ran = cli("infra", "deploy")
+    assert ran.code == 2
+    assert "--yes" in ran.error
+    assert account.described == 0
+
+
+@pytest.mark.parametrize("answer", [click.Abort, KeyboardInterrupt])
+def test_a_deployment_that_is_not_agreed_to_leaves_nothing_behind(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    def confirm(*words: Any, **options: Any) -> None:
+        raise answer
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    ran = cli("infra", "deploy")
+    assert (ran.code, ran.err.splitlines()[-1]) == (1, "interrupted")
+    assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
+
+
+def test_a_failed_deployment_names_the_resource_that_failed_first(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "API: iam:CreateRole User: me is not authorized"
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert ran.error == (
+        "stack sm-nanogpt is ROLLBACK_COMPLETE: Role: API: iam:CreateRole User: me is not"
+        " authorized; put that right and deploy again"
+    )
+
+
+def test_what_a_failed_deployment_left_is_deleted_by_the_next(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    account.refuse.clear()
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 0
+    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
+
+
+def test_a_deployment_that_fails_leaves_neither_bucket_nor_key(
+    account: CloudFormation, cli: Cli
+) -> None:
+    before = buckets(), boto3.client("kms").list_keys()["Keys"]
+    account.refuse["Role"] = "no"
+    ran = cli("infra", "deploy", "--yes", "--kms")
+    assert "CREATE_COMPLETE      AWS::KMS::Key Key" in ran.err
+    assert (buckets(), boto3.client("kms").list_keys()["Keys"]) == before
+
+
+def test_without_retain_except_on_create_a_rollback_keeps_the_bucket(
+    account: CloudFormation,
+) -> None:
+    before = buckets()
+    account.refuse["Role"] = "no"
+    change_set = infra.Deployment(load_settings()).plan()
+    assert change_set is not None
+    boto3.client("cloudformation").execute_change_set(ChangeSetName=change_set.id)
+    assert len(buckets()) == len(before) + 1
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, agreed: bool
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    account.refuse.clear()
+    asked = []
+
+    def confirm(question: str, **options: Any) -> None:
+        asked.append(question)
+        if not agreed:
+            raise click.Abort
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    assert cli("infra", "deploy").code == (0 if agreed else 1)
+    assert asked[0] == "Delete stack sm-nanogpt in us-east-1?"
+    (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
+    assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
+
+
+def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    ran = cli("infra", "deploy", "--dry-run")
+    assert ran.code == 0
+    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
+    assert "nothing was changed" in ran.err
+    (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
+    assert stack["StackStatus"] == "ROLLBACK_COMPLETE"
+
+
+@pytest.mark.parametrize("command", ["deploy", "destroy"])
+def test_what_a_failed_stack_of_somebody_else_left_is_left_alone(
+    account: CloudFormation, cli: Cli, command: str
+) -> None:
+    client = boto3.client("cloudformation")
+    template = json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}})
+    made = client.create_stack(StackName="theirs", TemplateBody=template)
+    account.set_status(made["StackId"], "ROLLBACK_COMPLETE")
+    ran = cli("infra", command, "--stack", "theirs", "--yes")
+    assert ran.code == 2
+    assert "is not sm-nanogpt's" in ran.error
+    assert len(client.describe_stacks()["Stacks"]) == 1
+
+
+def test_the_reason_of_a_failure_is_none_that_follows_from_another(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    ran = cli("infra", "deploy", "--yes")
+    assert "cancelled" not in ran.error
+    assert "Role: no" in ran.error
+
+
+def test_an_interrupted_deployment_goes_on_and_says_so(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    account.hangs = True
+    monkeypatch.setattr(infra, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert "CloudFormation goes on by itself" in ran.err
+    assert "CREATE_IN_PROGRESS and cannot be used: try again" in cli("infra", "show").error
+
+
+@pytest.fixture
+def pending(account: CloudFormation) -> str:
+    """The id of a change set that somebody else has not executed yet."""
+    made = boto3.client("cloudformation").create_change_set(
+        StackName="sm-nanogpt",
+        ChangeSetName="pending",
+        ChangeSetType="CREATE",
+        TemplateBody=infra.TEMPLATE.read_text(),
+        Capabilities=["CAPABILITY_IAM"],
+    )
+    return str(made["Id"])
+
+
+def test_a_change_set_that_somebody_left_is_in_nobodys_way(pending: str, cli: Cli) -> None:
+    assert "there is no stack" in cli("infra", "show").error
+    assert cli("infra", "deploy", "--yes").code == 0
+    assert len(boto3.client("cloudformation").describe_stacks()["Stacks"]) == 1
+
+
+@pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
+def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
+    pending: str, cli: Cli, words: tuple[str, ...]
+) -> None:
+    assert cli("infra", *words).code == 0
+    client = boto3.client("cloudformation")
+    assert client.describe_change_set(ChangeSetName=pending)["Status"] == "CREATE_COMPLETE"
+    assert len(client.describe_stacks()["Stacks"]) == 1
+
+
+@pytest.mark.parametrize("command", ["deploy", "destroy"])
+def test_a_stack_of_somebody_else_is_left_alone(
+    account: CloudFormation, cli: Cli, command: str
+) -> None:
+    boto3.client("cloudformation").create_stack(
+        StackName="theirs",
+        TemplateBody=json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}}),
+    )
+    ran = cli("infra", command, "--stack", "theirs", "--yes")
+    assert ran.code == 2
+    assert "is not sm-nanogpt's" in ran.error
+
+
+def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
+    assert "kms key:" in cli("infra", "deploy", "--yes", "--kms").out
+    ran = cli("infra", "deploy", "--yes")
+    assert "nothing to change" in ran.err
+    assert "kms key:" in ran.out
+
+
+def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
+    ran = cli("infra", "deploy", "--stack", "other", "--yes")
+    assert ran.code == 0
+    assert "SM_NANOGPT_STACK=other" in ran.err
+    other = json.loads(cli("infra", "show", "--stack", "other", "--json").out)
+    assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
+
+
+def test_a_stack_name_that_aws_would_refuse_is_refused_here(home: Path, cli: Cli) -> None:
+    ran = cli("infra", "show", "--stack", "my_stack")
+    assert ran.code == 2
+    assert "letters, digits and dashes" in ran.error
+
+
+def test_a_region_has_to_be_known(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 2
+    assert "--region" in ran.error
+
+
+# -- show and destroy ------------------------------------------------------------------------------
+
+
+def test_without_a_stack_show_says_how_to_make_one(account: CloudFormation, cli: Cli) -> None:
+    ran = cli("infra", "show")
+    assert ran.code == 1
+    assert "`sm-nanogpt infra deploy`" in ran.error
+
+
+def stack_id() -> str:
+    return str(boto3.client("cloudformation").describe_stacks()["Stacks"][0]["StackId"])
+
+
+@pytest.mark.parametrize(
+    "status, advice",
+    [
+        ("DELETE_IN_PROGRESS", "try again when that is over"),
+        ("DELETE_FAILED", "deletes what is left of it and makes it anew"),
+    ],
+)
+def test_a_stack_that_cannot_be_used_says_what_helps(
+    account: CloudFormation, deployed: Stack, cli: Cli, status: str, advice: str
+) -> None:
+    account.set_status(stack_id(), status)
+    assert advice in cli("infra", "show").error
+
+
+def test_a_stack_whose_update_cannot_be_taken_back_says_how_to_go_on(
+    account: CloudFormation, deployed: Stack, cli: Cli
+) -> None:
+    account.set_status(stack_id(), "UPDATE_ROLLBACK_FAILED")
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert "continue-update-rollback --stack-name sm-nanogpt" in ran.error
+
+
+def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    ran = cli("infra", "show")
+    assert ran.code == 1
+    assert "stack sm-nanogpt is ROLLBACK_COMPLETE: Role: no" in ran.err
+    assert "`sm-nanogpt infra deploy`" in ran.error
+
+
+def test_show_says_that_it_may_not_ask_why_and_shows_the_stack(
+    account: CloudFormation, emulator: Emulator, deployed: Stack, cli: Cli
+) -> None:
+    account.set_status(stack_id(), "UPDATE_ROLLBACK_COMPLETE")
+    emulator.refuse["DescribeStackEvents"] = ("AccessDenied", "not you")
+    ran = cli("infra", "show")
+    assert ran.code == 0
+    assert "why is not known here (DescribeStackEvents: not allowed" in ran.err
+    assert deployed.store in ran.out
+
+
+def test_the_bucket_and_its_texts_outlive_the_stack(
+    deployed: Stack, cli: Cli, text_file: Path
+) -> None:
+    uri = cli("upload-data", str(text_file)).out.strip()
+    ran = cli("infra", "destroy", "--yes")
+    bucket = deployed.store.split("/")[2]
+    assert ran.code == 0
+    assert f"keep     AWS::S3::Bucket {bucket}" in ran.err
+    assert "remove   AWS::IAM::Role" in ran.err
+    assert f"aws s3 rb --force s3://{bucket}" in ran.err
+    assert cli("infra", "show").code == 1
+    objects = boto3.client("s3").list_objects_v2(Bucket=bucket)["Contents"]
+    assert any(uri.endswith(each["Key"].rpartition("/")[0]) for each in objects)
+
+
+def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
+    deployed: Stack, cli: Cli
+) -> None:
+    iam = boto3.client("iam")
+    iam.create_user(UserName="ci")
+    iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
+    ran = cli("infra", "destroy", "--yes")
+    assert ran.code == 0
+    assert "the launcher policy is taken from user ci" in ran.err
+    iam.delete_user(UserName="ci")
+
+
+def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_jobs_the_role(
+    deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def confirm(*words: Any, **options: Any) -> None:
+        raise click.Abort
+
+    iam = boto3.client("iam")
+    iam.create_user(UserName="ci")
+    iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
+    monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
+    job_id = cli("launch", "--data", str(text_file)).out.strip()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    ran = cli("infra", "destroy")
+    assert ran.code == 1
+    assert "detach   the launcher policy from user ci" in ran.err
+    assert f"job {job_id} is running" in ran.err
+    assert cli("infra", "show").code == 0
+    assert iam.list_attached_user_policies(UserName="ci")["AttachedPolicies"]
+    cli("stop", job_id)
+    iam.detach_user_policy(UserName="ci", PolicyArn=deployed.policy)
+    iam.delete_user(UserName="ci")
+
+
+def test_a_deletion_ends_though_somebody_else_was_faster(deployed: Stack) -> None:
+    deployment = infra.Deployment(load_settings())
+    removal = deployment.removal()
+    assert removal is not None
+    boto3.client("cloudformation").delete_stack(StackName=removal.stack_id)
+    deployment.destroy(removal)
+
+
+def test_what_is_not_there_need_not_be_destroyed(account: CloudFormation, cli: Cli) -> None:
+    ran = cli("infra", "destroy", "--yes")
+    assert (ran.code, ran.out) == (0, "")
+    assert "nothing to delete" in ran.err
+
+
+def test_without_a_terminal_a_deletion_has_to_be_agreed_to_beforehand(
+    deployed: Stack, cli: Cli
+) -> None:
+    assert cli("infra", "destroy").code == 2
+    assert cli("infra", "show").code == 0
+
+
+def test_a_new_stack_does_not_meet_the_bucket_of_the_old_one(deployed: Stack, cli: Cli) -> None:
+    cli("infra", "destroy", "--yes")
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 0
+    assert deployed.store not in ran.out
+
+
+# -- found by the other commands -------------------------------------------------------------------
+
+
+def test_an_upload_goes_to_the_stacks_store(
+    account: CloudFormation, deployed: Stack, cli: Cli, text_file: Path
+) -> None:
+    ran = cli("upload-data", str(text_file))
+    assert ran.out.startswith(deployed.store + "/data/")
+    assert f"store: {deployed.store} (stack sm-nanogpt)" in ran.err
+    assert account.described == 1
+
+
+def test_an_upload_stays_here_without_a_stack(
+    account: CloudFormation, cli: Cli, text_file: Path
+) -> None:
+    assert cli("upload-data", str(text_file)).out.startswith("file:")
+
+
+def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
+    account: CloudFormation, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
+    ran = cli("upload-data", str(text_file))
+    assert (ran.code, ran.out[:5]) == (0, "file:")
+    assert "no stack can be asked for a store" in ran.err
+
+
+def test_a_launch_takes_store_and_role_from_the_stack_in_one_call(
+    account: CloudFormation, deployed: Stack
+) -> None:
+    settings = infra.with_stack(load_settings())
+    assert (settings.store, settings.role) == (deployed.store, deployed.role)
+    assert account.described == 1
+
+
+def test_a_dry_run_takes_them_as_they_were_last_seen_and_asks_nobody(
+    deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    ran = cli("launch", "--dry-run", "--data", str(text_file))
+    request = json.loads(ran.out)
+    assert request["RoleArn"] == deployed.role
+    assert request["OutputDataConfig"]["S3OutputPath"].startswith(deployed.store)
+    assert "as last seen" in ran.err
+
+
+def test_a_destroyed_stack_is_forgotten(deployed: Stack, cli: Cli) -> None:
+    cli("infra", "destroy", "--yes")
+    assert infra.remembered(load_settings(), "us-east-1") is None
+
+
+def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
+    assert infra.remembered(load_settings(), "us-east-1") == deployed
+    boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
+    assert infra.with_stack(load_settings()).store == ""
+    assert infra.remembered(load_settings(), "us-east-1") is None
+
+
+ROLE = "arn:aws:iam::123456789012:role/mine"
+
+
+def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
+    account: CloudFormation, emulator: Emulator
+) -> None:
+    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
+    settings, told = load_settings(role=ROLE), list[str]()
+    assert infra.with_stack(settings, tell=told.append) == settings
+    assert "no stack is used: DescribeStacks: not allowed" in told[0]
+
+
+def test_who_has_a_role_launches_though_a_deployment_failed(
+    account: CloudFormation, cli: Cli
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    settings, told = load_settings(role=ROLE), list[str]()
+    assert infra.with_stack(settings, tell=told.append) == settings
+    assert "ROLLBACK_COMPLETE" in told[0]
+
+
+def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
+    deployed: Stack, emulator: Emulator
+) -> None:
+    emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
+    with pytest.raises(ServiceError, match="not allowed"):
+        infra.with_stack(load_settings(role=ROLE))
+
+
+@pytest.mark.parametrize("text", ["[1", "5", '{"us-east-1": null}', '{"us-east-1": {"a": 1}}'])
+def test_a_memory_that_cannot_be_read_is_none(deployed: Stack, text: str) -> None:
+    settings = load_settings()
+    settings.last_stacks.write_text(text)
+    assert infra.remembered(settings, "us-east-1") is None
+    assert infra.with_stack(settings).store == deployed.store
+    assert infra.remembered(settings, "us-east-1") == deployed
+
+
+def test_the_stacks_key_encrypts_the_model(
+    account: CloudFormation, cli: Cli, text_file: Path
+) -> None:
+    cli("infra", "deploy", "--yes", "--kms")
+    key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
+    request = json.loads(cli("launch", "--dry-run", "--data", str(text_file)).out)
+    assert request["OutputDataConfig"]["KmsKeyId"] == key
+    request = json.loads(
+        cli("launch", "--dry-run", "--data", str(text_file), "--kms-key", "mine").out
+    )
+    assert request["OutputDataConfig"]["KmsKeyId"] == "mine"
+
+
+def test_who_names_store_and_role_asks_nobody(
+    account: CloudFormation, deployed: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
+    settings = load_settings(role="arn:aws:iam::123456789012:role/mine")
+    assert infra.with_stack(settings) == settings
+    assert account.described == 0
+
+
+def test_a_role_that_is_named_goes_over_the_stacks(deployed: Stack) -> None:
+    role = "arn:aws:iam::123456789012:role/mine"
+    settings = infra.with_stack(load_settings(role=role))
+    assert (settings.store, settings.role) == (deployed.store, role)
+
+
+def test_the_stacks_role_is_not_taken_for_a_store_that_it_cannot_read(
+    deployed: Stack, cli: Cli, text_file: Path
+) -> None:
+    ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
+    assert ran.code == 2
+    assert f"it reaches {deployed.store} alone" in ran.err
+    assert "no execution role" in ran.error
+
+
+@pytest.mark.parametrize("way", ["words", "environment", "file"])
+def test_the_stacks_name_is_a_setting_like_the_others(
+    deployed: Stack,
+    cli: Cli,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    (home / "config.toml").write_text('stack = "by-file"\n')
+    if way != "file":
+        monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
+    words = ("--stack", "by-words") if way == "words" else ()
+    assert f"no stack by-{way} in us-east-1" in cli(*words, "infra", "show").error
+
+
+def test_a_stack_that_is_not_whole_is_an_error_of_the_launch(
+    account: CloudFormation, cli: Cli, text_file: Path
+) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    ran = cli("launch", "--data", str(text_file))
+    assert ran.code == 1
+    assert "ROLLBACK_COMPLETE" in ran.error
+    assert "`sm-nanogpt infra deploy`" in ran.error
+
+
+def test_a_local_launch_without_text_in_the_stacks_store_asks_nobody(
+    deployed: Stack, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
+    ran = cli("launch", "--instance", "local")
+    assert ran.code == 2
+    assert "nothing was uploaded" in ran.error
+
+
+def test_a_local_launch_takes_the_last_upload_even_if_it_went_to_the_stacks_store(
+    deployed: Stack, text_file: Path, cli: Cli
+) -> None:
+    from launcher.backends import last_data
+
+    uri = cli("upload-data", str(text_file)).out.strip()
+    settings = load_settings()
+    assert last_data(settings, settings, dry_run=False) == uri
+
+
+# -- the template ----------------------------------------------------------------------------------
+
+
+def test_a_stack_is_known_by_the_templates_description() -> None:
+    assert TEMPLATE["Description"].startswith(infra.DESCRIPTION)
+
+
+def test_what_destroy_says_is_kept_is_what_the_template_retains() -> None:
+    resources = TEMPLATE["Resources"].items()
+    assert {name for name, each in resources if each.get("DeletionPolicy") == "Retain"} == set(
+        infra.KEPT
+    )
+
+
+@pytest.fixture
+def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
+    """What the role and the launchers may do, once deployed with a key."""
+    deployment = infra.Deployment(load_settings())
+    change_set = deployment.plan(kms=True)
+    assert change_set is not None
+    stack = deployment.execute(change_set)
+    iam = boto3.client("iam")
+    of_role = dict(RoleName=stack.role.rpartition("/")[2], PolicyName="training-job")
+    of_launcher = dict(PolicyArn=stack.policy, VersionId="v1")
+    return {
+        "role": PolicyDocument(iam.get_role_policy(**of_role)["PolicyDocument"]),
+        "launcher": PolicyDocument(
+            iam.get_policy_version(**of_launcher)["PolicyVersion"]["Document"]
+        ),
+    }
+
+
+def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
+    documents: dict[str, PolicyDocument],
+) -> None:
+    assert wide(documents["role"]) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
+    assert wide(documents["launcher"]) == {
+        "pricing:GetProducts",
+        "sagemaker:Search",
+        "servicequotas:GetServiceQuota",
+        "servicequotas:ListServiceQuotas",
+    }
+
+
+def wide(document: PolicyDocument) -> set[str]:
+    return {
+        action
+        for statement in document.statements
+        if "*" in statement.resources
+        for action in statement.actions
+    }
+
+
+def test_no_policy_holds_what_an_attacker_looks_for(documents: dict[str, PolicyDocument]) -> None:
+    for name, document in documents.items():
+        assert not document.contains_statement_using_not_action
+        assert not document.allows_privilege_escalation
+        assert not document.allows_data_exfiltration_actions
+        assert not document.permissions_management_without_constraints
+        assert not document.write_actions_without_constraints
+        assert not document.infrastructure_modification
+        assert not document.service_wildcard
+        # A pull of an image begins with a login, which gives a token.
+        login = ["ecr:GetAuthorizationToken"] if name == "role" else []
+        assert document.credentials_exposure == login

@@ -1,0 +1,562 @@
+"""What a job may cost: said before it is sent, kept below a ceiling, told of jobs that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulator import Emulator
+from launching import Ran, sets
+from money_service import MoneyService
+
+from launcher import InputError, JobDescription, Settings, TrainingJob, describe
+from launcher.money import (
+    AROUND_SECONDS,
+    Ceiling,
+    ceiling_of,
+    cost_of,
+    limited,
+    longest_run,
+    rate,
+    usd,
+    worst_case,
+)
+from launcher.prices import Price
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
+CPU = Price(0.23, "")  # of ml.m5.xlarge
+
+
+def job(**values: Any) -> TrainingJob:
+    return TrainingJob(**{"instance": "ml.g5.12xlarge", **values})
+
+
+def description(**values: Any) -> JobDescription:
+    return JobDescription(
+        **{
+            "job_id": "j",
+            "status": "InProgress",
+            "secondary_status": "Training",
+            "instance": "ml.g5.12xlarge",
+            "instance_count": 1,
+            "created": 0.0,
+            "data": "",
+            **values,
+        }
+    )
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("amount", "said"),
+    [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
+)
+def test_money_is_said_with_its_currency_and_rounded_up_to_the_cent(
+    amount: float, said: str
+) -> None:
+    assert usd(amount) == said
+
+
+@pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
+@pytest.mark.parametrize("keep_alive", [0, 600])
+def test_the_longest_run_stays_below_the_amount_and_a_second_more_does_not(
+    amount: float, keep_alive: int
+) -> None:
+    longest = longest_run(amount, HOURLY, keep_alive)
+    assert worst_case(HOURLY, longest, keep_alive) <= amount
+    assert worst_case(HOURLY, longest + 1, keep_alive) > amount
+
+
+def test_the_worst_case_holds_start_up_stop_upload_and_warm_pool() -> None:
+    assert worst_case(3600.0, 100, 10) == AROUND_SECONDS + 110
+    assert AROUND_SECONDS > 841 - 603  # what a job with a limit of 603 s was seen to be billed for
+
+
+def test_each_host_is_counted_and_a_disk_where_it_is_billed() -> None:
+    assert rate(job(instance_count=2), Price(HOURLY, "")) == 2 * HOURLY  # has a disk of its own
+    cpu = job(instance="ml.m5.xlarge", volume_size=16_384)
+    assert rate(cpu, Price(0.23, "")) > 6
+
+
+def test_a_job_is_counted_by_billable_seconds_else_by_the_clock() -> None:
+    assert description().billed_seconds(now=900.0) == 0
+    assert description(started=100.0).billed_seconds(now=900.0) == 800
+    assert description(started=100.0, ended=300.0).billed_seconds(now=900.0) == 200
+    ended = description(started=100.0, ended=300.0, billable_seconds=60, warm_pool_seconds=5)
+    assert ended.billed_seconds(now=900.0) == 65
+
+
+def test_a_warm_pool_is_counted_in_full_after_the_end_until_its_seconds_are_told() -> None:
+    running = description(started=100.0, keep_alive=600)
+    assert running.billed_seconds(now=900.0) == 800
+    ended = replace(running, ended=300.0)
+    assert ended.billed_seconds(now=900.0) == 200 + 600
+    assert replace(ended, warm_pool_seconds=0).billed_seconds(now=900.0) == 200
+    assert description(ended=300.0, keep_alive=600).billed_seconds(now=900.0) == 0  # no machines
+
+
+def test_what_a_job_has_cost_holds_its_disks() -> None:
+    cpu = description(instance="ml.m5.xlarge", volume_size=16_384, started=0.0)
+    assert cost_of(cpu, Price(0.23, ""), now=3600.0) > 6
+
+
+def test_a_ceiling_shortens_the_default_limit_and_one_that_was_asked_for() -> None:
+    ceiling = Ceiling(5.0, "--max-cost 5")
+    longest = longest_run(5.0, HOURLY)
+    assert limited(job(max_cost=5), HOURLY, ceiling, 0).time_limit == longest
+    assert limited(job(max_cost=5, max_run=7200), HOURLY, ceiling, 0).time_limit == longest
+    assert limited(job(max_cost=5, max_run=600), HOURLY, ceiling, 0).time_limit == 600
+
+
+def test_a_limit_fits_into_the_time_that_spot_may_wait() -> None:
+    spot = job(max_cost=50, spot=True, max_wait=900)
+    assert limited(spot, HOURLY, Ceiling(50.0, "--max-cost 50"), 0).time_limit == 900
+
+
+def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
+    ceiling = Ceiling(5.0, "--max-cost 5")
+    assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).time_limit == longest_run(3.0, HOURLY)
+    with pytest.raises(InputError, match=r"4\.00 USD of the earlier jobs"):
+        limited(job(max_cost=5), HOURLY, ceiling, 4.0)
+
+
+def test_a_configured_ceiling_refuses_a_limit_that_was_asked_for_and_is_above_it() -> None:
+    ceiling = Ceiling(5.0, "the configured ceiling")
+    with pytest.raises(InputError, match=r"--max-run 7200 may cost 15\.37 USD.* --max-run 1938"):
+        limited(job(max_run=7200), HOURLY, ceiling, 0)
+    assert limited(job(), HOURLY, ceiling, 0).time_limit == 1938
+
+
+def test_a_job_may_not_be_allowed_more_than_the_settings_allow(home: Path) -> None:
+    settings = Settings(max_cost=10)
+    assert ceiling_of(job(max_cost=5), settings) == Ceiling(5.0, "--max-cost 5")
+    assert ceiling_of(job(), settings).amount == 10  # type: ignore[union-attr]
+    assert ceiling_of(job(), Settings()) is None
+    with pytest.raises(InputError, match=r"--max-cost 20: .* is 10\.00 USD"):
+        ceiling_of(job(max_cost=20), settings)
+
+
+@pytest.mark.parametrize("words", ["0", "-1", "nan", "inf", "lots"])
+def test_a_ceiling_is_an_amount_of_money(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    ran = cli(*LAUNCH, "--max-cost", words)
+    assert ran.code == 2
+    assert "max" in ran.error
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", words)
+    ran = cli("jobs")
+    assert ran.code == 2
+    assert "max_cost" in ran.error
+
+
+# -- a launch --------------------------------------------------------------------------------------
+
+
+def limit(service: Emulator, job_id: str) -> int:
+    seconds: int = service.sagemaker.jobs[job_id].request["StoppingCondition"][
+        "MaxRuntimeInSeconds"
+    ]
+    return seconds
+
+
+def test_a_launch_says_price_source_and_worst_case_before_it_sends(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "3000", "--instance-count", "2")
+    assert ran.code == 0, ran.err
+    assert "price: 14.18 USD an hour (2 x 7.09 USD), by AWS's price list of 2" in ran.err
+    assert "cost: at most 14.18 USD, if it runs for 3000 s" in ran.err
+    assert ran.out.strip() in cloud.sagemaker.jobs
+    spot = cli(*LAUNCH, "--data", str(text_file), "--spot").err
+    assert "spot is billed for fewer seconds (AWS says: up to 90% less)" in spot
+
+
+def test_a_ceiling_sets_the_time_limit_of_the_request(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5")
+    assert ran.code == 0, ran.err
+    assert limit(cloud, ran.out.strip()) == 1938
+    assert "time limit: 1938 s, as --max-cost 5 allows 5.00 USD" in ran.err
+
+
+def test_of_two_limits_the_smaller_holds_and_that_is_said(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file), "--max-cost", "5")
+    short = cli(*words, "--max-run", "600")
+    assert limit(cloud, short.out.strip()) == 600
+    assert "time limit: 600 s, as --max-run says; --max-cost 5 allows 5.00 USD" in short.err
+    long = cli(*words, "--max-run", "7200")
+    assert limit(cloud, long.out.strip()) == 1938
+    assert "time limit: 1938 s, as --max-cost 5 allows 5.00 USD" in long.err
+
+
+def test_the_limit_that_holds_is_the_one_that_is_named(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file), "--spot", "--max-cost", "50")
+    ran = cli(*words, "--max-wait", "900")
+    assert limit(cloud, ran.out.strip()) == 900
+    assert "time limit: 900 s, as --max-wait says; --max-cost 50 allows 50.00 USD" in ran.err
+
+
+def test_a_configured_ceiling_holds_for_every_launch(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
+    words = (*LAUNCH, "--data", str(text_file))
+    assert limit(cloud, cli(*words).out.strip()) == 1938
+    refused = cli(*words, "--max-run", "7200")
+    assert refused.code == 2
+    assert "15.37 USD" in refused.error
+    above = cli(*words, "--max-cost", "6")
+    assert above.code == 2
+    assert "is 5.00 USD" in above.error
+    assert len(cloud.sagemaker.jobs) == 1
+
+
+def test_a_ceiling_that_is_too_low_is_refused_with_the_numbers_before_anything_is_sent(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "1")
+    assert ran.code == 2
+    assert "a cost of 1.00 USD (--max-cost 1) is too low: a run of 60 s costs up to 1.30 USD" in (
+        ran.error
+    )
+    assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+    assert ran.out == ""
+
+
+def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    for operation in ("GetProducts", "ListServiceQuotas"):
+        money.refuse[operation] = ("AccessDeniedException", "no")
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert "AWS's price list could not be asked: not allowed" in ran.err
+    assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
+    assert "quota: 'ml.g5.12xlarge for training job usage' is not checked" in ran.err
+
+
+@pytest.mark.parametrize("answer", ["<html>Sign in</html>", {}, {"Quota": {}, "PriceList": ["{}"]}])
+def test_a_launch_goes_on_where_a_proxy_answers_for_prices_and_quotas(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path, answer: Any
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file))
+    for operation in ("GetProducts", "ListServiceQuotas", "GetServiceQuota"):
+        money.instead[operation] = answer
+    ran = cli(*words)
+    assert ran.code == 0, ran.err
+    assert "AWS's price list could not be asked: the answer is not in AWS's words" in ran.err
+    not_checked = "quota: 'ml.g5.12xlarge for training job usage' is not checked: "
+    assert f"{not_checked}ListServiceQuotas: the answer is not in AWS's words" in ran.err
+    del money.instead["ListServiceQuotas"]
+    assert cli(*words).code == 0
+    ran = cli(*words)  # by its code
+    assert ran.code == 0, ran.err
+    assert f"{not_checked}GetServiceQuota: the answer is not in AWS's words" in ran.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["5", "[1]", '{"us-east-1": null}', '{"us-east-1": {"day": 1, "ml.g5.12xlarge": 7.09}}'],
+)
+def test_a_launch_goes_on_with_strange_files_of_prices_and_quotas(
+    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, content: str
+) -> None:
+    home.mkdir(exist_ok=True)
+    for name in ("prices.json", "quota-codes.json"):
+        (home / name).write_text(content)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert "not checked" not in ran.err
+
+
+def test_a_launch_goes_on_where_prices_and_quotas_cannot_be_kept(
+    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    for name in ("prices.json", "quota-codes.json"):
+        (home / name).mkdir(parents=True)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert "7.09 USD an hour, by AWS's price list" in ran.err
+
+
+def test_a_ceiling_that_no_price_can_hold_is_refused(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
+    ran = cli(*words, "--max-cost", "100")
+    assert ran.code == 2
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in ran.error
+    assert not cloud.sagemaker.jobs
+    assert cli(*words).code == 0
+
+
+def test_a_dry_run_shows_the_money_without_asking_anybody(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5", "--dry-run")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == 1938
+    assert "by the offline table of 2026-07" in ran.err
+    assert not money.calls
+    assert not cloud.calls
+
+
+def test_a_local_job_costs_nothing_and_says_nothing_of_money(
+    home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = cli("launch", "--instance", "local", "--max-cost", "5")
+    assert refused.code == 2
+    assert "--max-cost is for SageMaker" in refused.error
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
+    words = ("launch", "--instance", "local", "--data", str(text_file), "--detach")
+    ran = cli(*words, *sets(max_steps=1, device="cpu"))
+    assert ran.code == 0, ran.err
+    assert "USD" not in ran.err + cli("status", ran.out.strip()).out
+
+
+# -- a chain of jobs -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> Callable[..., str]:
+    """Launches a job and stops it; it is billed for 100 s and has a checkpoint."""
+
+    def launch(*words: str) -> str:
+        ran = cli(*LAUNCH, *words)
+        assert ran.code == 0, ran.err
+        job_id = ran.out.strip()
+        key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+        cli("stop", job_id)  # unless it has ended already
+        assert not describe(job_id).is_running
+        return job_id
+
+    return launch
+
+
+def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+) -> None:
+    first = stopped("--data", str(text_file), "--max-cost", "5")
+    second = stopped("--resume", first)
+    paid = 100 * HOURLY / 3600
+    assert limit(cloud, second) == longest_run(5 - paid, HOURLY)
+    third = stopped("--resume", second)
+    assert limit(cloud, third) == longest_run(5 - 2 * paid, HOURLY)
+    refused = cli(*LAUNCH, "--resume", third, "--max-cost", "1.5")
+    assert refused.code == 2
+    assert "0.60 USD of the earlier jobs" in refused.error
+    more = stopped("--resume", third, "--max-cost", "20")
+    assert limit(cloud, more) == longest_run(20 - 3 * paid, HOURLY)
+
+
+def test_a_limit_that_the_user_typed_is_taken_over_with_the_ceiling(
+    cloud: Emulator, stopped: Callable[..., str], text_file: Path
+) -> None:
+    short = stopped("--data", str(text_file), "--max-cost", "50", "--max-run", "600")
+    assert limit(cloud, stopped("--resume", short)) == 600
+    long = stopped("--data", str(text_file), "--max-cost", "5", "--max-run", "7200")
+    assert limit(cloud, long) == 1938
+    assert limit(cloud, stopped("--resume", long, "--max-cost", "100")) == 7200
+
+
+def test_the_disks_and_warm_pools_of_the_chain_count(
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cpu = ("--instance", "ml.m5.xlarge", "--volume-size", "16384", "--keep-alive", "3600")
+    first = stopped("--data", str(text_file), *cpu, *sets(n_layer=1))
+    told = cli("status", first).out
+    paid = (100 + 3600) / 3600 * rate(job(instance="ml.m5.xlarge", volume_size=16_384), CPU)
+    assert f"cost:        {usd(paid)} so far, with all 3600 s of its warm pool" in told
+    assert json.loads(cli("status", first, "--json").out)["cost"] == pytest.approx(paid)
+    assert usd(paid) in cli("jobs").out
+    refused = cli(*LAUNCH, "--resume", first, *cpu, "--max-cost", "1")
+    assert refused.code == 2
+    assert f"{usd(paid)} of the earlier jobs" in refused.error
+
+
+def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
+    cloud: Emulator, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
+    first = stopped("--data", str(text_file))
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "4")
+    second = stopped("--resume", first)
+    assert limit(cloud, second) == longest_run(4 - 100 * HOURLY / 3600, HOURLY)
+
+
+def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
+    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
+) -> None:
+    first = stopped("--data", str(text_file))
+    second = stopped("--resume", first)
+    del cloud.sagemaker.jobs[first]
+    refused = cli(*LAUNCH, "--resume", second, "--max-cost", "5")
+    assert refused.code == 2
+    assert f"what the earlier job {first} has cost is not known" in refused.error
+    assert cli(*LAUNCH, "--resume", second).code == 0
+
+
+# -- what is refused beside ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--instance", "ml.g6.12xlarge"), "'ml.g6.12xlarge for training job usage' is 0 in"),
+        (("--instance-count", "5"), "'ml.g5.12xlarge for training job usage' is 4 in us-east-1"),
+        (("--spot", "--instance-count", "3"), "'ml.g5.12xlarge for spot training job usage' is 2"),
+        (("--keep-alive", "60"), "'ml.g5.12xlarge for training warm pool usage' is 0"),
+    ],
+)
+def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    words: tuple[str, ...],
+    named: str,
+) -> None:
+    ran = cli(*LAUNCH, "--data", str(text_file), *words, *sets(batch_size=60))
+    assert ran.code == 2
+    assert named in ran.error
+    assert "Service Quotas console" in ran.error
+    assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+
+
+def test_a_quota_is_looked_up_by_name_once(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    for _ in range(2):
+        assert cli(*LAUNCH, "--data", str(text_file)).code == 0
+    asked = [name for name in money.operations() if name != "GetProducts"]
+    assert asked[:2] == ["ListServiceQuotas"] * 2  # in pages
+    assert asked[-1] == "GetServiceQuota"
+    assert asked.count("GetServiceQuota") == 1
+
+
+def test_a_kept_code_that_means_another_quota_by_now_is_looked_up_anew(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
+    file = home / "quota-codes.json"
+    kept = json.loads(file.read_text())
+    codes = kept["us-east-1"]["codes"]
+    one, other = "ml.g6.12xlarge for training job usage", "ml.g5.12xlarge for training job usage"
+    codes[one], codes[other] = codes[other], codes[one]
+    file.write_text(json.dumps(kept))
+    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
+    assert json.loads(file.read_text())["us-east-1"]["codes"][other] == codes[one]
+
+
+def test_a_quota_that_the_account_lacks_is_looked_up_once_a_day(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
+    for _ in range(2):
+        ran = cli(*words)
+        assert ran.code == 0, ran.err
+        assert "the account has no quota of that name" in ran.err
+        pages = money.operations().count("ListServiceQuotas")
+        money.calls.clear()
+    assert pages == 0
+    file = home / "quota-codes.json"
+    file.write_text(file.read_text().replace(date.today().isoformat(), "2026-01-01"))
+    assert cli(*words).code == 0
+    assert "ListServiceQuotas" in money.operations()
+
+
+def test_spot_without_checkpoints_is_refused_with_the_numbers(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = (*LAUNCH, "--data", str(text_file), "--max-run", "3600")
+    never = sets(checkpoint_seconds=3600, eval_interval=5000)
+    ran = cli(*words, *never, "--spot")
+    assert ran.code == 2
+    assert "--spot: an interrupted job would begin anew" in ran.error
+    assert "checkpoint_seconds=3600 with --max-run 3600" in ran.error
+    assert not cloud.sagemaker.jobs
+    assert cli(*words, *never).code == 0
+    assert cli(*words, *sets(checkpoint_seconds=3600), "--spot").code == 0
+
+
+@pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
+def test_a_region_without_sagemaker_is_refused_with_the_nearest(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, command: tuple[str, ...]
+) -> None:
+    data = ("--data", str(text_file)) if command[0] == "launch" else ()
+    ran = cli("--region", "us-esat-1", *command, *data)
+    assert ran.code == 2
+    assert "region us-esat-1: SageMaker is not there" in ran.error
+    assert "us-east-1" in ran.error
+    assert not cloud.calls
+
+
+# -- jobs that exist -------------------------------------------------------------------------------
+
+
+def test_status_tells_the_cost_so_far_and_in_the_end(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sagemaker_service.STAGES", (("Starting", 0.0), ("Training", 3600.0)))
+    words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2")
+    job_id = cli(*words).out.strip()
+    told = cli("status", job_id).out
+    assert re.search(
+        r"cost: +0\.\d\d USD so far \(by the clock\), at 7\.09 USD an hour of an instance", told
+    )
+    assert cli("stop", job_id).code == 0
+    assert "cost:        0.40 USD, at 7.09 USD an hour" in cli("status", job_id).out
+    told = json.loads(cli("status", job_id, "--json").out)
+    assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
+    assert told["price"]["per_hour"] == HOURLY
+
+
+def test_a_spot_job_costs_the_seconds_that_are_billed(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
+    assert cli("wait", job_id).code == 0
+    assert json.loads(cli("status", job_id, "--json").out)["cost"] == pytest.approx(
+        30 * HOURLY / 3600
+    )
+
+
+def test_jobs_shows_costs_with_one_question_for_each_type(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
+) -> None:
+    for _ in range(2):
+        cli(*LAUNCH, "--data", str(text_file))
+    (home / "prices.json").unlink()
+    money.calls.clear()
+    assert re.findall(r"\d\.\d\d USD", cli("jobs").out) != []
+    assert money.operations() == ["GetProducts"]
+
+
+def test_jobs_are_listed_when_no_price_is_known(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    job_id = cli("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file)).out.strip()
+    ran = cli("jobs")
+    assert ran.code == 0
+    assert job_id in ran.out
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in ran.err
+    assert "cost:" not in cli("status", job_id).out
