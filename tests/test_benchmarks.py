@@ -97,6 +97,7 @@ def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -
     ("words", "said"),
     [
         (("--text", "nowhere.txt"), "no such file"),
+        (("--text", __file__, "--ours=--foo"), "must be pairs of --name value"),
         (("--text", __file__, "--nanogpt", "."), "not a checkout of nanoGPT"),
         (("--text", __file__, "--json", "nowhere/found.json"), "missing or cannot be written"),
     ],
@@ -112,6 +113,7 @@ def test_what_would_fail_after_the_measuring_is_refused_before(
     )
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
     assert said in ran.stderr
 
 

@@ -45,13 +45,16 @@ class Report:
 # A benchmark as a command
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(message, 2)
+
+
 def parser(
     description: str | None, *, rounds: int, nanogpt: bool = True
 ) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("--text", type=Path, required=True, metavar="FILE", help="text to train on, UTF-8")
     if nanogpt:
