@@ -62,6 +62,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         }
     for variant, look in looks[1:]:
         report.rows.append(row(f"{variant.name} (one look)", [look], shape, top))
+        if look.tokens_per_second > max(p.tokens_per_second for p in other):
+            report.findings["NOT nanoGPT's best"] = f"{variant.name} was faster; measure again"
     return report
 
 
