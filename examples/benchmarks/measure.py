@@ -1,0 +1,344 @@
+"""What the benchmarks share: a quiet machine, processes with a clock, ratios, a table and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+ROOT = Path(__file__).parents[2]
+CLI = (sys.executable, "-c", "from launcher.cli import main; main()")  # of this checkout
+QUIET = 1.0  # load average, above which figures are those of somebody else's work too
+SECONDS_TO_STOP = 30.0
+
+Figure = TypeVar("Figure")
+
+
+class Failed(Exception):
+    """A process under measurement did not do its work."""
+
+
+@dataclass
+class Report:
+    """What a benchmark found: one row per figure, and conclusions in words to stand below them."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    findings: dict[str, Any] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------
+# A benchmark as a command
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(message, 2)
+
+
+def parser(
+    description: str | None, *, rounds: int, nanogpt: bool = True
+) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--text", type=Path, required=True, metavar="FILE", help="text to train on, UTF-8")
+    if nanogpt:
+        add("--nanogpt", type=Path, metavar="PATH", help="a checkout of nanoGPT to run beside ours")
+    add(
+        "--ours",
+        type=words,
+        default={},
+        metavar="WORDS",
+        help="more options for our train.py, as one word: --ours='--processes 2'",
+    )
+    add("--rounds", type=int, default=rounds, metavar="N", help=f"repetitions (default {rounds})")
+    add("--json", type=Path, metavar="FILE", help="write machine, rows and findings there too")
+    add("--wait", type=float, default=600, metavar="S", help="for a quiet machine (default 600)")
+    add("--anyway", action="store_true", help="measure on a busy machine; the table will say so")
+    add("--quick", action="store_true", help="a smoke run of seconds, whose figures mean nothing")
+    return made
+
+
+def told(words: Mapping[str, Any]) -> list[str]:
+    """Names and values as words of a command line."""
+    return [f"--{name}={value}" for name, value in words.items()]
+
+
+def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
+    """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
+    args = made.parse_args()
+    if args.quick:
+        args.rounds = 1
+    try:
+        check_paths(args)
+        load = os.getloadavg()[0] if args.quick or args.anyway else wait_until_quiet(args.wait)
+        about = machine(args, load)
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
+            report = benchmark(args, Path(scratch))
+    except Failed as error:
+        stop(str(error), 1)
+    except KeyboardInterrupt:
+        stop("interrupted", 130)
+    about["load average"] += f"; {os.getloadavg()[0]:.2f} at the end"
+    print(table(report.rows))
+    for name, value in {**report.findings, **about}.items():
+        print(f"{name}: {value}")
+    if args.json:
+        document = {"machine": about, "rows": report.rows, "findings": report.findings}
+        temporary = args.json.with_name(f".{args.json.name}.tmp")
+        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.replace(args.json)
+    sys.exit(0)
+
+
+def stop(why: str, code: int) -> NoReturn:
+    sys.stderr.write(f"error: {why}\n")
+    sys.exit(code)
+
+
+def note(text: str) -> None:
+    """Progress, for the person who waits."""
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Refuses now what would fail after the measuring."""
+    if not args.text.is_file():
+        stop(f"--text {args.text}: no such file", 2)
+    checkout = getattr(args, "nanogpt", None)
+    if checkout and not (checkout / "configurator.py").is_file():
+        stop(f"--nanogpt {checkout}: not a checkout of nanoGPT (it has no configurator.py)", 2)
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        stop(f"--json {args.json}: its directory is missing or cannot be written to", 2)
+    if args.rounds < 1:
+        stop(f"--rounds {args.rounds}: must be at least 1", 2)
+    args.text = args.text.absolute()
+    if checkout:
+        args.nanogpt = checkout.absolute()
+
+
+def words(text: str) -> dict[str, str]:
+    """`--name value --name=value` as names and values."""
+    said = shlex.split(text.replace("=", " "))
+    names, values = said[::2], said[1::2]
+    if len(names) != len(values) or not all(name.startswith("--") for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be pairs of --name value")
+    return dict(zip((name[2:].replace("-", "_") for name in names), values, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------
+# The machine
+
+
+def wait_until_quiet(seconds: float) -> float:
+    """The load average, once it is under QUIET."""
+    deadline, told = time.monotonic() + seconds, False
+    while (load := os.getloadavg()[0]) >= QUIET:
+        if time.monotonic() > deadline:
+            stop(f"the load average is {load:.2f}, not under {QUIET:g}; wait, or say --anyway", 2)
+        if not told:
+            note(f"load average {load:.2f}: waiting until it is under {QUIET:g}")
+            told = True
+        time.sleep(5)
+    return load
+
+
+def machine(args: argparse.Namespace, load: float) -> dict[str, Any]:
+    """What one has to know of the place and the command to read the figures."""
+    torch_version, gpu = torch_and_gpu()
+    cpu = [platform.processor()]
+    with contextlib.suppress(OSError):
+        cpu = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) or cpu
+    busy = f" at the start: NOT under {QUIET:g}" if load >= QUIET else " at the start"
+    about = {
+        "machine": f"{cpu[0]}, {cores()} cores" + (f", {gpu}" if gpu else ""),
+        "load average": f"{load:.2f}{busy}",
+        "versions": f"torch {torch_version}, Python {platform.python_version()}",
+        "commits": commits(getattr(args, "nanogpt", None)),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return about | ({"smoke run": "these figures mean nothing"} if args.quick else {})
+
+
+@functools.cache
+def torch_and_gpu() -> tuple[str, str | None]:
+    """torch's version and the GPU it sees, asked elsewhere so that this process stays small."""
+    ask = """import json, torch
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps([torch.__version__, gpu]))"""
+    version, gpu = json.loads(output(Process([sys.executable, "-c", ask])))
+    return version, gpu
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def commits(nanogpt: Path | None) -> str:
+    found = []
+    for name, path in (("sm-nanogpt", ROOT), ("nanoGPT", nanogpt)):
+        if path is not None:
+            git = ["git", "-C", str(path), "describe", "--always", "--dirty"]
+            done = subprocess.run(git, capture_output=True, text=True)
+            found.append(f"{name} {done.stdout.strip() or 'unknown'}")
+    return ", ".join(found)
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes
+
+
+@dataclass(frozen=True)
+class Process:
+    """A command with its place and what its environment has beside ours."""
+
+    command: Sequence[str]
+    cwd: Path = ROOT
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A running process that is gone afterwards, with all that it started."""
+    # Settings of whoever measures are no part of the shipped command.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "OMP_", "MKL_"))}
+    # This checkout comes before an installed one.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **process.env}
+    popen = subprocess.Popen(
+        process.command, cwd=process.cwd, env=env, start_new_session=True, **streams
+    )
+    try:
+        yield popen
+    finally:
+        if popen.poll() is None:  # torchrun's workers are in sessions of their own: ask it first
+            popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(SECONDS_TO_STOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        popen.wait()
+
+
+def lines(process: Process) -> Iterator[tuple[float, str]]:
+    """Each line of a process's output with the moment at which it came, in seconds.
+
+    Whoever stops listening ends the process.
+
+    Raises:
+        Failed: it ended with a status other than 0.
+    """
+    last = ["nothing"]
+    with started(process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as popen:
+        assert popen.stdout is not None
+        for line in popen.stdout:
+            yield time.perf_counter(), line
+            last = [*last[-20:], line.rstrip()] if line.strip() else last
+        if popen.wait():
+            said = next((at for at in reversed(last) if re.match(r"\w*Error\b", at)), last[-1])
+            raise Failed(f"{shlex.join(process.command)}: {said}")
+
+
+def output(process: Process) -> str:
+    """All that a process printed."""
+    return "".join(line for _, line in lines(process))
+
+
+def cost(process: Process) -> tuple[float, float]:
+    """Wall seconds, and the most memory, in MB, that the process or one it started held."""
+    begin = time.perf_counter()
+    with started(process, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as popen:
+        _, status, usage = os.wait4(popen.pid, 0)
+        seconds = time.perf_counter() - begin
+        popen.returncode = os.waitstatus_to_exitcode(status)
+    if popen.returncode:
+        raise Failed(f"{shlex.join(process.command)}: exit status {popen.returncode}")
+    unit = 1e6 if sys.platform == "darwin" else 1e3  # ru_maxrss: bytes there, kilobytes elsewhere
+    return seconds, usage.ru_maxrss * (1 if unit == 1e6 else 1.024) / unit
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures
+
+
+def alternate(rounds: int, sides: Mapping[str, Callable[[int], Figure]]) -> dict[str, list[Figure]]:
+    """What each side measures in each round; a round runs them one after the other."""
+    found: dict[str, list[Figure]] = {side: [] for side in sides}
+    for index in range(rounds):
+        for side, measured in sides.items():
+            note(f"round {index + 1} of {rounds}: {side}")
+            found[side].append(measured(index))
+    return found
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Ours over theirs, paired round by round: `median x (least to most)`."""
+    paired = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(paired):.2f}x" + (
+        f" ({min(paired):.2f} to {max(paired):.2f})" if len(paired) > 1 else ""
+    )
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """`median (least to most)`, or the only value."""
+    if len(values) == 1:
+        return f"{values[0]:,.{digits}f}"
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
+
+
+# The 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+# fmt: off
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
+           2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09)
+# fmt: on
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half width of its 95 % interval, of two values at least."""
+    quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def plus_minus(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.4f} (n=1)"
+    mean, half = interval(values)
+    return f"{mean:.4f} ± {half:.4f} (mean and its 95 % interval, n={len(values)})"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table; a column is what any row has."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([show(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    shown = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    return "\n".join([shown[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *shown[1:]])
+
+
+def show(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        digits = 0 if min(value) >= 1000 else 1 if min(value) >= 10 else 3
+        return spread(value, digits)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,73 @@
+"""What a speed-up costs in loss: float32 against as shipped, in pairs that share a seed.
+
+Examples:
+  python examples/benchmarks/precision.py --text input.txt
+  python examples/benchmarks/precision.py --text input.txt --against='--compile off'
+
+Without --ours it trains with --preset cpu --max_steps 500. Both trainings of a pair begin with the
+same weights and see the same batches. The loss is of the finished model, computed in float32 over
+the whole validation part. The difference is told as mean and 95 % interval over the pairs
+(Student's t); a speed-up is neutral if that holds 0 and is narrow.
+"""
+
+from __future__ import annotations
+
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+import measure
+from measure import Report
+from trainers import SHAPES, our_loss, our_seconds, ours
+
+BUDGET = {"preset": "cpu", "max_steps": 500}
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    words = args.ours or BUDGET
+    if args.quick:
+        words = SHAPES["quick"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
+    plain = shlex.join(measure.told(args.against))
+
+    def trained(more: dict[str, str], index: int) -> tuple[float, float]:
+        out = scratch / f"{index}-{'plain' if more else 'shipped'}"
+        seeded = {**words, **more, "seed": args.first_seed + index}
+        measure.output(ours(args.text, out, seeded, threads=1 if args.quick else None).process)
+        return our_loss(out, args.text), our_seconds(out)
+
+    found = measure.alternate(
+        args.rounds,
+        {
+            "as shipped": lambda index: trained({}, index),
+            plain: lambda index: trained(args.against, index),
+        },
+    )
+    (losses, seconds), (plain_losses, plain_seconds) = (
+        map(list, zip(*runs, strict=True)) for runs in found.values()
+    )
+    differences = [a - b for a, b in zip(losses, plain_losses, strict=True)]
+    return Report(
+        [
+            {"": "as shipped", "loss": losses, "training s": seconds},
+            {"": plain, "loss": plain_losses, "training s": plain_seconds},
+        ],
+        {
+            "our words": shlex.join(measure.told(words)),
+            "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
+            f"loss as shipped minus {plain}": measure.plus_minus(differences),
+            f"time of {plain} over as shipped": measure.ratio(plain_seconds, seconds),
+        },
+    )
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=8, nanogpt=False)
+    parser.add_argument(
+        "--against",
+        type=measure.words,
+        default="--precision float32",
+        metavar="WORDS",
+        help="the other side's options for our train.py (default: --precision float32)",
+    )
+    parser.add_argument("--first-seed", type=int, default=2000, metavar="N", help="(default 2000)")
+    measure.run(parser, benchmark)

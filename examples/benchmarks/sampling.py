@@ -1,0 +1,187 @@
+"""Characters per second of sampling on the CPU, one sample and many at once.
+
+Example:
+  python examples/benchmarks/sampling.py --text input.txt --nanogpt ../nanoGPT --characters 2000
+
+Ours is `sm-nanogpt fetch-and-sample` on a job of this machine, from its first character to its
+last. nanoGPT's is sample.py, from loading to its line below a sample (with --compile the second
+sample, so that compiling is not counted); it makes samples one after the other. For many at once
+its model.generate is called on a batch, for fewer characters, which favours it: its cost grows with
+the text up to the context. What a model says does not change what it costs, so both are trained for
+a step alone. nanoGPT is looked at once in each way to run it, and the fastest runs in alternation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import CLI, Failed, Process, Report, lines, output, started, told
+from trainers import SHAPES, NanoGPT
+
+LOOK = 200  # characters of a first look, and of nanoGPT's batch
+
+GENERATE = """
+import sys, time, torch
+checkout, out, samples, length = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+sys.path.insert(0, checkout)
+from model import GPT, GPTConfig
+checkpoint = torch.load(out + "/ckpt.pt", map_location="cpu")
+model = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+model.load_state_dict(checkpoint["model"])
+prompt = torch.zeros(samples, 1, dtype=torch.long)
+with torch.no_grad():
+    started = time.perf_counter()
+    model.generate(prompt, length, temperature=0.8, top_k=200)
+    print("seconds", time.perf_counter() - started)
+"""
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    shape = SHAPES["quick" if args.quick else args.shape] | {"batch_size": 2}
+    length = 40 if args.quick else args.characters
+    job = our_job(args, scratch, shape)
+    one, many = "ours, 1 sample", f"ours, {args.samples} at once"
+    sides: dict[str, Callable[[int], float]] = {
+        one: lambda index: our_rate(job, 1, length),
+        many: lambda index: our_rate(job, args.samples, length),
+    }
+    looks: dict[str, float] = {}
+    if args.nanogpt:
+        nanogpt = NanoGPT(args.nanogpt, args.text, scratch)
+        out = their_checkpoint(nanogpt, shape, scratch)
+        ways = their_ways(nanogpt, out, args)
+        for way, rate in ways.items():
+            measure.note(f"{way}: a first look")
+            looks[way] = rate(min(LOOK, length))
+        for batch in (False, True):
+            best = max((way for way in ways if ("at once" in way) == batch), key=looks.__getitem__)
+            characters = min(LOOK, length) if batch else length
+            sides[best] = partial(lambda rate, n, index: rate(n), ways[best], characters)
+
+    found = measure.alternate(args.rounds, sides)
+    counts = {side: args.samples if "at once" in side else 1 for side in sides}
+    report = Report(
+        [
+            {"": side, "characters/s in all": rates, "of each": [r / counts[side] for r in rates]}
+            for side, rates in found.items()
+        ]
+    )
+    report.rows += [
+        {"": f"{way} (one look)", "characters/s in all": [rate]}
+        for way, rate in looks.items()
+        if way not in sides
+    ]
+    if args.nanogpt:
+        single, batched = list(sides)[2:]
+        # One after the other is a way to make many, too.
+        most = [max(pair) for pair in zip(found[single], found[batched], strict=True)]
+        report.findings["1 sample, ours over theirs"] = measure.ratio(found[one], found[single])
+        report.findings[f"{args.samples} samples in all, ours over the better of theirs"] = (
+            measure.ratio(found[many], most)
+        )
+    return report
+
+
+# ------------------------------------------------------------------------------------------------
+# Ours
+
+
+def our_job(args: Namespace, scratch: Path, shape: dict[str, Any]) -> Process:
+    """The command that samples from a finished job, less the words on what to make."""
+    words = {**shape, "max_steps": 1, "eval_windows": 4, "sample_length": 1, "device": "cpu"}
+    sets = [part for word in told({**words, **args.ours}) for part in ("--set", word[2:])]
+    launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *sets]
+    env = {"SM_NANOGPT_HOME": str(scratch / "home")}
+    printed = output(Process(launch, env=env))
+    job_id = next(line for line in printed.splitlines() if re.fullmatch(r"sm-nanogpt-[\w-]+", line))
+    return Process([*CLI, "fetch-and-sample", job_id], env=env)
+
+
+def our_rate(job: Process, samples: int, length: int) -> float:
+    """Characters per second of all samples, from the first character to the end."""
+    more = [f"--num-samples={samples}", f"--max-new-tokens={length}"]
+    command = [*job.command, *more]
+    with started(
+        replace(job, command=command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as popen:
+        assert popen.stdout is not None
+        first = last = 0.0
+        while os.read(popen.stdout.fileno(), 1 << 16):
+            last = time.perf_counter()
+            first = first or last
+        if popen.wait():
+            raise Failed(f"{shlex.join(command)}: exit status {popen.returncode}")
+    return samples * (length - 1) / (last - first)
+
+
+# ------------------------------------------------------------------------------------------------
+# nanoGPT
+
+
+def their_checkpoint(nanogpt: NanoGPT, shape: dict[str, Any], scratch: Path) -> Path:
+    words = {**shape, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
+    words |= {"device": "cpu", "compile": False, "always_save_checkpoint": True}
+    out = scratch / "nanogpt-out"
+    output(nanogpt.training("nanoGPT", {**words, "out_dir": out}).process)
+    return out
+
+
+def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callable[[int], float]]:
+    """Each way to sample, as a function from a length to characters per second in all."""
+    ways: dict[str, Callable[[int], float]] = {}
+    for threads in (1,) if args.quick else sorted({1, 2, measure.cores()}):
+        env = {"OMP_NUM_THREADS": str(threads)}
+        for compiled in (False,) if args.quick else (False, True):
+            how = f"{threads} thread{'s' * (threads > 1)}, {'compiled' if compiled else 'eager'}"
+            words = {"out_dir": out, "device": "cpu", "compile": compiled}
+            command = [sys.executable, str(nanogpt.checkout / "sample.py"), *told(words)]
+            process = Process(command, nanogpt.place, env)
+            ways[f"nanoGPT {how}"] = partial(their_rate, process, 2 if compiled else 1)
+        command = [
+            sys.executable,
+            "-c",
+            GENERATE,
+            str(nanogpt.checkout),
+            str(out),
+            str(args.samples),
+        ]
+        process = Process(command, nanogpt.place, env)
+        ways[f"nanoGPT {args.samples} at once, {threads} thread{'s' * (threads > 1)}, eager"] = (
+            partial(their_batch_rate, process, args.samples)
+        )
+    return ways
+
+
+def their_rate(process: Process, samples: int, length: int) -> float:
+    more = told({"num_samples": samples, "max_new_tokens": length})
+    moments = [
+        moment
+        for moment, line in lines(replace(process, command=[*process.command, *more]))
+        if line.startswith(("Loading meta", "---------------"))
+    ]
+    return length / (moments[-1] - moments[-2])
+
+
+def their_batch_rate(process: Process, samples: int, length: int) -> float:
+    printed = output(replace(process, command=[*process.command, str(length)]))
+    return samples * length / float(printed.split("seconds")[-1])
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3)
+    parser.add_argument("--shape", choices=("cpu", "baby"), default="baby", help="(default: baby)")
+    parser.add_argument("--characters", type=int, default=2000, metavar="N", help="(default 2000)")
+    parser.add_argument("--samples", type=int, default=16, metavar="N", help="at once (default 16)")
+    measure.run(parser, benchmark)

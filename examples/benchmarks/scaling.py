@@ -1,0 +1,74 @@
+"""Tokens per second of training with 1, 2, ... processes on the CPU, each of one thread.
+
+Example:
+  python examples/benchmarks/scaling.py --text input.txt --nanogpt ../nanoGPT --processes 1 2
+
+The global batch stays the same, so that every row trains the same model on as many tokens a step.
+One process with as many threads stands beside, since it would use the same cores.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import measure
+from measure import Report
+from trainers import NEVER, SHAPES, NanoGPT, ours, pace
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    shape = SHAPES["quick" if args.quick else args.shape]
+    seconds = 0.2 if args.quick else args.seconds
+    common = {**shape, "log_interval": 10 if args.shape == "cpu" else 1, "eval_interval": NEVER}
+    common["device"] = "cpu"
+    nanogpt = NanoGPT(args.nanogpt, args.text, scratch) if args.nanogpt else None
+
+    def our_speed(processes: int, threads: int, index: int) -> float:
+        words = {**common, "max_steps": NEVER, "processes": processes, **args.ours}
+        out = scratch / f"{processes}-{threads}-{index}"
+        return pace(ours(args.text, out, words, threads), shape, seconds).tokens_per_second
+
+    def their_speed(processes: int, threads: int, index: int) -> float:
+        assert nanogpt
+        words = {**common, "max_iters": NEVER, "eval_iters": 1, "compile": False}
+        words["out_dir"] = scratch / "out"
+        training = nanogpt.training("nanoGPT", words, threads, processes)
+        return pace(training, shape, seconds).tokens_per_second
+
+    ways = [(processes, 1) for processes in args.processes]
+    ways += [(1, threads) for threads in args.processes if threads > 1]
+    sides: dict[str, Callable[[int], float]] = {}
+    for way in ways:
+        sides[name("ours", *way)] = partial(our_speed, *way)
+        if nanogpt:
+            sides[name("nanoGPT, eager", *way)] = partial(their_speed, *way)
+    speeds = measure.alternate(args.rounds, sides)
+
+    report = Report()
+    for side in ("ours", "nanoGPT, eager")[: 2 if nanogpt else 1]:
+        first = name(side, *ways[0])
+        for way in ways:
+            mine = speeds[name(side, *way)]
+            row = {"": name(side, *way), "tokens/s": mine}
+            row[f"over {name('', *ways[0])}"] = measure.ratio(mine, speeds[first])
+            if nanogpt and side == "ours":
+                row["over nanoGPT"] = measure.ratio(mine, speeds[name("nanoGPT, eager", *way)])
+            report.rows.append(row)
+    return report
+
+
+def name(side: str, processes: int, threads: int) -> str:
+    return f"{side} {processes} x {threads}".strip()
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3)
+    parser.add_argument("--shape", choices=("cpu", "baby"), default="baby", help="(default: baby)")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 2], metavar="N", help="(default: 1 2)"
+    )
+    parser.add_argument("--seconds", type=float, default=30, help="of each run (default 30)")
+    measure.run(parser, benchmark)

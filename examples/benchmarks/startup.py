@@ -1,0 +1,141 @@
+"""How soon a training begins: the time to its first step, and tokenising with its memory.
+
+Example:
+  python examples/benchmarks/startup.py --text input.txt --nanogpt ../nanoGPT --megabytes 1000
+
+The time to the first step is from the start of the command to its first line about a step;
+nanoGPT's text is prepared by then. Tokenising is what a command takes more, in time and in memory,
+on a large text than on a small one: nanoGPT's prepare.py, and ours by one step of a tiny model. The
+large texts are the given one over and over, as ASCII, and with characters of two to four bytes in
+every line (mixed). prepare.py holds it all in lists, so it gets less (--nanogpt-megabytes).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import CLI, Failed, Process, Report, cost
+from trainers import SHAPES, NanoGPT, Training, ours
+
+IMPORT = (sys.executable, "-c", "import torch")
+MIXED = str.maketrans("etaw", "éт漢🙂")
+# A model of next to nothing, with long windows, so that what remains is the text.
+TINY: dict[str, Any] = dict(
+    n_layer=1,
+    n_head=1,
+    n_embd=16,
+    block_size=1024,
+    batch_size=1,
+    max_steps=1,
+    eval_windows=8,
+    sample_length=1,
+    device="cpu",
+    compile="off",
+)
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    nanogpt = NanoGPT(args.nanogpt, args.text, scratch) if args.nanogpt else None
+    report = Report()
+    first_steps(args, scratch, nanogpt, report)
+    text = "".join(c for c in args.text.read_bytes().decode() if c.isascii())
+    tokenising("ASCII", text, args, scratch, nanogpt, report)
+    tokenising("mixed", text.translate(MIXED), args, scratch, nanogpt, report)
+    return report
+
+
+def first_steps(args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report: Report) -> None:
+    shape = {**SHAPES["quick" if args.quick else "cpu"], "device": "cpu", "log_interval": 1}
+    mine, other = "first step, ours", "first step, nanoGPT eager"
+    sides: dict[str, Callable[[int], float]] = {
+        "python -c 'import torch'": lambda index: cost(Process(IMPORT))[0],
+        "sm-nanogpt --help": lambda index: cost(Process([*CLI, "--help"]))[0],
+        mine: lambda index: first_step(
+            ours(args.text, scratch / f"first-{index}", {**shape, **args.ours})
+        ),
+    }
+    if nanogpt:
+        words = {**shape, "compile": False, "eval_iters": 1, "out_dir": scratch / "out"}
+        sides[other] = lambda index: first_step(nanogpt.training("nanoGPT", words))
+    found = measure.alternate(args.rounds, sides)
+    report.rows += [{"": name, "seconds": seconds} for name, seconds in found.items()]
+    if nanogpt:
+        report.findings["their time to the first step over ours"] = measure.ratio(
+            found[other], found[mine]
+        )
+
+
+def first_step(training: Training) -> float:
+    started = time.perf_counter()
+    for moment, line in measure.lines(training.process):
+        if training.step_line.match(line):
+            return moment - started
+    raise Failed(f"{training.name}: it ended before its first step")
+
+
+def tokenising(
+    kind: str,
+    unit: str,
+    args: Namespace,
+    scratch: Path,
+    nanogpt: NanoGPT | None,
+    report: Report,
+) -> None:
+    """Adds speed, per byte of UTF-8, and memory on the unit repeated."""
+
+    def our_cost(text: Path) -> tuple[float, float]:
+        out = scratch / f"{kind}-{time.monotonic_ns()}"
+        return cost(ours(text, out, {**TINY, **args.ours}).process)
+
+    def their_cost(text: Path) -> tuple[float, float]:
+        assert nanogpt
+        return cost(nanogpt.prepare(text))
+
+    def beyond_small(text: Path, on: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
+        # In a smoke run the text is too small for a difference.
+        small = (0.0, 0.0) if args.quick else on(scratch / "small.txt")
+        large = on(text)
+        if large[0] <= small[0]:
+            raise Failed("the large text took no longer than the small one; more --megabytes")
+        return text.stat().st_size / 1e6 / (large[0] - small[0]), large[1] - small[1]
+
+    mine, other = f"tokenising {kind}, ours", f"tokenising {kind}, nanoGPT"
+    (scratch / "small.txt").write_text(unit[:100_000], "utf-8")
+    large = repeated(scratch / "large.txt", unit, 1 if args.quick else args.megabytes)
+    sides = {mine: lambda index: beyond_small(large, our_cost)}
+    if nanogpt:
+        less = repeated(scratch / "less.txt", unit, 1 if args.quick else args.nanogpt_megabytes)
+        sides[other] = lambda index: beyond_small(less, their_cost)
+    found = {
+        side: dict(zip(("MB/s", "memory MB"), map(list, zip(*costs, strict=True)), strict=True))
+        for side, costs in measure.alternate(args.rounds, sides).items()
+    }
+    report.rows += [{"": side, **columns} for side, columns in found.items()]
+    if nanogpt:
+        report.findings[f"tokenising {kind} per byte, ours over theirs"] = measure.ratio(
+            found[mine]["MB/s"], found[other]["MB/s"]
+        )
+
+
+def repeated(path: Path, unit: str, megabytes: float) -> Path:
+    """A file of whole units, of at least that size."""
+    data = unit.encode()
+    with path.open("wb") as file:
+        while file.tell() < megabytes * 1e6:
+            file.write(data)
+    return path
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3)
+    parser.add_argument("--megabytes", type=float, default=1000, help="of text (default 1000)")
+    parser.add_argument(
+        "--nanogpt-megabytes", type=float, default=100, help="of text for it (default 100)"
+    )
+    measure.run(parser, benchmark)

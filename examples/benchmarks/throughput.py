@@ -1,0 +1,101 @@
+"""Tokens per second of training, ours as shipped against nanoGPT at its best.
+
+Example:
+  python examples/benchmarks/throughput.py --text input.txt --nanogpt ../nanoGPT --shape baby
+
+Both train the same shape: layers, heads, width, context, batch and dropout. nanoGPT is looked at
+once in each way to run it; the fastest then runs in alternation with ours, and each ratio is of
+two runs that followed each other. The clock counts data, forward, backward, optimizer and
+communication. On a GPU the share of its peak is shown too (MFU).
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import Failed, Report
+from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, ours, pace
+
+# Dense bfloat16 operations per second, in units of 10**12, as their makers publish them.
+PEAKS = {"H200": 989, "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121}
+GPT2_SYMBOLS = 50304
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    _, gpu = measure.torch_and_gpu()
+    top = peak(gpu, args.peak) if gpu else None
+    name = args.shape or ("baby" if gpu else "cpu")
+    shape = SHAPES["quick" if args.quick else name]
+    seconds = 0.2 if args.quick else args.seconds
+    text = many_symbols(scratch) if name == "gpt2" else args.text
+    log_interval = 10 if gpu or name == "cpu" else 1
+    common = {**shape, "log_interval": log_interval, "eval_interval": NEVER}
+    preset = {"preset": name} if name in ("cpu", "baby") else {"tie_embeddings": True}
+    words = {**preset, **common, "max_steps": NEVER, **args.ours}
+
+    def our_pace(index: int) -> Pace:
+        threads = 1 if args.quick else None
+        return pace(ours(text, scratch / f"ours-{index}", words, threads), shape, seconds)
+
+    sides, looks = {"ours": our_pace}, []
+    if args.nanogpt:
+        nanogpt = NanoGPT(args.nanogpt, text, scratch)
+        theirs = {**common, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
+        looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
+        best = looks[0][0]
+        sides[best.name] = lambda index: pace(best, shape, seconds)
+    found = measure.alternate(args.rounds, sides)
+
+    report = Report([row(side, paces, shape, top) for side, paces in found.items()])
+    if looks:
+        mine, other = found.values()
+        speeds = ([p.tokens_per_second for p in paces] for paces in (mine, other))
+        size = mine[0].parameters / other[0].parameters
+        report.findings = {
+            f"ours against {looks[0][0].name}": measure.ratio(*speeds),
+            "parameters, ours to theirs": f"{size:.3f}"
+            + (" (NOT within 5 %)" if abs(size - 1) > 0.05 else ""),
+        }
+    for variant, look in looks[1:]:
+        report.rows.append(row(f"{variant.name} (one look)", [look], shape, top))
+        if look.tokens_per_second > max(p.tokens_per_second for p in other):
+            report.findings["NOT nanoGPT's best"] = f"{variant.name} was faster; measure again"
+    return report
+
+
+def row(who: str, paces: list[Pace], shape: dict[str, Any], peak: float | None) -> dict[str, Any]:
+    speeds = [p.tokens_per_second for p in paces]
+    found = {"": who, "parameters": paces[0].parameters, "tokens/s": speeds}
+    if peak:
+        # arXiv:2204.02311, appendix B: operations per token, forward and backward.
+        attention = 12 * shape["n_layer"] * shape["n_embd"] * shape["block_size"]
+        per_token = 6 * paces[0].parameters + attention
+        found["MFU %"] = [100 * speed * per_token / (peak * 1e12) for speed in speeds]
+    return found
+
+
+def peak(gpu: str, said: float | None) -> float:
+    known = next((value for part, value in PEAKS.items() if part in gpu), None)
+    if found := said or known:
+        return found
+    raise Failed(f"the peak of {gpu} is not known here; say --peak TFLOPS")
+
+
+def many_symbols(scratch: Path) -> Path:
+    """A text of as many different characters as GPT-2 has tokens, for the size of its head."""
+    symbols = [chr(0x20000 + i) for i in range(GPT2_SYMBOLS)]
+    path = scratch / "symbols.txt"
+    path.write_text("".join(symbols + random.Random(0).choices(symbols, k=2_000_000)), "utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3)
+    parser.add_argument("--shape", choices=("cpu", "baby", "gpt2"), help="(default: cpu, or baby)")
+    parser.add_argument("--seconds", type=float, default=15, help="of each run (default 15)")
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in bfloat16")
+    measure.run(parser, benchmark)

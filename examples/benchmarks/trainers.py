@@ -1,0 +1,235 @@
+"""The two that are compared: our train.py as it ships, and a checkout of nanoGPT as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, Failed, Process, cores, lines, note, output, told, torch_and_gpu
+
+Words = Mapping[str, Any]
+
+# Shapes that both can be told in the same words. cpu is nanoGPT's for a CPU, baby its
+# train_shakespeare_char, gpt2 its train_gpt2.
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0),
+    "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, dropout=0.0),
+    "quick": dict(n_layer=1, n_head=2, n_embd=16, block_size=32, batch_size=4, dropout=0.0),
+}
+NEVER = 10**9  # steps
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that can be started, and how it says that a step is done."""
+
+    name: str
+    process: Process
+    step_line: re.Pattern[str]
+
+
+# ------------------------------------------------------------------------------------------------
+# Ours
+
+
+def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Training:
+    """The shipped command; threads is set from outside only where threads are what is compared."""
+    script = str(ROOT / "entry_point" / "train.py")
+    command = [sys.executable, script, "--data", str(text), "--out", str(out), *told(words)]
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return Training("ours", Process(command, env=env), re.compile(r"step=(\d+)/"))
+
+
+def our_seconds(out: Path) -> float:
+    """Seconds of training, without evaluations and checkpoints, of a training that is done."""
+    config = json.loads((out / "model" / "training.json").read_text())["config"]
+    seconds, step = 0.0, 0
+    for line in (out / "output" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        tokens = (row["step"] - step) * config["batch_size"] * config["block_size"]
+        seconds, step = seconds + tokens / row["tokens_per_second"], row["step"]
+    return seconds
+
+
+def our_loss(out: Path, text: Path) -> float:
+    """Nats per character of the artefact over the whole validation part."""
+    sys.path.insert(0, str(ROOT))
+    from entry_point.train import load_artefact
+
+    model, vocabulary = load_artefact(out / "model")
+    characters = text.read_bytes().decode()
+    part = characters[int(len(characters) * 0.9) :]
+    return whole_loss(model, [vocabulary.index(c) for c in part], model.config.block_size)
+
+
+# ------------------------------------------------------------------------------------------------
+# nanoGPT
+
+
+class NanoGPT:
+    """A checkout of nanoGPT, which runs in a scratch directory and is not written to.
+
+    Its scripts read ./configurator.py, ./config and ./data; there these are links, and its
+    prepare.py is a copy, since that one writes beside itself.
+    """
+
+    def __init__(self, checkout: Path, text: Path, scratch: Path) -> None:
+        self.checkout, self.place = checkout, scratch / "nanogpt"
+        self.data = self.place / "data" / "shakespeare_char"
+        self.data.mkdir(parents=True)
+        for name in ("configurator.py", "config"):
+            (self.place / name).symlink_to(checkout / name)
+        source = checkout / "data" / "shakespeare_char" / "prepare.py"
+        (self.data / "prepare.py").write_text(source.read_text())
+        output(self.prepare(text))
+
+    def prepare(self, text: Path) -> Process:
+        """The process that tokenises a text."""
+        link = self.data / "input.txt"
+        link.unlink(missing_ok=True)
+        link.symlink_to(text)
+        command = [sys.executable, str(self.data / "prepare.py")]
+        return Process(command, self.place, {"PYTHONUTF8": "1"})
+
+    def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
+        """Each way to run its train.py on this machine; in a smoke run, one."""
+        if torch_and_gpu()[1]:
+            for compiled in (True, False):
+                name = f"nanoGPT bfloat16, {'compiled' if compiled else 'eager'}"
+                yield self.training(name, {**words, "compile": compiled, "dtype": "bfloat16"})
+            return
+        words = {**words, "device": "cpu"}
+        for compiled in (False,) if quick else (False, True):
+            how = "compiled" if compiled else "eager"
+            words = {**words, "compile": compiled}
+            for threads in (1,) if quick else sorted({1, 2, cores()}):
+                name = f"nanoGPT {threads} thread{'s' * (threads > 1)}, {how}"
+                yield self.training(name, words, threads)
+            if not quick:
+                yield self.training(f"nanoGPT 2 processes, {how}", words, processes=2)
+
+    def training(
+        self, name: str, words: Words, threads: int | None = None, processes: int = 1
+    ) -> Training:
+        script, python = str(self.checkout / "train.py"), [sys.executable]
+        if processes > 1:
+            share, rest = divmod(words["batch_size"], processes)
+            if rest:
+                raise Failed(f"nanoGPT cannot share a batch of {words['batch_size']} evenly")
+            words = {**words, "batch_size": share, "gradient_accumulation_steps": processes}
+            words |= {"backend": "gloo"}
+            python += ["-m", "torch.distributed.run", "--standalone"]
+            python += [f"--nproc_per_node={processes}", str(Path(__file__).with_name("ddp_cpu.py"))]
+            threads = 1
+        command = [*python, script, "config/train_shakespeare_char.py", *told(words)]
+        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
+
+    def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float]:
+        """Runs a training to its end, with more words.
+
+        Returns the seconds of its training up to its checkpoint, without evaluations, those of the
+        whole command, and the checkpoint's nats per character over the whole validation part.
+        """
+        started = time.perf_counter()
+        more = told({**words, "out_dir": out, "log_interval": 1})
+        process = replace(training.process, command=[*training.process.command, *more])
+        seconds, evaluated = {}, False
+        for _, line in lines(process):
+            if found := re.match(r"iter (\d+):.* time ([\d.]+)ms", line):
+                if not evaluated:  # an iteration's time holds the evaluation before it
+                    seconds[int(found[1])] = float(found[2]) / 1000
+                evaluated = False
+            evaluated |= line.startswith("step ")
+        whole = time.perf_counter() - started
+        import torch
+
+        checkpoint = torch.load(out / "ckpt.pt", map_location="cpu")
+        steps = checkpoint["iter_num"]
+        training_seconds = statistics.mean(seconds[i] for i in seconds if i < steps) * steps
+        return training_seconds, whole, self.loss(checkpoint)
+
+    def loss(self, checkpoint: Mapping[str, Any]) -> float:
+        import torch
+
+        spec = importlib.util.spec_from_file_location("nanogpt_model", self.checkout / "model.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["nanogpt_model"] = module  # its dataclass looks itself up there
+        spec.loader.exec_module(module)
+        with contextlib.redirect_stdout(io.StringIO()):  # it says its size
+            model = module.GPT(module.GPTConfig(**checkpoint["model_args"]))
+        weights = {k.removeprefix("_orig_mod."): v for k, v in checkpoint["model"].items()}
+        model.load_state_dict(weights)
+        model.eval()
+        path = self.data / "val.bin"
+        ids = torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.uint16)
+        block_size = checkpoint["model_args"]["block_size"]
+        return whole_loss(lambda x, y: model(x, y)[1], ids.tolist(), block_size)
+
+
+# ------------------------------------------------------------------------------------------------
+# Both
+
+
+def whole_loss(loss_of: Callable[[Any, Any], Any], ids: list[int], block_size: int) -> float:
+    """The mean loss over all windows that do not overlap, computed in float32 on the CPU."""
+    import torch
+
+    count = (len(ids) - 1) // block_size
+    x = torch.tensor(ids[: count * block_size]).view(count, block_size)
+    y = torch.tensor(ids[1 : count * block_size + 1]).view(count, block_size)
+    with torch.no_grad():
+        pairs = zip(x.split(64), y.split(64), strict=True)
+        return sum(float(loss_of(a, b)) * len(a) for a, b in pairs) / count
+
+
+@dataclass(frozen=True)
+class Pace:
+    tokens_per_second: float
+    parameters: int
+
+
+def pace(training: Training, words: Words, seconds: float) -> Pace:
+    """Tokens per second between two lines of a running training, at least `seconds` apart.
+
+    The clock is ours and starts at its second line, so that reading the text, compiling and the
+    first evaluation are not counted; the training is ended when it has been seen for long enough.
+    """
+    counted: dict[str, int] = {}
+    began = None
+    passed = 0
+    for moment, line in lines(training.process):
+        if found := re.search(r"\b([\d,]+) parameters", line):
+            counted[line] = int(found[1].replace(",", ""))
+        if not (found := training.step_line.match(line)):
+            continue
+        passed, step = passed + 1, int(found[1])
+        if passed == 2:
+            began = moment, step
+        if began and passed >= 5 and moment - began[0] >= seconds:
+            tokens = (step - began[1]) * words["batch_size"] * words["block_size"]
+            return Pace(tokens / (moment - began[0]), sum(counted.values()))
+    raise Failed(f"{training.name}: it ended before it was measured")
+
+
+def fastest_first(
+    variants: Iterable[Training], words: Words, seconds: float
+) -> list[tuple[Training, Pace]]:
+    """One look at each variant."""
+    looks = []
+    for variant in variants:
+        note(f"{variant.name}: a first look")
+        looks.append((variant, pace(variant, words, seconds)))
+    return sorted(looks, key=lambda look: -look[1].tokens_per_second)

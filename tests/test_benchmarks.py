@@ -1,0 +1,139 @@
+"""The benchmarks run and say what they found; how fast anything is, is tested nowhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+NAMES = ("throughput", "time_to_loss", "sampling", "startup", "scaling", "precision")
+
+# What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
+STUB_TRAIN = """
+import sys, time
+assert "--n_embd=16" in sys.argv, sys.argv
+print("num decayed parameter tensors: 6, with 4,000 parameters")
+print("num non-decayed parameter tensors: 3, with 672 parameters")
+for step in range(10**9):
+    print(f"iter {step}: loss 4.0000, time 1.00ms, mfu -100.00%")
+    time.sleep(0.001)
+"""
+STUB_PREPARE = """
+from pathlib import Path
+here = Path(__file__).parent
+(here / "train.bin").write_text((here / "input.txt").read_text(encoding="utf-8"), encoding="utf-8")
+"""
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import measure
+
+    return measure
+
+
+@pytest.fixture
+def nanogpt(tmp_path: Path) -> Path:
+    """A stand-in for a checkout of nanoGPT."""
+    root = tmp_path / "nanogpt"
+    (root / "data" / "shakespeare_char").mkdir(parents=True)
+    (root / "config").mkdir()
+    (root / "configurator.py").touch()
+    (root / "train.py").write_text(STUB_TRAIN)
+    (root / "data" / "shakespeare_char" / "prepare.py").write_text(STUB_PREPARE)
+    return root
+
+
+def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_smoke_run_prints_a_table_and_writes_the_same_as_json(
+    name: str, tmp_path: Path, text_file: Path
+) -> None:
+    ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    lines = ran.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 1 + len(found["rows"])
+    assert all(row[""] in ran.stdout for row in found["rows"])
+    assert "smoke run: these figures mean nothing" in lines
+    assert found["machine"]["command"] in ran.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
+    ran = run(name, "--help")
+    assert f"python examples/benchmarks/{name}.py --text input.txt" in ran.stdout
+
+
+def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
+    tmp_path: Path, text_file: Path, nanogpt: Path
+) -> None:
+    before = sorted(nanogpt.rglob("*"))
+    ran = run("throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
+    assert ran.returncode == 0, ran.stderr
+    assert "ours against nanoGPT 1 thread, eager: " in ran.stdout
+    assert "| 4,672 " in ran.stdout  # its parameters, as it says them
+    assert sorted(nanogpt.rglob("*")) == before
+
+
+def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -> None:
+    ran = run("throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
+    assert ran.returncode == 1
+    assert "did you mean n_layer?" in ran.stderr.splitlines()[-1]
+    assert ran.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--text", "nowhere.txt"), "no such file"),
+        (("--text", __file__, "--ours=--foo"), "must be pairs of --name value"),
+        (("--text", __file__, "--nanogpt", "."), "not a checkout of nanoGPT"),
+        (("--text", __file__, "--json", "nowhere/found.json"), "missing or cannot be written"),
+    ],
+)
+def test_what_would_fail_after_the_measuring_is_refused_before(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "throughput.py", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
+    assert said in ran.stderr
+
+
+def test_a_busy_machine_is_refused_in_one_line(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (3.5, 3.0, 2.0))
+    with pytest.raises(SystemExit) as exit:
+        measure.wait_until_quiet(-1)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: the load average is 3.50, not under 1; wait, or say --anyway\n"
+    )
+
+
+def test_ratios_are_of_figures_of_the_same_round(measure: ModuleType) -> None:
+    assert measure.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == "3.00x (2.00 to 4.00)"
+
+
+def test_the_interval_is_students(measure: ModuleType) -> None:
+    mean, half = measure.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(1.963, abs=0.005)  # 2.776 * 1.581 / sqrt(5)
