@@ -910,7 +910,7 @@ class Group:
 # ------------------------------------------------------------------------------------------------
 # Text: a vocabulary of characters, and ids in a memory map
 
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
 CODE_POINTS = 0x110000
 
 
@@ -943,8 +943,33 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
-def decoded_chunks(files: Sequence[Path], digest: Any = None) -> Iterator[bytes | Tensor]:
-    """The text in chunks of bounded size: ASCII as bytes, else code points as an int32 tensor [n].
+class FirstIds:
+    """Ids in the order in which characters first come, as long as the rest is not known."""
+
+    def __init__(self) -> None:
+        self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
+        self.count = 0
+
+    def __call__(self, codes: Tensor) -> Tensor:
+        """The id of each code point, new ones included: int32 [n] both."""
+        ids = self.of_code_point.index_select(0, codes)
+        if ids.min() < 0:
+            new = codes[ids < 0].unique().long()
+            self.of_code_point[new] = self.count + torch.arange(len(new), dtype=torch.int32)
+            self.count += len(new)
+            ids = self.of_code_point.index_select(0, codes)
+        return ids
+
+    def in_order(self) -> tuple[str, Tensor]:
+        """The characters sorted by code point, and the place there of each id: [count]."""
+        codes = (self.of_code_point >= 0).nonzero().flatten()
+        places = torch.empty(self.count, dtype=id_dtype(self.count))
+        places[self.of_code_point[codes].long()] = torch.arange(self.count).to(places)
+        return "".join(map(chr, codes.tolist())), places
+
+
+def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
+    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
 
     Raises:
         DataError: a file is not UTF-8.
@@ -955,11 +980,10 @@ def decoded_chunks(files: Sequence[Path], digest: Any = None) -> Iterator[bytes 
         with path.open("rb") as file:
             while True:
                 data = file.read(CHUNK_BYTES)
-                if digest is not None:
-                    digest.update(data)
+                digest.update(data)
                 pending = decoder.getstate()[0]
                 if data and not pending and data.isascii():
-                    yield data
+                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
                 else:
                     try:
                         text = decoder.decode(data, final=not data)
@@ -972,46 +996,43 @@ def decoded_chunks(files: Sequence[Path], digest: Any = None) -> Iterator[bytes 
                 offset += len(data)
                 if not data:
                     break
-        if digest is not None:
-            digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
+        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
 
 
-def scan_text(files: Sequence[Path], seen: Tensor) -> tuple[int, str]:
-    """Marks each code point of the text in `seen` (bool [CODE_POINTS]).
+def write_first_ids(
+    files: Sequence[Path], first_ids: FirstIds, out: Path
+) -> tuple[dict[torch.dtype, int], str]:
+    """Writes the text as first ids, in a wider type from where there are more of them.
 
-    Returns the number of characters and the SHA-256 of the files.
+    Returns the number of characters in each type, in the file's order, and the SHA-256 of the
+    files.
     """
     digest = hashlib.sha256()
-    length = 0
-    for chunk in decoded_chunks(files, digest):
-        length += len(chunk)
-        if isinstance(chunk, bytes):
-            codes = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
-            seen[:256] |= torch.bincount(codes, minlength=256) > 0
-        else:
-            seen[chunk.long()] = True
-    return length, digest.hexdigest()
-
-
-def write_ids(files: Sequence[Path], vocabulary: str, out: Path) -> None:
-    """Writes the id of each character of the text to a file, as raw integers."""
-    table = torch.zeros(CODE_POINTS, dtype=id_dtype(vocabulary))
-    table[torch.tensor([ord(c) for c in vocabulary])] = torch.arange(len(vocabulary)).to(table)
-    ascii_table = bytes(table[:256].tolist()) if table.dtype == torch.uint8 else b""
+    lengths: dict[torch.dtype, int] = {}
     with out.open("wb") as file:
-        for chunk in decoded_chunks(files):
-            if isinstance(chunk, bytes) and ascii_table:
-                file.write(chunk.translate(ascii_table))
-            else:
-                if isinstance(chunk, bytes):
-                    chunk = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
-                file.write(raw_bytes(table[chunk.long()]))
+        for codes in code_points(files, digest):
+            ids = first_ids(codes)
+            dtype = id_dtype(first_ids.count)
+            file.write(raw_bytes(ids.to(dtype)))
+            lengths[dtype] = lengths.get(dtype, 0) + len(ids)
+    return lengths, digest.hexdigest()
 
 
-def id_dtype(vocabulary: str) -> torch.dtype:
-    if len(vocabulary) <= 1 << 8:
+def write_ids(draft: Path, lengths: Mapping[torch.dtype, int], places: Tensor, out: Path) -> None:
+    """Writes the place of each first id of a draft with these lengths, as raw integers."""
+    with draft.open("rb") as source, out.open("wb") as file:
+        for dtype, length in lengths.items():
+            for start in range(0, length, CHUNK_BYTES):
+                ids = torch.empty(min(CHUNK_BYTES, length - start), dtype=dtype)
+                source.readinto(raw_bytes(ids))
+                file.write(raw_bytes(places.index_select(0, ids.int())))
+
+
+def id_dtype(count: int) -> torch.dtype:
+    """The smallest type that holds so many ids."""
+    if count <= 1 << 8:
         return torch.uint8
-    return torch.int16 if len(vocabulary) <= 1 << 15 else torch.int32
+    return torch.int16 if count <= 1 << 15 else torch.int32
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -1048,7 +1069,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
                 f"host {container.current_host} has other text than {container.hosts[0]};"
                 " every host needs the whole channel (S3DataDistributionType FullyReplicated)"
             )
-        dtype = id_dtype(described["vocabulary"])
+        dtype = id_dtype(len(described["vocabulary"]))
         parts = [
             torch.from_file(path, shared=False, size=size, dtype=dtype)
             for path, size in described["parts"]
@@ -1073,21 +1094,42 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return Corpus(described["vocabulary"], train, val, described["sha256"])
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on this thread alone: on small chunks, waiting for others costs more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def tokenize(container: Container, directory: Path) -> dict[str, Any]:
-    """Writes the ids of each channel into the directory and says what it found."""
+    """Writes the ids of each channel into the directory and says what it found.
+
+    Decoding takes the most time, and ids are known when all text is: so it is decoded once, to a
+    draft whose ids are in the order of their coming, and these are then replaced.
+    """
     channels = [c for c in (container.training, container.validation) if c is not None]
     files = [text_files(channel) for channel in channels]
-    seen = torch.zeros(CODE_POINTS, dtype=torch.bool)
-    found = [scan_text(of_channel, seen) for of_channel in files]
-    if not all(length for length, _ in found):
-        empty = channels[[length for length, _ in found].index(0)]
-        raise DataError(f"{empty}: no text in it")
-    vocabulary = "".join(chr(code) for code in seen.nonzero().flatten().tolist())
+    first_ids = FirstIds()
+    drafts = [directory / f"{index}.draft" for index in range(len(files))]
+    found = [
+        write_first_ids(of_channel, first_ids, draft)
+        for of_channel, draft in zip(files, drafts, strict=True)
+    ]
+    for channel, (lengths, _) in zip(channels, found, strict=True):
+        if not lengths:
+            raise DataError(f"{channel}: no text in it")
+    vocabulary, places = first_ids.in_order()
     parts = []
-    for index, (of_channel, (length, _)) in enumerate(zip(files, found, strict=True)):
-        path = directory / f"{index}.ids"
-        write_ids(of_channel, vocabulary, path)
-        parts.append((str(path), length))
+    for draft, (lengths, _) in zip(drafts, found, strict=True):
+        path = draft.with_suffix(".ids")
+        write_ids(draft, lengths, places, path)
+        draft.unlink()
+        parts.append((str(path), sum(lengths.values())))
     sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
     return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
 

@@ -73,6 +73,28 @@ def test_a_vocabulary_beyond_int16_is_kept(tmp_path: Path) -> None:
     assert text_of(corpus, corpus.train, corpus.val) == text
 
 
+def test_ids_are_those_of_a_dictionary_where_the_vocabulary_outgrows_a_type_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "CHUNK_BYTES", 1000)
+    wide = "".join(chr(0x20000 + i) + "aé漢" for i in range(33_000))
+    training, validation = "plain words " * 500 + STRANGE, STRANGE + wide + STRANGE
+    ids = {c: i for i, c in enumerate(sorted(set(training + validation)))}
+    corpus = corpus_of(write(tmp_path / "a.txt", training), write(tmp_path / "v.txt", validation))
+    assert corpus.train.tolist() == [ids[c] for c in training]
+    assert corpus.val.tolist() == [ids[c] for c in validation]
+
+
+def test_tokenising_leaves_the_number_of_threads_as_it_was(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        corpus_of(write(tmp_path / "a.txt", STRANGE))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_vocabulary_is_sorted_as_in_nanogpt(tmp_path: Path) -> None:
     corpus = corpus_of(write(tmp_path / "a.txt", STRANGE))
     assert corpus.vocabulary == "".join(sorted(set(STRANGE)))
@@ -197,11 +219,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         "import pathlib, re, resource, sys\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         "import train\n"
-        "files, out = [pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2])\n"
-        "seen = train.torch.zeros(train.CODE_POINTS, dtype=train.torch.bool)\n"
-        "train.scan_text(files, seen)\n"
-        "vocabulary = ''.join(map(chr, seen.nonzero().flatten().tolist()))\n"
-        "train.write_ids(files, vocabulary, out)\n"
+        "container = train.read_container({}, train.Options(data=sys.argv[1]))\n"
+        "train.tokenize(container, pathlib.Path(sys.argv[2]))\n"
         # What getrusage tells of a child begins with the size of who started it.
         "status = pathlib.Path('/proc/self/status')\n"
         "if status.exists():\n"
@@ -211,21 +230,21 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     )
     peaks = []
     for millions in (0, 25, 80):
-        # The first chunk is one that has to be decoded, which takes the most memory.
-        plain = b"some words of plain text.\n" * (millions * 40_000)
-        path = write(tmp_path / "large.txt", "é".encode() + plain)
+        # Text that has to be decoded takes the most memory.
+        lines = millions * 70_000 + 1
+        path = write(tmp_path / "large.txt", "sömé wörds\n".encode() * lines)
         done = subprocess.run(
-            [sys.executable, "-c", probe, str(path), str(tmp_path / "ids")],
+            [sys.executable, "-c", probe, str(path), str(tmp_path)],
             env=environment(),
             capture_output=True,
             text=True,
             timeout=60,
             check=True,
         )
-        assert (tmp_path / "ids").stat().st_size == path.stat().st_size - 1
+        assert (tmp_path / "0.ids").stat().st_size == 11 * lines
         peaks.append(int(done.stdout) * (1 if sys.platform == "darwin" else 1024) / 1e6)
     assert peaks[2] - peaks[1] < 30, f"{peaks} MB"
-    assert peaks[2] - peaks[0] < 400, f"{peaks} MB"
+    assert peaks[2] - peaks[0] < 100, f"{peaks} MB"
 
 
 # -- batches ---------------------------------------------------------------------------------------
