@@ -1237,11 +1237,10 @@ class KeyValueCache:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
-    single = q.size(2) == 1
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (single or torch.is_grad_enabled()):
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled():
         # torch's fused kernel has a bf16 backward on the CPU that is several times slower than
-        # two plain batched products, and so is its forward for a single query.
-        scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)
+        # two plain batched products.
+        scores = q @ (k * k.size(-1) ** -0.5).transpose(-2, -1)
         if causal:
             ahead = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu_(1)
             scores = scores.masked_fill(ahead, float("-inf"))
@@ -2029,18 +2028,20 @@ def logits_to_probabilities(
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight lies in oneDNN's own layout.
+    """A Linear of float32 activations whose products are of the weight's type, float32 or bf16.
 
-    With few rows its products take half the time or less. The operators are those to which
-    torch.compile turns a Linear on the CPU.
+    The weight lies in oneDNN's own layout, with which products of few rows take half the time or
+    less. The operators are those that torch.compile turns a Linear into on a CPU.
     """
 
     def __init__(self, weight: Tensor, rows: int) -> None:
         super().__init__()
+        self.dtype = weight.dtype
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        x = x.to(self.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -2049,20 +2050,24 @@ class PackedLinear(nn.Module):
         return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@torch.no_grad()
-def for_sampling(model: GPT, batch_size: int) -> GPT:
-    """The same model, evaluating, its weights cast to compute_dtype and laid out for decoding."""
-    dtype, device = model.compute_dtype, model.embed.weight.device
+@torch.inference_mode()
+def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
+    """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
+
+    On a CPU dtype is the type of the blocks' matrix products alone: a token costs the reading of
+    their weights, so a short type elsewhere would gain nothing and lose precision.
+    """
+    packed = PackedLinear.supports(model.embed.weight.device, dtype)
     with torch.device("meta"):
-        ours = GPT(model.config, model.embed.num_embeddings, dtype)
-    weights = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
-    ours.load_state_dict(weights, assign=True)
-    if PackedLinear.supports(device, dtype):
-        for module in list(ours.blocks.modules()):
-            for name, child in list(module.named_children()):
+        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if packed else dtype)
+    weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
+    copy.load_state_dict(weights, assign=True)
+    if packed:
+        for part in list(copy.blocks.modules()):
+            for name, child in part.named_children():
                 if isinstance(child, Linear):
-                    setattr(module, name, PackedLinear(child.weight, batch_size))
-    return ours.eval()
+                    setattr(part, name, PackedLinear(child.weight.to(dtype), batch_size))
+    return copy.eval()
 
 
 @torch.inference_mode()
@@ -2078,10 +2083,12 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
-    temperature 0 takes the most likely. The same seed gives the same ids. Of a prompt longer
-    than block_size the last block_size ids count; the context then slides on.
+    temperature 0 takes the most likely, computed in float32: rounding is not to choose between two
+    that are almost equally likely. The same seed gives the same ids. Of a prompt longer than
+    block_size the last block_size ids count; the context then slides on.
     """
-    model = for_sampling(model, prompt.size(0))
+    dtype = torch.float32 if temperature == 0 else model.compute_dtype
+    model = for_sampling(model, prompt.size(0), dtype)
     cache = KeyValueCache(model, prompt.size(0))
     generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -model.config.block_size :]
@@ -2136,6 +2143,14 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     """The type of matrix products; also switches TF32 on where it was chosen."""
     cuda = device.type == "cuda"
@@ -2146,12 +2161,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return torch.float32
     if config.precision == "float32":
         return torch.float32
-    if device.type == "cpu":
-        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        fast = any(getattr(torch.cpu, test, lambda: False)() for test in tests)
-    else:
-        fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if config.precision == "bfloat16" or fast:
+    if config.precision == "bfloat16" or has_fast_bfloat16(device):
         return torch.bfloat16
     if cuda:
         torch.set_float32_matmul_precision("high")
