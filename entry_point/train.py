@@ -1219,45 +1219,62 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def rotary(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (arXiv:2104.09864), float32 [positions, head_dim / 2]."""
+def rotary(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of the rotary angles (arXiv:2104.09864), [positions, head_dim].
+
+    Both halves of head_dim have the same angles; the first half of sin is negative.
+    """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[:, None] * ROPE_THETA ** (-exponents / head_dim)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs (i, i + head_dim / 2) of x [B, H, T, head_dim] by angles [T, head_dim / 2]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """Turns pairs (i, i + head_dim / 2) of x [..., T, head_dim] by the angles of rotary."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 class KeyValueCache:
     """Keys and values of the last block_size positions, which new ones overwrite in turn.
 
-    k and v are [n_layer, B, n_head, block_size, head_dim]; position p lives in slot p % block_size.
-    Keys hold their rotary angle, so their slot does not matter, and the context slides.
+    k and v hold, for each layer, [B, n_head, block_size, head_dim]; position p lives in slot
+    p % block_size. Keys hold their rotary angle, so their slot does not matter, and the context
+    slides.
     """
 
     def __init__(self, model: GPT, batch_size: int) -> None:
-        c = model.config
+        self.config, self.dtype = model.config, model.compute_dtype
+        self.device = model.embed.weight.device
+        c = self.config
         shape = (c.n_layer, batch_size, c.n_head, c.block_size, c.head_dim)
-        weight = model.embed.weight
-        self.k = torch.zeros(shape, device=weight.device, dtype=model.compute_dtype)
-        self.v = torch.zeros_like(self.k)
+        self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
+        self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
         self.length = 0  # positions seen so far
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
+        """rotary of the next T positions, from a table that is made for block_size of them."""
+        block_size = self.config.block_size
+        slot = self.length % block_size
+        if slot == 0 or self.angles is None:
+            first = self.length - slot
+            positions = torch.arange(first, first + block_size, device=self.device)
+            self.angles = rotary(positions, self.config.head_dim, self.dtype)
+        cos, sin = self.angles
+        return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all kept.
 
         T is 1, or the cache is empty and T is at most block_size.
         """
-        block_size = self.k.size(3)
-        slot = self.length % block_size
-        self.k[layer, :, :, slot : slot + k.size(2)] = k
-        self.v[layer, :, :, slot : slot + v.size(2)] = v
-        kept = min(self.length + k.size(2), block_size)
-        return self.k[layer, :, :, :kept], self.v[layer, :, :, :kept]
+        T, block_size = k.size(2), self.config.block_size
+        slot, kept = self.length % block_size, min(self.length + T, block_size)
+        all_k, all_v = self.k[layer], self.v[layer]
+        all_k.narrow(2, slot, T).copy_(k)
+        all_v.narrow(2, slot, T).copy_(v)
+        return all_k.narrow(2, 0, kept), all_v.narrow(2, 0, kept)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
@@ -1284,8 +1301,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, n_head, T, head_dim]
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        heads = heads.permute(2, 0, 3, 1, 4)  # q, k, v: each [B, n_head, T, head_dim]
+        (q, k), v = rotate(norm(heads[:2]), cos, sin), heads[2]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         y = attend(q, k, v, causal=T > 1, dropout=self.dropout if self.training else 0.0)
@@ -1360,9 +1377,12 @@ class GPT(nn.Module):
 
         With a cache, idx continues what the cache has seen.
         """
-        T, start = idx.size(1), cache.length if cache is not None else 0
-        positions = torch.arange(start, start + T, device=idx.device)
-        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions, self.config.head_dim))
+        T = idx.size(1)
+        if cache is not None:
+            cos, sin = cache.rotary(T)
+        else:
+            positions = torch.arange(T, device=idx.device)
+            cos, sin = rotary(positions, self.config.head_dim, self.compute_dtype)
         x = self.embed(idx).to(self.compute_dtype)
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
@@ -2049,6 +2069,49 @@ def logits_to_probabilities(
     return probabilities
 
 
+class PackedLinear(nn.Module):
+    """A Linear of float32 activations whose products are of the weight's type, float32 or bf16.
+
+    The weight lies in oneDNN's own layout, with which products of few rows take half the time or
+    less. The operators are those that torch.compile turns a Linear into on a CPU.
+    """
+
+    def __init__(self, weight: Tensor, rows: int) -> None:
+        super().__init__()
+        self.dtype = weight.dtype
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@torch.inference_mode()
+def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
+    """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
+
+    On a CPU dtype is the type of the blocks' matrix products alone: a token costs the reading of
+    their weights, so a short type elsewhere would gain nothing and lose precision.
+    """
+    packed = PackedLinear.supports(model.embed.weight.device, dtype)
+    with torch.device("meta"):
+        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if packed else dtype)
+    weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
+    copy.load_state_dict(weights, assign=True)
+    if packed:
+        for part in list(copy.blocks.modules()):
+            for name, child in part.named_children():
+                if isinstance(child, Linear):
+                    setattr(part, name, PackedLinear(child.weight.to(dtype), batch_size))
+    return copy.eval()
+
+
 @torch.inference_mode()
 def generate(
     model: GPT,
@@ -2062,9 +2125,12 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
-    temperature 0 takes the most likely. The same seed gives the same ids. Of a prompt longer
-    than block_size the last block_size ids count; the context then slides on.
+    temperature 0 takes the most likely, computed in float32: rounding is not to choose between two
+    that are almost equally likely. The same seed gives the same ids. Of a prompt longer than
+    block_size the last block_size ids count; the context then slides on.
     """
+    dtype = torch.float32 if temperature == 0 else model.compute_dtype
+    model = for_sampling(model, prompt.size(0), dtype)
     cache = KeyValueCache(model, prompt.size(0))
     generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -model.config.block_size :]
@@ -2074,18 +2140,17 @@ def generate(
             ids = logits.argmax(dim=-1, keepdim=True)
         else:
             probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-            ids = torch.multinomial(probabilities, 1, generator=generator)
+            # What torch.multinomial does, less its checks of the probabilities.
+            noise = torch.empty_like(probabilities).exponential_(generator=generator)
+            ids = (probabilities / noise).argmax(dim=-1, keepdim=True)
         yield ids[:, 0]
 
 
 def sample_text(model: GPT, vocabulary: str, length: int) -> str:
     """A text of `length` characters that begins after a line's end."""
-    was_training = model.training
-    model.eval()
     start = max(0, vocabulary.find("\n"))
     prompt = torch.tensor([[start]], device=model.embed.weight.device)
     ids = [int(i) for i in generate(model, prompt, length)]
-    model.train(was_training)
     return "".join(vocabulary[i] for i in ids)
 
 
@@ -2120,6 +2185,14 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     """The type of matrix products; also switches TF32 on where it was chosen."""
     cuda = device.type == "cuda"
@@ -2130,12 +2203,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return torch.float32
     if config.precision == "float32":
         return torch.float32
-    if device.type == "cpu":
-        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        fast = any(getattr(torch.cpu, test, lambda: False)() for test in tests)
-    else:
-        fast = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if config.precision == "bfloat16" or fast:
+    if config.precision == "bfloat16" or has_fast_bfloat16(device):
         return torch.bfloat16
     if cuda:
         torch.set_float32_matmul_precision("high")

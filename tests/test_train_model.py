@@ -203,6 +203,49 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
 # -- sampling --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
+    dtype: torch.dtype, batch_size: int
+) -> None:
+    config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
+    exact, x = lively(config), ids(batch_size, 4)
+    ours = torch.stack(list(generate(lively(config, dtype), x, 60, temperature=0)), dim=1)
+    with torch.inference_mode():
+        for _ in range(60):
+            x = torch.cat((x, exact(x)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
+    assert torch.equal(ours, x[:, 4:])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_a_copy_for_sampling_computes_what_the_model_does(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    model, x = lively(), ids(4, 8)
+    with torch.inference_mode():
+        exact, ours = model(x), train.for_sampling(model, 4, dtype)(x)
+    assert float((ours - exact).norm() / exact.norm()) < tolerance
+
+
+def test_sampling_leaves_the_model_in_training_and_its_weights_as_they_were() -> None:
+    model = lively(dtype=torch.bfloat16).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    list(generate(model, ids(1, 3), 5))
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad and torch.equal(parameter, before[name])
+
+
+def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
+    model, n = lively(dataclasses.replace(SMALL, n_layer=1)), 20_000
+    prompt = ids(1, 4)
+    (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
+    with torch.inference_mode():
+        expected = train.logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
+    found = drawn.bincount(minlength=VOCABULARY_SIZE) / n
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+
+
 def sampled(model: GPT, **how: Any) -> list[int]:
     return [int(i) for i in generate(model, ids(1, 3), 40, **how)]
 
