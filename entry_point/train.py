@@ -240,6 +240,11 @@ class Config:
         return self.n_hidden or 8 * round(self.n_embd / 3)
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters of the layers, without embedding and head."""
+        return self.n_layer * self.n_embd * (4 * self.n_embd + 3 * self.hidden_dim)
+
+    @property
     def peak_learning_rate(self) -> float:
         return self.learning_rate or {"muon": 0.02, "adamw": 0.001}[self.optimizer]
 
@@ -676,10 +681,12 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
 
 
 def local_processes(config: Config, container: Container, options: Options) -> int:
-    """How many processes this host runs: one per GPU, or as many as asked for on the CPU."""
+    """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
     device = choose_device(config, container, options.processes or 1)
-    if device != "cuda":
-        return options.processes or 1
+    if device == "cpu":
+        return options.processes or cpu_processes(config, len(container.hosts))
+    if device == "mps":
+        return 1
     gpus = torch.cuda.device_count()
     if options.processes not in (0, gpus):
         raise TopologyError(
@@ -687,6 +694,20 @@ def local_processes(config: Config, container: Container, options: Options) -> i
             " process; CUDA_VISIBLE_DEVICES chooses among them"
         )
     return gpus
+
+
+def cpu_processes(config: Config, n_hosts: int = 1) -> int:
+    """Processes per host that train fastest on a CPU: one with all cores, or several.
+
+    Threads wait for each other at every operation, processes once in a step, but for all
+    gradients. On two cores a step of 10**9 operations is faster by a third with two threads than
+    with two processes, one of 10**10 by a tenth, and one of 10**12 is slower by a tenth.
+    """
+    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
+        return 1
+    shares = config.batch_size // config.gradient_accumulation_steps
+    fits = (n for n in range(min(available_cores(), 8), 1, -1) if shares % (n * n_hosts) == 0)
+    return next(fits, 1)
 
 
 def spawn(container: Container, n_local: int) -> int:
@@ -856,6 +877,14 @@ class Group:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors [n] of all ranks, by rank: [world_size, n]."""
+        if self.world_size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty(self.world_size, len(tensor))
+        dist.all_gather_into_tensor(gathered, tensor)
+        return gathered
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
@@ -1200,9 +1229,45 @@ NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 
 
+class Norm(torch.autograd.Function):
+    """The norm in few operations; on a CPU torch's own takes three times as long, and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = lengths.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_().to(x.dtype)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        y, scale = ctx.saved_tensors
+        along = (dy * y).sum(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
+
+
 def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return Norm.apply(x)
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def drop(x: Tensor, p: float) -> Tensor:
+    """Dropout in training; p is 0 elsewhere.
+
+    On a CPU F.dropout takes half of a training step, since it draws number by number. Masks are
+    made of random bytes there, which rounds p to 256ths.
+    """
+    if not p:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    n, kept = x.numel(), round(256 * (1 - p))
+    words = torch.empty((n + 7) // 8, dtype=torch.int64).random_(-(1 << 63), None)
+    mask = words.view(torch.uint8)[:n].view(x.shape) < kept
+    return x * mask.view(torch.uint8).to(x.dtype).mul_(256 / kept)
 
 
 class Linear(nn.Linear):
@@ -1279,14 +1344,14 @@ class KeyValueCache:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled():
-        # torch's fused kernel has a bf16 backward on the CPU that is several times slower than
-        # two plain batched products.
-        scores = q @ (k * k.size(-1) ** -0.5).transpose(-2, -1)
-        if causal:
-            ahead = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu_(1)
-            scores = scores.masked_fill(ahead, float("-inf"))
-        return F.dropout(scores.softmax(dim=-1), dropout) @ v
+    if q.device.type == "cpu" and torch.is_grad_enabled():
+        # torch's fused kernel draws its dropout number by number on the CPU, and in bf16 its
+        # backward is several times slower than two plain batched products.
+        B, H, T, D = q.shape
+        ahead = q.new_full((T, k.size(2)), float("-inf") if causal else 0.0).triu_(1)
+        q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
+        scores = torch.baddbmm(ahead, q, k.mT, alpha=D**-0.5)
+        return (drop(scores.softmax(dim=-1), dropout) @ v).view(B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
 
 
@@ -1330,8 +1395,9 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
-        x = x + F.dropout(self.attention(norm(x), cos, sin, cache), self.dropout, self.training)
-        return x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
+        dropout = self.dropout if self.training else 0.0
+        x = x + drop(self.attention(norm(x), cos, sin, cache), dropout)
+        return x + drop(self.mlp(norm(x)), dropout)
 
 
 class GPT(nn.Module):
@@ -1384,7 +1450,7 @@ class GPT(nn.Module):
             positions = torch.arange(T, device=idx.device)
             cos, sin = rotary(positions, self.config.head_dim, self.compute_dtype)
         x = self.embed(idx).to(self.compute_dtype)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = drop(x, self.config.dropout if self.training else 0.0)
         for block in self.blocks:
             x = block(x, cos, sin, cache)
         if cache is not None:
@@ -1409,6 +1475,10 @@ POLAR_EXPRESS = (
 )
 
 
+# Below this many parameters sending the updates takes longer than computing them on every rank.
+SHARED_FROM = 1 << 22
+
+
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
     x = matrices.to(dtype)
@@ -1424,10 +1494,14 @@ class Muon:
     """Momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Matrices of one shape, up to transposition, are stacked and updated in one go; the parts of a
-    fused matrix count as matrices of their own.
+    fused matrix count as matrices of their own. Where they are large, each rank orthogonalises its
+    share of them.
     """
 
-    def __init__(self, weights: Mapping[str, tuple[Tensor, int]], config: Config) -> None:
+    def __init__(
+        self, weights: Mapping[str, tuple[Tensor, int]], config: Config, group: Group
+    ) -> None:
+        self.group = group
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
         by_shape: dict[tuple[int, int], list[tuple[str, Tensor, int]]] = {}
         for name, (weight, n_fused) in weights.items():
@@ -1443,6 +1517,7 @@ class Muon:
     @torch.no_grad()
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
         """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
+        directions = []
         for members, buffer in self.groups:
             rows = buffer.size(1)
             gradients = []
@@ -1452,8 +1527,10 @@ class Muon:
                 gradients.append(gradient if gradient.size(1) == rows else gradient.mT)
             gradient = torch.cat(gradients)
             buffer.lerp_(gradient, 1 - self.momentum)
-            update = orthogonalize(gradient.lerp_(buffer, self.momentum), dtype)  # Nesterov
-            first = 0
+            directions.append(gradient.lerp_(buffer, self.momentum))  # Nesterov
+        updates = self.orthogonalize(directions, dtype)
+        for (members, buffer), update in zip(self.groups, updates, strict=True):
+            rows, first = buffer.size(1), 0
             for _, weight, n_fused in members:
                 matrices = weight.view(n_fused, -1, weight.size(1))
                 part = update[first : first + n_fused]
@@ -1464,6 +1541,25 @@ class Muon:
                 if self.weight_decay:
                     matrices.mul_(1 - learning_rate * self.weight_decay)
                 matrices.add_(part, alpha=-learning_rate * scale)
+
+    def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Each stack [n, rows, columns] orthogonalised, alone or by all ranks together."""
+        group = self.group
+        if group.world_size == 1 or sum(stack.numel() for stack in stacks) < SHARED_FROM:
+            return [orthogonalize(stack, dtype) for stack in stacks]
+        shares, mine = [], []
+        for stack in stacks:
+            share = -(-len(stack) // group.world_size)
+            own = stack[group.rank * share : (group.rank + 1) * share]
+            filled = own.new_zeros(share, *own.shape[1:], dtype=dtype)
+            filled[: len(own)] = orthogonalize(own, dtype)
+            shares.append(filled.numel())
+            mine.append(filled.flatten())
+        parts = group.all_gather(torch.cat(mine)).split(shares, dim=1)
+        return [
+            part.reshape(-1, *stack.shape[1:])[: len(stack)]
+            for part, stack in zip(parts, stacks, strict=True)
+        ]
 
     def state(self) -> dict[str, Tensor]:
         state = {}
@@ -1478,7 +1574,8 @@ class Muon:
 class Optimizer:
     """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
 
-    def __init__(self, model: GPT, config: Config, device: torch.device) -> None:
+    def __init__(self, model: GPT, config: Config, group: Group) -> None:
+        device = group.device
         self.config = config
         self.dtype = model.compute_dtype
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -1493,7 +1590,7 @@ class Optimizer:
         peak = config.peak_learning_rate
         groups: list[dict[str, Any]] = []
         if config.optimizer == "muon":
-            self.muon: Muon | None = Muon(matrices, config)
+            self.muon: Muon | None = Muon(matrices, config, group)
             for parameter in outer:
                 untied = parameter is model.embed.weight and model.head is not None
                 rate = config.embedding_learning_rate if untied else config.head_learning_rate
@@ -1511,8 +1608,8 @@ class Optimizer:
         )
         # AdamW makes its state at its first step; made here, it has names, for checkpoints.
         self.named_adamw = {}
-        for group in self.adamw.param_groups:
-            for parameter in group["params"]:
+        for members in self.adamw.param_groups:
+            for parameter in members["params"]:
                 self.adamw.state[parameter] = state = {
                     "step": torch.zeros((), device=device),
                     "exp_avg": torch.zeros_like(parameter),
@@ -1526,8 +1623,8 @@ class Optimizer:
             nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
         if self.muon is not None:
             self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
-        for group in self.adamw.param_groups:
-            group["lr"] = group["peak"] * scale
+        for members in self.adamw.param_groups:
+            members["lr"] = members["peak"] * scale
         self.adamw.step()
 
     def zero_grad(self) -> None:
@@ -2260,7 +2357,7 @@ class Trainer:
         dtype = choose_precision(config, device)
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
-        self.optimizer = Optimizer(self.model, config, device)
+        self.optimizer = Optimizer(self.model, config, group)
         compiled = config.compile == "on" or (
             config.compile == "auto" and compiling_pays(self.model, config, device)
         )

@@ -56,6 +56,42 @@ def test_a_prediction_sees_all_that_came_before() -> None:
         assert not torch.allclose(model(other)[0, -1], last)
 
 
+def test_the_norm_and_its_gradient_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(3, 5, 16, generator=generator)
+    x = torch.randn(3, 5, 16, generator=generator).requires_grad_()
+    y = train.norm(x)
+    expected = F.rms_norm(x, (16,), eps=train.NORM_EPS)
+    torch.testing.assert_close(y, expected)
+    gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_training_is_that_of_torch(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    y = train.attend(q, k, v, causal, dropout=0.0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(y, expected)
+    ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
+def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(1001, 99, requires_grad=True)
+    y = train.drop(x, p)
+    kept = y.detach() != 0
+    assert float(kept.float().mean()) == pytest.approx(1 - p, abs=1 / 256)
+    assert float(y.detach().mean()) == pytest.approx(1, abs=0.02)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach())
+    assert not torch.equal(train.drop(x, p) != 0, kept)
+
+
 def test_sequences_of_a_batch_do_not_mix() -> None:
     model, x = lively(), ids(3, 8)
     alone = torch.cat([model(row[None]) for row in x])
@@ -351,13 +387,37 @@ def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
     ]
     fused = torch.cat(parts)
     fused.grad = torch.cat(gradients)
-    alone = {}
+    apart = {}
     for i in range(3):
-        alone[str(i)] = (parts[i], 1)
+        apart[str(i)] = (parts[i], 1)
         parts[i].grad = gradients[i].clone()
-    train.Muon({"fused": (fused, 3)}, SMALL).step(0.02, torch.float32)
-    train.Muon(alone, SMALL).step(0.02, torch.float32)
+    train.Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
+    train.Muon(apart, SMALL, alone()).step(0.02, torch.float32)
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "SHARED_FROM", 0)
+    generator = torch.Generator().manual_seed(1)
+    stacks = [torch.randn(shape, generator=generator) for shape in ((5, 8, 4), (2, 4, 4))]
+    expected = [train.orthogonalize(stack, torch.float32) for stack in stacks]
+    group, muon = alone(), train.Muon({}, SMALL, alone())
+    muon.group, group.world_size = group, world_size
+    sent: list[torch.Tensor] = []
+    group.all_gather = lambda tensor: (
+        sent.append(tensor)
+        or torch.stack(  # type: ignore
+            sent + [tensor] * (world_size - len(sent))
+        )
+    )
+    for rank in range(world_size):
+        group.rank = rank
+        updates = muon.orthogonalize(stacks, torch.float32)
+    for update, one in zip(updates, expected, strict=True):
+        torch.testing.assert_close(update, one)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -366,7 +426,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied
     config = dataclasses.replace(SMALL, optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    one = train.Optimizer(model, config, torch.device("cpu"))
+    one = train.Optimizer(model, config, alone())
     for seed in range(2):
         model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
         one.step(1.0)
@@ -384,7 +444,7 @@ def test_weight_decay_is_of_the_matrices_alone() -> None:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        train.Optimizer(model, config, torch.device("cpu")).step(1.0)
+        train.Optimizer(model, config, alone()).step(1.0)
         for name, parameter in model.named_parameters():
             shrunk = bool((parameter.abs() < before[name].abs()).all())
             assert shrunk == name.startswith("blocks"), (optimizer, name)
@@ -395,19 +455,24 @@ def test_gradients_are_clipped_to_the_norm_asked_for() -> None:
     model = lively(config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    one = train.Optimizer(model, config, torch.device("cpu"))
+    one = train.Optimizer(model, config, alone())
     one.step(0.0)
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
+def alone() -> train.Group:
+    """A group of one process."""
+    container = train.read_container({}, train.Options(data="none"))
+    return train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+
+
 def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
     container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
-    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY_SIZE, (1000,), generator=generator)
     corpus = train.Corpus("abcdefghijk", tokens[:900], tokens[900:], "")
-    return train.Trainer(config, container, group, corpus)
+    return train.Trainer(config, container, alone(), corpus)
 
 
 @pytest.mark.parametrize("passes", [2, 4, 12])

@@ -302,6 +302,20 @@ def test_the_cpu_runs_as_many_processes_as_asked_for(gpus: Any) -> None:
     assert train.local_processes(Config(), some_container(), Options(processes=3)) == 3
 
 
+def test_a_large_model_takes_a_process_for_each_core_that_can_share_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def processes(cores: int, n_hosts: int = 1, **values: Any) -> int:
+        monkeypatch.setattr(train, "available_cores", lambda: cores)
+        return train.cpu_processes(train.make_config(values, "baby"), n_hosts)
+
+    assert [processes(cores) for cores in (1, 2, 4, 6, 64)] == [1, 2, 4, 4, 8]
+    assert processes(6, batch_size=60) == 6
+    assert processes(8, n_hosts=3, batch_size=60) == 5
+    assert processes(8, gradient_accumulation_steps=32) == 2
+    assert processes(8, n_layer=1, n_embd=24, batch_size=8) == 1
+
+
 # -- real processes --------------------------------------------------------------------------------
 
 

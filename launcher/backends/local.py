@@ -189,17 +189,20 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     """Processes and GPUs per host.
 
     The hosts of a local job share the machine's GPUs evenly, each GPU with one process; without
-    GPUs there are as many processes as asked for.
+    GPUs there are as many processes as asked for, or as train.py finds fastest.
 
     Raises:
         InputError: it does not come out even.
     """
     import torch
 
-    device = job.config(1).device
-    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    from entry_point import train
+
+    config = job.config(1)
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
-        return job.processes_per_instance or 1, 0
+        alone = job.instance_count == 1 and not torch.backends.mps.is_available()
+        return job.processes_per_instance or (train.cpu_processes(config) if alone else 1), 0
     if gpus % job.instance_count:
         raise InputError(
             f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
