@@ -180,6 +180,13 @@ class Config:
     momentum: float = hyperparameter(0.95, "of muon", group="schedule", least=0, most=0.9999)
     beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
     beta2: float = hyperparameter(0.95, "of AdamW", group="schedule", least=0, most=0.999999)
+    short_windows: float = hyperparameter(
+        0.0,
+        "first part of the steps, on windows of an eighth, then a quarter, then half of block_size",
+        group="schedule",
+        least=0,
+        most=1,
+    )
     grad_clip: float = hyperparameter(
         0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0
     )
@@ -223,6 +230,12 @@ class Config:
                 f"n_embd={self.n_embd} over n_head={self.n_head} makes heads of odd width"
                 f" {self.head_dim}, and rotary positions need an even one;"
                 f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
+            )
+        if self.short_windows and self.block_size % 8:
+            fits = nearest_multiples(self.block_size, 8)
+            raise ConfigError(
+                f"block_size={self.block_size} cannot be cut into eighths for short_windows;"
+                f" the nearest that fit: block_size={fits}"
             )
         if self.warmup_steps > self.max_steps:
             raise ConfigError(
@@ -1241,7 +1254,7 @@ class Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
         along = (dy * y).sum(-1, keepdim=True)
         return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
@@ -1637,6 +1650,17 @@ class Optimizer:
         for name, tensors in self.named_adamw.items():
             state.update({f"{kind}.{name}": tensor for kind, tensor in tensors.items()})
         return state
+
+
+def window_length(step: int, config: Config) -> int:
+    """The length that a step's windows are cut into: it doubles three times, up to block_size.
+
+    Attention over short windows is cheap, and what is near is learnt first (arXiv:2108.06084).
+    """
+    doublings = 3
+    if config.short_windows:
+        doublings = min(3, int(3 * step / (config.short_windows * config.max_steps)))
+    return config.block_size >> (3 - doublings)
 
 
 def compiling_pays(model: nn.Module, config: Config, device: torch.device) -> bool:
@@ -2447,6 +2471,8 @@ class Trainer:
             x, y = (t.pin_memory().to(group.device, non_blocking=True) for t in (x, y))
         else:
             x, y = x.to(group.device), y.to(group.device)
+        length = window_length(step, config)
+        x, y = x.reshape(-1, length), y.reshape(-1, length)
         passes = config.gradient_accumulation_steps
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):

@@ -198,6 +198,11 @@ def test_the_warm_up_must_fit_into_the_training() -> None:
         Config(warmup_steps=20, max_steps=10)
 
 
+def test_windows_that_cannot_be_cut_into_eighths_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"block_size=60 .* fit: block_size=56 or 64"):
+        Config(block_size=60, short_windows=0.5)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
 def test_processes_must_be_a_positive_whole_number(value: str) -> None:
     with pytest.raises(ConfigError, match=f"processes='{value}': must be a whole number"):

@@ -475,6 +475,19 @@ def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
     return train.Trainer(config, container, alone(), corpus)
 
 
+def test_short_windows_double_up_to_the_block_size_and_cut_the_same_text(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, short_windows=0.6, max_steps=10, device="cpu")
+    lengths = [train.window_length(step, config) for step in range(10)]
+    assert lengths == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8]
+    trainer = trainer_of(config, tmp_path)
+    seen: list[torch.Tensor] = []
+    trainer.ddp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for step in (0, 2, 4, 6):
+        trainer.forward_backward(step)
+        assert seen[-1].shape == (12 * 8 // lengths[step], lengths[step])
+        assert torch.equal(seen[-1].view(12, 8), trainer.batches.rows(step, 0, 1)[0])
+
+
 @pytest.mark.parametrize("passes", [2, 4, 12])
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, passes: int) -> None:
     config = dataclasses.replace(SMALL, precision="float32", device="cpu")
