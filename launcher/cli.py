@@ -188,7 +188,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--preset",
     metavar="NAME",
-    help="cpu (a minute on a CPU; default there) or baby (wants a GPU; default there).",
+    help="cpu (a minute on a CPU; default there), laptop (three) or baby (a GPU; default there).",
 )
 @click.option(
     "--set",

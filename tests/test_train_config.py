@@ -223,7 +223,9 @@ def test_values_go_over_the_preset_and_the_preset_over_the_base() -> None:
 
 
 def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"preset='babe': .*cpu, baby.*did you mean baby\?"):
+    with pytest.raises(
+        ConfigError, match=r"preset='babe': .*cpu, laptop, baby.*did you mean baby\?"
+    ):
         config_of("--preset", "babe")
 
 
