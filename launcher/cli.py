@@ -179,7 +179,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     "--processes-per-instance",
     metavar="K",
     type=int,
-    help="local: processes on each host without GPUs (default: 1); with GPUs one for each.",
+    help="local: processes per host without GPUs (default: the fastest); with GPUs one for each.",
 )
 @click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
 @click.option(

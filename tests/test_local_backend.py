@@ -610,6 +610,8 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
         ({"processes_per_instance": 4}, 4, (4, 4)),
         ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
         ({}, 0, (1, 0)),
+        ({"preset": "baby"}, 0, (4, 0)),
+        ({"preset": "baby", "instance_count": 2}, 0, (1, 0)),
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],
 )
@@ -620,6 +622,9 @@ def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
     from launcher.backends.local import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    monkeypatch.setattr("entry_point.train.available_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert plan_processes(TrainingJob(**words)) == expected
 
 

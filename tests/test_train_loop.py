@@ -100,6 +100,13 @@ def test_the_losses_tell_when_gradients_are_not_synchronised(
     assert furthest(alone, apart) > 5 * tolerance
 
 
+def test_ranks_that_share_the_optimizer_follow_the_same_losses(tmp_path: Path, text: str) -> None:
+    command = edited_script(tmp_path / "train.py", ("SHARED_FROM = 1 << 22", "SHARED_FROM = 0"))
+    alone = losses_of(tmp_path, text, 1, 1, precision="float32")
+    shared = losses_of(tmp_path, text, 1, 3, precision="float32", command=command)
+    assert furthest(alone, shared) < 1e-5
+
+
 def test_accumulated_gradients_follow_the_same_losses(tmp_path: Path, text: str) -> None:
     alone = losses_of(tmp_path, text, 1, 1, precision="float32")
     how = dict(precision="float32", gradient_accumulation_steps=3)
@@ -113,6 +120,7 @@ EXACT = {
     "n_embd": 192,
     "n_head": 6,
     "dropout": 0.2,
+    "short_windows": 0.6,
     "max_steps": 15,
     "log_interval": 1,
     "eval_interval": 5,

@@ -56,30 +56,33 @@ def test_a_prediction_sees_all_that_came_before() -> None:
         assert not torch.allclose(model(other)[0, -1], last)
 
 
-def test_the_norm_and_its_gradient_are_those_of_torch() -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    dy = torch.randn(3, 5, 16, generator=generator)
-    x = torch.randn(3, 5, 16, generator=generator).requires_grad_()
-    y = train.norm(x)
-    expected = F.rms_norm(x, (16,), eps=train.NORM_EPS)
-    torch.testing.assert_close(y, expected)
+    dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
+    x.requires_grad_()
+    y, expected = train.norm(x), F.rms_norm(x, (16,), eps=train.NORM_EPS)
+    torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_in_training_is_that_of_torch(causal: bool) -> None:
+def test_attention_in_training_is_that_of_torch(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "QUERIES_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
-    q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator)
+    q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator).to(torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     y = train.attend(q, k, v, causal, dropout=0.0)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
     ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.95])
 def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
     torch.manual_seed(1)
     x = torch.ones(1001, 99, requires_grad=True)
@@ -89,7 +92,7 @@ def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
     assert float(y.detach().mean()) == pytest.approx(1, abs=0.02)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, y.detach())
-    assert not torch.equal(train.drop(x, p) != 0, kept)
+    assert p < 1 / 512 or not torch.equal(train.drop(x, p) != 0, kept)
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:
@@ -407,12 +410,12 @@ def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
     group, muon = alone(), train.Muon({}, SMALL, alone())
     muon.group, group.world_size = group, world_size
     sent: list[torch.Tensor] = []
-    group.all_gather = lambda tensor: (
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
         sent.append(tensor)
-        or torch.stack(  # type: ignore
-            sent + [tensor] * (world_size - len(sent))
-        )
-    )
+        return torch.stack([*sent, *[tensor] * (world_size - len(sent))])
+
+    monkeypatch.setattr(group, "all_gather", gather)
     for rank in range(world_size):
         group.rank = rank
         updates = muon.orthogonalize(stacks, torch.float32)

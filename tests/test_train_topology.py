@@ -307,6 +307,7 @@ def test_a_large_model_takes_a_process_for_each_core_that_can_share_its_batch(
 ) -> None:
     def processes(cores: int, n_hosts: int = 1, **values: Any) -> int:
         monkeypatch.setattr(train, "available_cores", lambda: cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         return train.cpu_processes(train.make_config(values, "baby"), n_hosts)
 
     assert [processes(cores) for cores in (1, 2, 4, 6, 64)] == [1, 2, 4, 4, 8]

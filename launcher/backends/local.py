@@ -196,13 +196,16 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     """
     import torch
 
-    from entry_point import train
-
     config = job.config(1)
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
-        alone = job.instance_count == 1 and not torch.backends.mps.is_available()
-        return job.processes_per_instance or (train.cpu_processes(config) if alone else 1), 0
+        if job.processes_per_instance:
+            return job.processes_per_instance, 0
+        # The hosts share this machine's cores, and MPS is one device.
+        mps = config.device != "cpu" and torch.backends.mps.is_available()
+        # A script of one's own may be older than the choice.
+        choose = getattr(job.script_module(), "cpu_processes", lambda config: 1)
+        return (1 if mps or job.instance_count > 1 else choose(config)), 0
     if gpus % job.instance_count:
         raise InputError(
             f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
