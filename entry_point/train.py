@@ -278,10 +278,10 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # nanoGPT's configuration for a CPU: about a minute of training on two cores.
+    # The size of nanoGPT's configuration for a CPU: about a minute of training on two cores.
     "cpu": dict(
         n_layer=4,
-        n_head=4,
+        n_head=2,
         n_embd=128,
         block_size=64,
         batch_size=12,
