@@ -3,10 +3,10 @@
 Example:
   python examples/benchmarks/throughput.py --text input.txt --nanogpt ../nanoGPT --shape baby
 
-Both train as many parameters, with the same context, batch and dropout; ours by its preset. nanoGPT is looked at
-once in each way to run it; the fastest then runs in alternation with ours, and each ratio is of
-two runs that followed each other. The clock counts data, forward, backward, optimizer and
-communication. On a GPU the share of its peak is shown too (MFU).
+Both train as many parameters, with the same context, batch and dropout; ours by its preset.
+nanoGPT is looked at once in each way to run it; the fastest then runs in alternation with ours, and
+each ratio is of two runs that followed each other. The clock counts data, forward, backward,
+optimizer and communication. On a GPU the share of its peak is shown too (MFU).
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ Examples:
 
 Each round trains ours with a new seed, by the words of --ours and no others (without it: BUDGETS
 below), and nanoGPT by the recipe of its README, to the end, in the way to run it that is fastest
-here. Loss is of the finished model over the whole validation part, in windows of its own context. The time is of training alone: evaluations, checkpoints, compiling and
-starting are left out on both sides; the whole command's time stands beside it. nanoGPT's seed is
-fixed in its script; drawing one more batch at its first evaluation gives each round other ones.
+here. Loss is of the finished model over the whole validation part, in windows of its own context.
+The time is of training alone: evaluations, checkpoints, compiling and starting are left out on both
+sides; the whole command's time stands beside it. nanoGPT's seed is fixed in its script; drawing one
+more batch at its first evaluation gives each round other ones.
 """
 
 from __future__ import annotations
