@@ -7,8 +7,9 @@ Ours is `sm-nanogpt fetch-and-sample` on a job of this machine, from its first c
 last. nanoGPT's is sample.py, from loading to its line below a sample (with --compile the second
 sample, so that compiling is not counted); it makes samples one after the other. For many at once
 its model.generate is called on a batch, up to its context and 20 characters beyond, whose cost
-stands for that of the rest. What a model says does not change what it costs, so both are trained for
-a step alone. nanoGPT is looked at once in each way to run it, and the fastest runs in alternation.
+stands for that of the rest. What a model says does not change what it costs, so both are trained
+for a step alone. nanoGPT is looked at once in each way to run it, and the fastest runs in
+alternation.
 """
 
 from __future__ import annotations
