@@ -7,6 +7,7 @@ import json
 import math
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -596,3 +597,20 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
         assert time.monotonic() - before < 30
     assert end.status == 1
     assert end.last_line == "AssertionError: that is enough"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
+def test_the_memory_of_freed_tensors_serves_the_next() -> None:
+    code = (
+        "import resource, torch\n"
+        "from entry_point import train\n"
+        "train.keep_freed_memory()\n"
+        "def pages_asked_for():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    tensors = [torch.ones(10 << 20) for _ in range(3)]\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "print(*(pages_asked_for() for _ in range(8)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *later = map(int, done.stdout.split())
+    assert min(later) < first / 100
