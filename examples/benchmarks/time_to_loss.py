@@ -29,7 +29,7 @@ from trainers import NEVER, SHAPES, NanoGPT, Training, fastest_first, our_loss, 
 BUDGETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "preset": "cpu",
-        "max_steps": 165,
+        "max_steps": 170,
         "learning_rate": 0.04,
         "momentum": 0.85,
         "short_windows": 0.5,
