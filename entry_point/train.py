@@ -38,6 +38,7 @@ import threading
 import time
 import traceback
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -2546,9 +2547,12 @@ class Trainer:
         added up follows the layout; after this, a resumed run adds in the same order as one that
         was never interrupted. Compilation happens here too, outside the measured time.
         """
-        steps = reversed(range(self.config.max_steps))
-        first_steps = {window_length(step, self.config): step for step in steps}
-        for step in (step for step in first_steps.values() for _ in range(2)):
+        steps, block_size = range(self.config.max_steps), self.config.block_size
+        first_steps = {
+            bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
+            for cut in range(4)
+        }
+        for step in (step for step in sorted(first_steps) for _ in range(2)):
             try:
                 self.forward_backward(step)
             except Exception as error:
