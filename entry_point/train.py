@@ -115,7 +115,7 @@ class Config:
     """
 
     n_layer: int = hyperparameter(4, "layers", group="model", least=1, fixed=True)
-    n_head: int = hyperparameter(4, "attention heads", group="model", least=1, fixed=True)
+    n_head: int = hyperparameter(2, "attention heads", group="model", least=1, fixed=True)
     n_embd: int = hyperparameter(128, "width", group="model", least=2, fixed=True)
     block_size: int = hyperparameter(
         64, "context length in characters", group="model", least=2, fixed=True

@@ -29,7 +29,10 @@ from trainers import NEVER, SHAPES, NanoGPT, Training, fastest_first, our_loss, 
 BUDGETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "preset": "cpu",
-        "max_steps": 170,
+        "n_layer": 2,
+        "n_embd": 176,
+        "n_hidden": 480,
+        "max_steps": 185,
         "learning_rate": 0.04,
         "momentum": 0.85,
         "short_windows": 0.5,
