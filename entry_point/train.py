@@ -1271,23 +1271,23 @@ def gather_windows(tokens: Tensor, starts: Tensor, block_size: int) -> tuple[Ten
 # positions, QK-norm, a gated MLP. The norms have no weights; Qwen3's are written out as ones.
 
 NORM_EPS = 1e-6
-NORM_EPS_TENSOR = torch.tensor(NORM_EPS)  # made once: in small operations a number costs as much
+# addcmul takes no number here, and making a tensor of it costs as much as the operation.
+NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
 ROPE_THETA = 10000.0
 
 
 def norm_scale(x: Tensor) -> Tensor:
     """1 / root mean square of the rows of x [..., n], [..., 1], in few operations.
 
-    A CPU takes three times as long for torch's own norm, back and forth. In bf16 the scale of a
-    row is rounded twice, by up to 0.4 % each time.
+    In bf16 it is rounded twice, by up to 0.4 % each time.
     """
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
-    squares = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
-    return squares.rsqrt_().to(x.dtype)
+    mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
+    return mean_square.rsqrt_().to(x.dtype)
 
 
 class Norm(torch.autograd.Function):
-    """The norm by norm_scale, with its gradient."""
+    """The norm with its gradient: torch's own takes a CPU three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -1307,6 +1307,7 @@ def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    # To call a Function takes almost as long as the norm of one token.
     return Norm.apply(x) if torch.is_grad_enabled() else x * norm_scale(x)
 
 
@@ -2722,12 +2723,11 @@ def keep_freed_memory() -> None:
     It would give large blocks back to the system, which clears every page anew when they are
     asked for again: in some runs, as the heap happened to lie, a fifth of a step.
     """
-    mmap_threshold, trim_threshold = -3, -1  # of malloc.h
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
     if mallopt is not None:
-        mallopt(trim_threshold, (1 << 31) - 1)
-        if not mallopt(mmap_threshold, 1 << 30):
-            mallopt(mmap_threshold, 1 << 25)  # the most that older releases take
+        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
+        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
 
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
@@ -2760,7 +2760,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     group = Group(ranks, device, container)
     corpus = load_corpus(container, config, group)
     if kind == "cpu":
-        keep_freed_memory()
+        keep_freed_memory()  # of the steps; what reading the text took has gone back by now
     trainer = Trainer(config, container, group, corpus)
 
     def on_signal(signum: int, frame: Any) -> None:

@@ -63,6 +63,8 @@ def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolera
     x.requires_grad_()
     y, expected = train.norm(x), F.rms_norm(x, (16,), eps=train.NORM_EPS)
     torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
+    with torch.no_grad():
+        assert torch.equal(train.norm(x), y)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
@@ -489,6 +491,18 @@ def test_short_windows_double_up_to_the_block_size_and_cut_the_same_text(tmp_pat
         trainer.forward_backward(step)
         assert seen[-1].shape == (12 * 8 // lengths[step], lengths[step])
         assert torch.equal(seen[-1].view(12, 8), trainer.batches.rows(step, 0, 1)[0])
+
+
+@pytest.mark.parametrize(("short_windows", "expected"), [(0.6, [1, 2, 4, 8]), (0.0, [8])])
+def test_the_warm_up_makes_two_steps_of_each_length_of_windows(
+    tmp_path: Path, short_windows: float, expected: list[int]
+) -> None:
+    config = dataclasses.replace(SMALL, short_windows=short_windows, max_steps=10**9, device="cpu")
+    trainer = trainer_of(config, tmp_path)
+    seen: list[int] = []
+    trainer.ddp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].size(1)))
+    trainer.warm_up()
+    assert seen == [length for length in expected for _ in range(2)]
 
 
 @pytest.mark.parametrize("passes", [2, 4, 12])

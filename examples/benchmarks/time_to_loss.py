@@ -29,10 +29,12 @@ from trainers import NEVER, SHAPES, NanoGPT, Training, fastest_first, our_loss, 
 BUDGETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "preset": "cpu",
+        # In so few steps two wide layers learn more in the same time than four; 777,568 parameters,
+        # 3.3 % fewer than nanoGPT's.
         "n_layer": 2,
         "n_embd": 176,
         "n_hidden": 480,
-        "max_steps": 185,
+        "max_steps": 195,
         "learning_rate": 0.04,
         "momentum": 0.85,
         "short_windows": 0.5,
