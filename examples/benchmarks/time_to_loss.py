@@ -34,10 +34,10 @@ BUDGETS: dict[str, dict[str, Any]] = {
         "n_layer": 2,
         "n_embd": 176,
         "n_hidden": 480,
-        "max_steps": 195,
-        "learning_rate": 0.04,
+        "max_steps": 180,
+        "learning_rate": 0.05,
         "momentum": 0.85,
-        "short_windows": 0.5,
+        "short_windows": 0.3,
     },
     "baby": {"preset": "baby"},
 }
