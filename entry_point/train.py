@@ -216,7 +216,10 @@ class Config:
         choices=("auto", "bfloat16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto", "torch.compile (auto: on GPUs)", group="machine", choices=("auto", "on", "off")
+        "auto",
+        "torch.compile (auto: on GPUs, where it pays)",
+        group="machine",
+        choices=("auto", "on", "off"),
     )
 
     def __post_init__(self) -> None:
@@ -2438,11 +2441,12 @@ class Trainer:
         compiled = config.compile == "on" or (
             config.compile == "auto" and compiling_pays(self.model, config, device)
         )
-        self.net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
-        self.ddp: nn.Module = self.net
+        # Evaluations and samples are the model's own: for them compiling would take longer.
+        net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
+        self.ddp = net
         if group.world_size > 1:
             self.ddp = DistributedDataParallel(
-                self.net,
+                net,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
@@ -2620,7 +2624,7 @@ class Trainer:
             row["train_loss"] = losses / self.steps_summed
             self.check_finite(row["train_loss"])
         if evaluates:
-            row["val_loss"] = evaluate(self.net, self.corpus.val, config, group)
+            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
         row["learning_rate"] = config.peak_learning_rate * scale
         if seconds_per_step:

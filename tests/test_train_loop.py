@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,37 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
     assert trainer.checkpoints.steps("checkpoint") == [0]
 
 
+# -- compiling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how, count",
+    [
+        (dict(precision="bfloat16", dropout=0.1), 1),
+        (dict(precision="float32"), 1),
+        (dict(precision="bfloat16", short_windows=0.5), 4),
+    ],
+    ids=["attention by products", "fused attention", "four lengths of windows"],
+)
+def test_the_model_is_compiled_whole_and_for_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], count: int
+) -> None:
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = functools.partial(torch.compile, backend=keep, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.compiler.reset()
+    trainer = trainer_of(tmp_path, compile="on", max_steps=8, eval_interval=4, **how)
+    trainer.warm_up()
+    assert len(graphs) == count
+    assert trainer.run()  # evaluations and all
+    assert len(graphs) == count
+
+
 # -- evaluation ------------------------------------------------------------------------------------
 
 
@@ -397,7 +429,7 @@ def test_every_evaluation_is_of_the_same_windows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
 
     def value() -> float:
-        return train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+        return train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
 
     first = value()
     torch.manual_seed(5)
@@ -418,7 +450,7 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
         return gather(tokens, places, size)
 
     monkeypatch.setattr(train, "gather_windows", spy)
-    train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+    train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     assert len(set(starts)) == len(starts) == count
     assert all(start % 32 == 0 and start + 33 <= 2000 for start in starts)
     gaps = [b - a for a, b in itertools.pairwise(starts)]
@@ -427,7 +459,7 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
 
 def test_evaluation_is_the_mean_over_the_windows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, eval_windows=0, precision="float32")
-    value = train.evaluate(trainer.net, trainer.corpus.val, trainer.config, trainer.group)
+    value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32)
     trainer.model.eval()
     with torch.no_grad():
