@@ -8,8 +8,8 @@ last. nanoGPT's is sample.py, from loading to its line below a sample (with --co
 sample, so that compiling is not counted); it makes samples one after the other. For many at once
 its model.generate is called on a batch, up to its context and 20 characters beyond, whose cost
 stands for that of the rest. What a model says does not change what it costs, so both are trained
-for a step alone. nanoGPT is looked at once in each way to run it, and the fastest runs in
-alternation.
+for a step alone. nanoGPT is looked at once in each way to run it, for as many characters (its ways
+rank otherwise within its context), and the fastest runs in alternation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from typing import Any
 import measure
 from measure import CLI, Failed, Process, Report, lines, output, started, told
 from trainers import SHAPES, NanoGPT
-
-LOOK = 200  # characters of a first look
 
 GENERATE = """
 import sys, time, torch
@@ -71,7 +69,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         ways = their_ways(nanogpt, out, args)
         for way, rate in ways.items():
             measure.note(f"{way}: a first look")
-            looks[way] = rate(min(LOOK, length))
+            looks[way] = rate(length)
         for batch in (False, True):
             best = max((way for way in ways if ("at once" in way) == batch), key=looks.__getitem__)
             sides[best] = partial(lambda rate, index: rate(length), ways[best])
