@@ -734,8 +734,9 @@ def cpu_processes(config: Config, n_hosts: int = 1) -> int:
     """Processes per host that train fastest on a CPU: one with all cores, or several.
 
     Threads wait for each other at every operation, processes once in a step, but for all
-    gradients. On two cores a step of 10**9 operations is faster by a third with two threads than
-    with two processes, one of 10**10 by a tenth, and one of 10**12 is slower by a tenth.
+    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
+    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
+    threads lose most, as each waits for the slowest.
     """
     if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
         return 1
@@ -2441,7 +2442,7 @@ class Trainer:
         compiled = config.compile == "on" or (
             config.compile == "auto" and compiling_pays(self.model, config, device)
         )
-        # Evaluations and samples are the model's own: for them compiling would take longer.
+        # Evaluations run the model itself: to compile it for them too takes longer than they do.
         net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
         self.ddp = net
         if group.world_size > 1:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -395,16 +396,16 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "how, count",
+    "how",
     [
-        (dict(precision="bfloat16", dropout=0.1), 1),
-        (dict(precision="float32"), 1),
-        (dict(precision="bfloat16", short_windows=0.5), 4),
+        dict(precision="bfloat16", dropout=0.1),
+        dict(precision="float32"),
+        dict(precision="bfloat16", short_windows=0.5),
     ],
     ids=["attention by products", "fused attention", "four lengths of windows"],
 )
-def test_the_model_is_compiled_whole_and_for_training_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], count: int
+def test_nothing_is_compiled_after_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     graphs = []
 
@@ -417,9 +418,10 @@ def test_the_model_is_compiled_whole_and_for_training_alone(
     torch.compiler.reset()
     trainer = trainer_of(tmp_path, compile="on", max_steps=8, eval_interval=4, **how)
     trainer.warm_up()
-    assert len(graphs) == count
-    assert trainer.run()  # evaluations and all
-    assert len(graphs) == count
+    compiled = len(graphs)
+    assert compiled
+    assert trainer.run()
+    assert len(graphs) == compiled
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -645,4 +647,4 @@ def test_the_memory_of_freed_tensors_serves_the_next() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *later = map(int, done.stdout.split())
-    assert sorted(later)[3] < first / 10  # the first few still arrange the heap
+    assert statistics.median(later) < first / 10  # the first few still arrange the heap

@@ -64,7 +64,8 @@ def parser(
         type=words,
         default={},
         metavar="WORDS",
-        help="more options for our train.py, as one word: --ours='--processes 2'",
+        help="options for our train.py, as one word: --ours='--processes 2'; where a benchmark has"
+        " options of its own, in their place",
     )
     add("--rounds", type=int, default=rounds, metavar="N", help=f"repetitions (default {rounds})")
     add("--json", type=Path, metavar="FILE", help="write machine, rows and findings there too")

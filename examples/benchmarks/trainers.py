@@ -62,15 +62,16 @@ def our_seconds(out: Path) -> float:
     return seconds
 
 
-def our_loss(out: Path, text: Path) -> float:
-    """Nats per character of the artefact over the whole validation part."""
+def our_result(out: Path, text: Path) -> tuple[float, int]:
+    """Nats per character of the artefact over the whole validation part; its parameters."""
     sys.path.insert(0, str(ROOT))
     from entry_point.train import load_artefact
 
     model, vocabulary = load_artefact(out / "model")
     characters = text.read_bytes().decode()
     part = characters[int(len(characters) * 0.9) :]
-    return whole_loss(model, [vocabulary.index(c) for c in part], model.config.block_size)
+    loss = whole_loss(model, [vocabulary.index(c) for c in part], model.config.block_size)
+    return loss, sum(p.numel() for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,11 +137,12 @@ class NanoGPT:
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
 
-    def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float]:
+    def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float, int]:
         """Runs a training to its end, with more words.
 
         Returns the seconds of its training up to its checkpoint, without evaluations, those of the
-        whole command, and the checkpoint's nats per character over the whole validation part.
+        whole command, the checkpoint's nats per character over the whole validation part, and its
+        parameters.
         """
         started = time.perf_counter()
         more = told({**words, "out_dir": out, "log_interval": 1})
@@ -158,9 +160,10 @@ class NanoGPT:
         checkpoint = torch.load(out / "ckpt.pt", map_location="cpu")
         steps = checkpoint["iter_num"]
         training_seconds = statistics.mean(seconds[i] for i in seconds if i < steps) * steps
-        return training_seconds, whole, self.loss(checkpoint)
+        return training_seconds, whole, *self.result(checkpoint)
 
-    def loss(self, checkpoint: Mapping[str, Any]) -> float:
+    def result(self, checkpoint: Mapping[str, Any]) -> tuple[float, int]:
+        """As our_result, of its model."""
         import torch
 
         spec = importlib.util.spec_from_file_location("nanogpt_model", self.checkout / "model.py")
@@ -176,7 +179,8 @@ class NanoGPT:
         path = self.data / "val.bin"
         ids = torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.uint16)
         block_size = checkpoint["model_args"]["block_size"]
-        return whole_loss(lambda x, y: model(x, y)[1], ids.tolist(), block_size)
+        loss = whole_loss(lambda x, y: model(x, y)[1], ids.tolist(), block_size)
+        return loss, sum(p.numel() for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------------
