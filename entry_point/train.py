@@ -704,7 +704,7 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
         )
     if config.device == "cuda" and not seen:
         raise TopologyError(f"device=cuda, but torch {torch.__version__} sees no GPU")
-    if seen:
+    if seen and config.device != "mps":
         return "cuda"
     mps = torch.backends.mps.is_available()
     if config.device == "mps" and not mps:
@@ -838,7 +838,13 @@ def end_with_parent(env: Mapping[str, str]) -> None:
 
 @contextmanager
 def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected."""
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
+
+    But NCCL, which prints there too, is to be seen where it was asked to tell of its connections.
+    """
+    if "NCCL_DEBUG" in os.environ:
+        yield
+        return
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -1938,6 +1944,13 @@ class Checkpoints:
         for leftover in self.directory.glob(".*.safetensors.tmp"):
             leftover.unlink()
 
+    def set_aside(self, step: int) -> None:
+        """Renames the checkpoints newer than `step`, all damaged, so that none counts as newest."""
+        for damaged in self.steps("checkpoint"):
+            if damaged > step:
+                path = self.path("checkpoint", damaged)
+                path.rename(path.with_name(f"{path.name}.damaged"))
+
     def state_of(self, step: int) -> dict[str, Any]:
         """The state that a checkpoint holds, without its tensors; {} if it is damaged."""
         try:
@@ -2143,6 +2156,15 @@ def write_artefact(
             )
 
 
+def known_config(values: Mapping[str, Any]) -> Config:
+    """The Config of a model that a script with hyperparameters of its own may have trained.
+
+    Those are left out; what the model is, config.json and the shapes of its tensors say too.
+    """
+    known = {f.name for f in dataclasses.fields(Config)}
+    return make_config({name: value for name, value in values.items() if name in known})
+
+
 def load_artefact(directory: Path) -> tuple[GPT, str]:
     """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
 
@@ -2154,7 +2176,7 @@ def load_artefact(directory: Path) -> tuple[GPT, str]:
             name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
             for name in ("config", "tokenizer", "training")
         }
-        config = make_config(documents["training"]["config"])
+        config = known_config(documents["training"]["config"])
         ids = documents["tokenizer"]["model"]["vocab"]
         vocabulary = "".join(sorted(ids, key=ids.__getitem__))
         if ids != {character: index for index, character in enumerate(vocabulary)}:
@@ -2211,7 +2233,8 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
     tensors, state = loaded
     weights = model_tensors(tensors)
     training = {"corpus_sha256": state["corpus_sha256"], "step": state["step"]}
-    write_artefact(model_dir, weights, make_config(state["config"]), state["vocabulary"], training)
+    config = known_config(state["config"])
+    write_artefact(model_dir, weights, config, state["vocabulary"], training)
     return state["step"]
 
 
@@ -2496,6 +2519,7 @@ class Trainer:
         loaded = self.checkpoints.load_latest() if self.chief else None
         if loaded is not None:
             check_resumable(loaded[1], self.state())
+            self.checkpoints.set_aside(loaded[1]["step"])
         state = self.group.share(loaded and loaded[1], source=self.chief)
         if state is None:
             return

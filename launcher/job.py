@@ -155,12 +155,16 @@ class TrainingJob(BaseModel):
         Raises:
             InputError: a value has other characters.
         """
-        values = self.explicit_hyperparameters()
-        for name, value in values.items():
-            if not re.fullmatch(r"[A-Za-z0-9._:/=+-]{1,2500}", str(value)):
+        values, said = self.all_hyperparameters(), self.explicit_hyperparameters()
+        harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
+        for name, value in list(values.items()):
+            if harmless.fullmatch(str(value)):
+                continue
+            if name in said:
                 raise InputError(
                     f"{name}={value!r}: SageMaker hyperparameters are of A-Z a-z 0-9 . _ : / = + -"
                 )
+            del values[name]  # an edited script's own default, which it has there too
         if len(values) > 80:  # AWS allows 100, the SDK's own among them
             raise InputError(f"{len(values)} hyperparameters, and AWS allows 80 beside the SDK's")
         return values
@@ -208,8 +212,16 @@ class TrainingJob(BaseModel):
             ) from None
         return module
 
+    def all_hyperparameters(self) -> dict[str, Scalar]:
+        """Every field of the script's Config, as the job's record keeps it and the script is told.
+
+        A later version may have other presets and defaults, and a resumed job keeps these.
+        """
+        config = asdict(self.config(1))
+        return {name: value for name, value in config.items() if value not in (None, "")}
+
     def explicit_hyperparameters(self) -> dict[str, Scalar]:
-        """What is sent: the preset's values and those given over them, under the fields' names."""
+        """The preset's values and those given over them, under the fields' names."""
         config = self.config(1)
         given = {
             name.replace("-", "_"): value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import launching
@@ -40,9 +41,25 @@ def test_what_is_said_goes_over_the_preset() -> None:
     assert (config.n_layer, config.n_embd) == (2, 384)
 
 
-def test_what_is_sent_names_fields_with_underscores_and_leaves_out_the_unset() -> None:
+def test_what_is_said_is_named_with_underscores_and_leaves_out_the_unset() -> None:
     job = TrainingJob(hyperparameters={"n-layer": 2, "dropout": ""})
     assert job.explicit_hyperparameters() == {"n_layer": 2}
+
+
+def test_every_hyperparameter_is_sent() -> None:
+    sent = TrainingJob(preset="baby", hyperparameters={"n_layer": 2}).sendable_hyperparameters()
+    assert sent == asdict(train.make_config({"n_layer": 2}, "baby"))
+
+
+def test_a_default_of_an_edited_script_that_cannot_be_sent_is_left_to_the_script(
+    tmp_path: Path,
+) -> None:
+    place = "    device: str = hyper"
+    motto = '    motto: str = hyperparameter("a b", "", group="report")\n'
+    script = launching.edited(tmp_path / "mine.py", (place, motto + place))
+    job = TrainingJob(entry_point=script)
+    assert job.all_hyperparameters()["motto"] == "a b"
+    assert "motto" not in job.sendable_hyperparameters()
 
 
 def test_the_nearest_preset_is_named() -> None:

@@ -21,7 +21,8 @@ import pytest
 from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
-from launcher import describe, jobs, logs
+from launcher import TrainingJob, describe, jobs, logs
+from launcher.backends import take_over
 from launcher.backends.local import GONE, write_json
 
 MAIN = 'if __name__ == "__main__":\n'
@@ -528,6 +529,18 @@ def test_a_resumed_job_goes_on_with_what_it_was_told_before(
     assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()
 
 
+def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_version(
+    job: Finished,
+) -> None:
+    file = job.directory / "job.json"
+    record = json.loads(file.read_text())
+    record["hyperparameters"]["momentum"] = 0.5
+    file.write_text(json.dumps(record))
+    asked = TrainingJob(instance="local", resume=job.job_id)
+    taken, _, _ = take_over(asked, launching.settings_of(job.home))
+    assert taken.hyperparameters["momentum"] == 0.5
+
+
 def test_resuming_takes_over_hosts_processes_validation_and_the_edited_script(
     cluster: Finished,
 ) -> None:
@@ -618,7 +631,6 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
 def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
 ) -> None:
-    from launcher import TrainingJob
     from launcher.backends.local import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)

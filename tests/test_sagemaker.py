@@ -524,6 +524,26 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     assert "n_embd was 384 and is 192" in refused.error
 
 
+def test_a_resumed_job_runs_the_script_that_was_sent_not_what_became_of_the_file(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "mine.py")
+    ran = cli(*LAUNCH, "--data", str(text_file), "--entry-point", str(script))
+    assert ran.code == 0, ran.err
+    job_id = ran.out.strip()
+    key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("stop", job_id).code == 0
+    script.unlink()
+    again = cli(*LAUNCH, "--resume", job_id)
+    assert again.code == 0, again.err
+    first, second = (
+        s3.get_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{name}/source/sourcedir.tar.gz")
+        for name in (job_id, again.out.strip())
+    )
+    assert second["Body"].read() == first["Body"].read()
+
+
 def test_a_model_is_fetched_from_where_describe_says_and_only_once(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
 ) -> None:

@@ -392,6 +392,24 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
     assert trainer.checkpoints.steps("checkpoint") == [0]
 
 
+def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_of(tmp_path)
+    for trainer.step in (5, 8):
+        trainer.save_checkpoint()
+    damaged = trainer.checkpoints.path("checkpoint", 8)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    resumed = trainer_of(tmp_path)
+    resumed.restore()
+    assert resumed.step == 5
+    for resumed.step in (6, 7):
+        resumed.save_checkpoint()
+    assert resumed.checkpoints.steps("checkpoint") == [7, 6]
+    assert damaged.with_name(f"{damaged.name}.damaged").exists()
+
+
 # -- compiling -------------------------------------------------------------------------------------
 
 

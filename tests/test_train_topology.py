@@ -281,6 +281,12 @@ def test_mps_asked_for_where_there_is_none_is_an_error(gpus: Any) -> None:
         train.choose_device(Config(device="mps"), some_container(), 1)
 
 
+def test_mps_asked_for_is_never_answered_with_cuda(gpus: Any) -> None:
+    gpus(1)
+    with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
+        train.choose_device(Config(device="mps"), some_container(), 1)
+
+
 def test_each_gpu_gets_a_process(gpus: Any) -> None:
     gpus(4)
     container = some_container(num_gpus=4)
@@ -504,3 +510,15 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     assert train.failure_report(OSError("none")) == "OSError: none"
     decode = json.JSONDecodeError("none", "", 0)
     assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
+
+
+@pytest.mark.parametrize("asked, seen", [(False, ""), (True, "NCCL INFO\n")])
+def test_what_nccl_was_asked_to_tell_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asked: bool, seen: str
+) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    if asked:
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    with train.mute_stdout():
+        os.write(1, b"NCCL INFO\n")
+    assert capfd.readouterr().out == seen

@@ -374,13 +374,15 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
             f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
             f" --instance {job.instance} reads them"
         )
-    before = backend.job(job.resume)
+    before = backend.job(job.resume).model_copy(
+        update={"preset": None, "hyperparameters": earlier.hyperparameters}  # as they were sent
+    )
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
-    hyperparameters = {**before.explicit_hyperparameters(), **job.explicit_hyperparameters()}
+    hyperparameters = {**earlier.hyperparameters, **job.explicit_hyperparameters()}
     own = {"resume", "preset", "hyperparameters", "affordable_run"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if before.max_cost is not None and settings.max_cost is not None:

@@ -63,7 +63,7 @@ class LocalBackend:
         directory = self.jobs_dir / job_id
         record = {
             "job": job.model_dump(mode="json", exclude=set(CLOUD_FIELDS)),
-            "hyperparameters": job.explicit_hyperparameters(),
+            "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
             "processes_per_host": processes,
             "gpus_per_host": gpus,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import money, storage
@@ -258,7 +259,14 @@ class SageMakerBackend:
             raise ServiceError(
                 f"job {job_id} was not launched by sm-nanogpt, or from another store"
             )
-        return TrainingJob(**json.loads(document))
+        job = TrainingJob(**json.loads(document))
+        if job.entry_point is None:
+            return job
+        # The copy that was sent, not what became of the file.
+        place = self.settings.cache_dir / "scripts" / job_id
+        storage.fetch(storage.join(prefix, job_id, "source", "sourcedir.tar.gz"), place)
+        (place / "train.py").write_bytes(archived_script(place / "sourcedir.tar.gz"))
+        return job.model_copy(update={"entry_point": place / "train.py"})
 
     def list(self) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
@@ -438,3 +446,14 @@ def source_archive(script: bytes) -> bytes:
         member.size, member.mode = len(script), 0o644
         tar.addfile(member, io.BytesIO(script))
     return packed.getvalue()
+
+
+def archived_script(archive: Path) -> bytes:
+    """train.py of a sourcedir.tar.gz. Raises ServiceError when it is not in there."""
+    try:
+        with tarfile.open(archive) as tar:
+            file = tar.extractfile("train.py")
+            assert file is not None
+            return file.read()
+    except (tarfile.TarError, KeyError, EOFError, OSError, AssertionError) as error:
+        raise ServiceError(f"{archive.name} holds no train.py ({error})") from None
