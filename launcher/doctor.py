@@ -23,8 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher import corpus
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
+from launcher.backends import last_data
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
 from launcher.infra import Stack, find_stack
@@ -372,9 +372,11 @@ def image_arn(patient: Patient, partition: str) -> str:
 
 
 def check_data(patient: Patient) -> str:
+    """What a launch would take."""
     settings = patient.settings.model_copy(update={"store": patient.store})
+    here = patient.settings.model_copy(update={"store": ""})
     try:
-        return corpus.last_upload(settings).uri
+        return last_data(settings, here, dry_run=False)
     except InputError as error:
         raise Doubt(str(error)) from None
 

@@ -337,6 +337,16 @@ def test_no_text_yet_is_a_warning(examined: Callable[..., dict[str, tuple[str, s
     assert "upload-data" in said
 
 
+def test_the_text_that_is_named_is_the_one_that_a_launch_would_take(
+    patient: Patient, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient.store = patient.settings.store
+    assert cli("upload-data", str(text_file)).out.startswith(patient.store)
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    near = cli("upload-data", str(text_file)).out.strip()
+    assert doctor.check_data(patient) == near
+
+
 def test_a_quota_of_zero_fails_for_training_and_warns_for_spot(
     examined: Callable[..., dict[str, tuple[str, str]]], money: MoneyService
 ) -> None:

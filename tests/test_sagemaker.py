@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -312,6 +313,47 @@ def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
         "S3DataSource"
     ]
     assert sent["S3Uri"] == f"{store}/data/{near.rsplit('/', 1)[-1]}/"
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_an_upload_that_stayed_on_this_machine_goes_before_an_older_one_in_the_store(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    store = f"s3://{s3.bucket}/some/prefix"
+    assert cli("upload-data", str(text_file)).out.startswith(store)
+    newer = tmp_path / "newer.txt"
+    newer.write_text("Some other text.\n" * 1000)
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    near = cli("upload-data", str(newer)).out.strip()
+    assert near.startswith("file://")
+    ran = cli("--store", store, *LAUNCH, *words)
+    assert ran.code == 0, ran.err
+    assert f"data: {store}/data/{near.rsplit('/', 1)[-1]} (the last upload)" in ran.err
+
+
+def test_an_upload_that_stayed_here_and_is_gone_gives_way_to_no_older_one(
+    cloud: Emulator,
+    s3: Any,
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = f"s3://{s3.bucket}/some/prefix"
+    cli("upload-data", str(text_file))
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    cli("upload-data", str(text_file))
+    shutil.rmtree(home / "store")
+    ran = cli("--store", store, *LAUNCH)
+    assert ran.code == 2
+    assert "--data" in ran.error
+    assert not cloud.sagemaker.jobs
 
 
 @pytest.mark.parametrize(

@@ -299,16 +299,19 @@ class Text:
 def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
     """The last upload to the store; without any, the last to this machine's own.
 
-    Where no store is set, it may have gone to a stack's. A dry run does not ask a remote store; it
-    knows what was uploaded from here.
+    What was last uploaded from here goes first if it stayed on this machine, as it does where its
+    store could not be asked: what lies in the store is older. Where no store is set, it may have
+    gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from here.
     """
-    newest = list(corpus.read_noted(settings).values())[-1:]
+    noted = corpus.read_noted(settings)
+    newest = list(noted)[-1:]
+    if newest == [here.data_store]:
+        return corpus.last_upload(here).uri
     if not settings.store and newest and storage.local_path(newest[0]) is None:
-        return newest[0]
+        return noted[newest[0]]
     try:
         if dry_run and settings.data_store != here.data_store:
-            noted = corpus.read_noted(settings).get(settings.data_store)
-            return noted or corpus.last_upload(here).uri
+            return noted.get(settings.data_store) or corpus.last_upload(here).uri
         return corpus.last_upload(settings).uri
     except corpus.NothingUploaded as nothing:
         try:
