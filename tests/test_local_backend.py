@@ -23,7 +23,8 @@ from launching import ENDLESS, Finished, Ran
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
 from launcher.backends import take_over
-from launcher.backends.local import GONE, write_json
+from launcher import describe, jobs, logs
+from launcher.backends.local import GONE, own_checkpoint, write_json
 
 MAIN = 'if __name__ == "__main__":\n'
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
@@ -421,6 +422,13 @@ def test_a_job_that_is_being_started_is_never_taken_for_a_dead_one(
     monkeypatch.setattr("launcher.backends.local.write_json", write_and_look)
     cli(*launching.launching("--detach", data=text_file))
     assert seen == ["InProgress"]
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-00000010.safetensors").touch()
+    # A link to nowhere is listed, and then not there, as is a file deleted in between.
+    (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
+    assert own_checkpoint(tmp_path, started=1.0) == 10
 
 
 def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished) -> None:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +235,11 @@ def is_held(lock: Path) -> bool:
 
 def own_checkpoint(directory: Path, started: float | None) -> int | None:
     """The step of the newest checkpoint that the job wrote, beside those that it was given."""
-    files = directory.glob("checkpoint-*.safetensors")
-    written = [path.name for path in files if path.stat().st_mtime >= (started or float("inf"))]
+    written = []
+    for path in directory.glob("checkpoint-*.safetensors"):
+        with suppress(FileNotFoundError):  # the training drops old ones meanwhile
+            if path.stat().st_mtime >= (started or float("inf")):
+                written.append(path.name)
     return newest_checkpoint(written)
 
 
