@@ -18,7 +18,7 @@ import botocore.session
 import launching
 import pytest
 import sagemaker_service
-from access import ACCOUNT
+from access import ACCOUNT, Refusal
 from emulator import Emulator
 from launching import Finished, Ran
 
@@ -383,6 +383,38 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
     assert ran.code == 1
     assert told in ran.error
     assert not cloud.sagemaker.jobs
+
+
+def test_a_job_whose_first_answer_was_lost_is_launched_all_the_same(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = cloud.sagemaker.CreateTrainingJob
+    asked: list[str] = []
+
+    def lose_the_first_answer(body: dict[str, Any]) -> Any:
+        asked.append(body["TrainingJobName"])
+        answer = create(body)
+        if len(asked) == 1:
+            raise Refusal("InternalFailure", "no answer", 503)
+        return answer
+
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", lose_the_first_answer)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert asked == [ran.out.strip()] * 2
+    assert list(cloud.sagemaker.jobs) == [ran.out.strip()]
+
+
+@pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
+def test_a_launch_that_the_service_refuses_names_the_job_to_look_for(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, code: str
+) -> None:
+    cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    ((_, request), *_) = [call for call in cloud.calls if call[0] == "CreateTrainingJob"]
+    assert f"no such luck ({code}); " in ran.error
+    assert f"`sm-nanogpt status {request['TrainingJobName']}`" in ran.error
 
 
 @pytest.mark.parametrize(

@@ -223,8 +223,23 @@ class SageMakerBackend:
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
+        try:
+            self.create(job_id, request)
+        except ServiceError as error:  # an answer that was lost may have been a yes, and costs
+            raise ServiceError(
+                f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
+            ) from None
+
+    def create(self, job_id: str, request: dict[str, Any]) -> None:
+        client = self.client("sagemaker")
         with service_errors("CreateTrainingJob"):
-            self.client("sagemaker").create_training_job(**request)
+            try:
+                client.create_training_job(**request)
+            except client.exceptions.ResourceInUse:
+                # boto3 asks again when an answer is lost. The id is new: if there is such a job of
+                # ours, the first request made it.
+                if self.raw(job_id) is None:
+                    raise
 
     def console_link(self, job_id: str) -> str | None:
         host = f"{self.region}.console.aws.amazon.com"
