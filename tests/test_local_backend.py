@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +23,12 @@ from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
+from launcher import TrainingJob, describe, jobs, logs
 from launcher.backends import take_over
-from launcher import describe, jobs, logs
 from launcher.backends.local import GONE, own_checkpoint, write_json
+from launcher.backends.local_runner import LocalRun
+from launcher.backends.local import GONE, own_checkpoint, write_json
+from launcher.backends.local_runner import LocalRun
 
 MAIN = 'if __name__ == "__main__":\n'
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
@@ -51,6 +55,44 @@ def failing(path: Path, at_step: int, on_rank: int, what: str) -> Path:
     """A copy of train.py that does something else on one rank before one step."""
     wrong = f"        if (step, self.group.rank) == ({at_step}, {on_rank}):\n            {what}\n"
     return launching.edited(path, (STEP, STEP + wrong))
+
+
+def write_job(directory: Path, text_file: Path, processes: int = 1) -> None:
+    """What a launch writes down of a job."""
+    job = TrainingJob(instance="local", data=text_file.as_uri())
+    record = {
+        "job": job.model_dump(mode="json"),
+        "hyperparameters": {},
+        "created": time.time(),
+        "processes_per_host": processes,
+        "gpus_per_host": 0,
+        "max_steps": 10,
+        "resume_from": None,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "job.json", record)
+
+
+def run_ranks(directory: Path, text_file: Path, script: str, processes: int = 1) -> dict[str, Any]:
+    """How a job ends whose ranks run a few lines instead of train.py, which takes long to start.
+
+    They know their `rank` and the file of the `model`.
+    """
+    write_job(directory, text_file, processes)
+    (directory / "code").mkdir()
+    (directory / "code/train.py").write_text(RANK + textwrap.dedent(script))
+    LocalRun(directory).run()
+    state: dict[str, Any] = json.loads((directory / "state.json").read_text())
+    return state
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+model = Path(os.environ["SM_MODEL_DIR"], "model.safetensors")
+"""
 
 
 # -- a job of two hosts, looked at from all sides -------------------------------------------------
@@ -378,6 +420,20 @@ def test_data_that_are_not_there_are_refused_before_anything_starts(
     assert "memory://nowhere/at/all: nothing is there" in ran.error
 
 
+def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+        if rank == "1":
+            sys.exit("ValueError: the first cause")
+        time.sleep(30)
+        model.touch()
+    """
+    state = run_ranks(tmp_path, text_file, script, processes=2)
+    assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
+    assert not (tmp_path / "hosts/algo-1/model/model.safetensors").exists()
+
+
 # -- killed ---------------------------------------------------------------------------------------
 
 
@@ -655,8 +711,6 @@ def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
 def test_hosts_share_the_gpus_that_the_user_chose(
     job: Finished, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
 ) -> None:
-    from launcher.backends.local_runner import LocalRun
-
     record = json.loads((job.directory / "job.json").read_text())
     record["gpus_per_host"] = len(expected[0].split(","))
     record["job"]["instance_count"] = 2
@@ -674,7 +728,7 @@ def test_hosts_share_the_gpus_that_the_user_chose(
 def test_a_part_of_the_gpus_is_never_used_in_silence(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
 ) -> None:
-    from launcher import InputError, TrainingJob
+    from launcher import InputError
     from launcher.backends.local import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

@@ -232,7 +232,7 @@ class LocalRun:
             reader.start()
         failed: list[Rank] = []
         kill_at: float | None = None
-        while any(rank.process.poll() is None for rank in ranks):
+        while None in [rank.process.poll() for rank in ranks]:  # each is asked every time
             if kill_at is None:
                 failed = [rank for rank in ranks if rank.process.returncode]
                 if failed or self.stopping():
