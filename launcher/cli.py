@@ -614,7 +614,10 @@ def stop_command(context: click.Context, job_id: str) -> None:
     settings = settings_of(context)
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
-    note(explain(wait(job_id, settings)))
+    description = wait(job_id, settings)
+    if description.status == "Failed":
+        raise ServiceError(explain(description))
+    note(explain(description))
 
 
 @cli.command("doctor")

@@ -13,7 +13,9 @@ import tarfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,19 @@ def write_job(directory: Path, text_file: Path, processes: int = 1) -> None:
     write_json(directory / "job.json", record)
 
 
+@contextmanager
+def running(directory: Path, text_file: Path) -> Iterator[Path]:
+    """A job that seems to run, as somebody holds its lock."""
+    write_job(directory, text_file)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+
+
 def run_ranks(directory: Path, text_file: Path, script: str, processes: int = 1) -> dict[str, Any]:
     """How a job ends whose ranks run a few lines instead of train.py, which takes long to start.
 
-    They know their `rank` and the file of the `model`.
+    They know their `rank`, the files `model` and `stop`, and how to `be_stopped`.
     """
     write_job(directory, text_file, processes)
     (directory / "code").mkdir()
@@ -92,6 +103,12 @@ from pathlib import Path
 
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 model = Path(os.environ["SM_MODEL_DIR"], "model.safetensors")
+stop = model.parents[3] / "stop"
+
+def be_stopped():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    stop.touch()
+    signal.sigwait({signal.SIGTERM})
 """
 
 
@@ -569,6 +586,85 @@ def test_a_job_stopped_before_its_first_step_is_stopped_without_a_checkpoint(
         resumed = cli("launch", "--instance", "local", "--resume", job.job_id)
         assert resumed.code == 1
         assert "no checkpoint to resume from" in resumed.error
+
+
+def test_a_stop_at_the_last_step_completes_the_job_with_its_model(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+        be_stopped()
+        model.touch()
+    """
+    assert run_ranks(tmp_path, text_file, script)["status"] == "Completed"
+    with tarfile.open(tmp_path / "output/model.tar.gz") as tar:
+        assert tar.getnames() == ["model.safetensors"]
+
+
+def test_a_stopped_job_whose_last_checkpoint_fails_has_failed_with_its_reason(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+        be_stopped()
+        sys.exit("CheckpointError: cannot write it: No space left on device")
+    """
+    state = run_ranks(tmp_path, text_file, script)
+    assert state["status"] == "Failed"
+    assert state["reason"] == "CheckpointError: cannot write it: No space left on device"
+
+
+def test_a_job_that_is_stopped_after_it_has_failed_keeps_its_reason(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+        if rank == "1":
+            while not model.exists():
+                time.sleep(0.01)
+            sys.exit("ValueError: the first cause")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        model.touch()
+        signal.sigwait({signal.SIGTERM})
+        stop.touch()
+        sys.exit(128 + signal.SIGTERM)
+    """
+    state = run_ranks(tmp_path, text_file, script, processes=2)
+    assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
+
+
+def test_what_a_rank_says_of_another_that_the_stop_ended_is_no_failure(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+        if rank == "1":
+            time.sleep(30)  # deaf, as a rank is before it trains
+        be_stopped()
+        time.sleep(0.5)
+        sys.exit("RuntimeError: Connection closed by peer")
+    """
+    state = run_ranks(tmp_path, text_file, script, processes=2)
+    assert (state["status"], state.get("reason")) == ("Stopped", None)
+
+
+def test_stop_fails_with_a_job_that_does(
+    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(home / "jobs/a", text_file) as directory:
+        failed = {"status": "Failed", "reason": "CheckpointError: no space"}
+        end = partial(write_json, directory / "state.json", failed)
+        monkeypatch.setattr("launcher.backends.time.sleep", lambda seconds: end())
+        ran = cli("stop", "a")
+    assert ran.code == 1
+    assert ran.error.startswith("job a failed: CheckpointError: no space; ")
+
+
+def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
+    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(home / "jobs/a", text_file) as directory:
+        end = partial(write_json, directory / "state.json", {"status": "Completed"})
+        monkeypatch.setattr("launcher.backends.time.sleep", lambda seconds: end())
+        ran = cli("stop", "a")
+    assert ran.code == 0
+    assert ran.err.splitlines()[-1] == "job a completed; next: sm-nanogpt fetch-and-sample a"
 
 
 # -- resuming -------------------------------------------------------------------------------------

@@ -473,12 +473,14 @@ def wait(
 
 
 def explain(description: JobDescription) -> str:
-    """Why a job that has ended is not Completed, and what to do next, in one line."""
+    """What became of a job that has ended, why, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
     for sign, remedy in REMEDIES.items():
         if reason and sign in reason:
             reason = f"{reason} ({remedy})"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
+    if description.status == "Completed":
+        return f"{told}; next: sm-nanogpt fetch-and-sample {job_id}"
     if description.checkpoint_uri is not None:
         return (
             f"{told}; go on from its checkpoint of step {description.checkpoint_step}:"

@@ -49,6 +49,10 @@ class Rank:
         return f"rank {self.rank} on {self.host} ended with exit code {code}"
 
 
+class Stopped(Exception):
+    """The training ended before its last step, as it was told to."""
+
+
 class LocalRun:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -73,12 +77,12 @@ class LocalRun:
             self.lay_out()
             self.tell(secondary="Training")
             failure = self.train()
-            if self.stopping():
-                self.tell(status="Stopped", ended=time.time())
-                return
             if failure is None:
                 self.tell(secondary="Uploading")
                 failure = self.pack()
+        except Stopped:
+            self.tell(status="Stopped", ended=time.time())
+            return
         except (InputError, ServiceError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
         if failure is None:
@@ -223,18 +227,23 @@ class LocalRun:
         return ranks
 
     def train(self) -> str | None:
-        """Runs the ranks to their end; returns why the training failed, or None."""
+        """Runs the ranks to their end; returns why the training failed, or None.
+
+        Raises:
+            Stopped: somebody asked the job to stop, and nothing else ended it.
+        """
         ranks = self.start()
         readers = [
             threading.Thread(target=self.keep_output, args=(rank,), daemon=True) for rank in ranks
         ]
         for reader in readers:
             reader.start()
-        failed: list[Rank] = []
+        failed: list[Rank] = []  # those that ended first; what others then say is an echo
+        stopped = {128 + signal.SIGTERM, -signal.SIGTERM}  # how ranks end that were told to
         kill_at: float | None = None
         while None in [rank.process.poll() for rank in ranks]:  # each is asked every time
+            failed = failed or [rank for rank in ranks if rank.process.returncode]
             if kill_at is None:
-                failed = [rank for rank in ranks if rank.process.returncode]
                 if failed or self.stopping():
                     grace = PEER_GRACE_SECONDS if failed else STOP_GRACE_SECONDS
                     kill_at = time.monotonic() + grace
@@ -242,13 +251,16 @@ class LocalRun:
                         self.tell(status="Stopping", secondary="Stopping")
                     signal_all(ranks, signal.SIGTERM)
             elif time.monotonic() > kill_at:
+                stopped.add(-signal.SIGKILL)
                 signal_all(ranks, signal.SIGKILL)
             time.sleep(0.05)
         for reader in readers:
             reader.join(timeout=5)  # a process that a rank left behind may hold its output open
         failed = failed or [rank for rank in ranks if rank.process.returncode]
-        if not failed or self.stopping():
+        if not failed:
             return None
+        if self.stopping() and all(rank.process.returncode in stopped for rank in failed):
+            raise Stopped
         reason = find_reason(failed, ranks)
         for host in {rank.host for rank in failed}:
             (self.base(host) / "output" / "failure").write_text(reason)
