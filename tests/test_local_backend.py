@@ -25,10 +25,7 @@ from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
-from launcher import TrainingJob, describe, jobs, logs
 from launcher.backends import take_over
-from launcher.backends.local import GONE, own_checkpoint, write_json
-from launcher.backends.local_runner import LocalRun
 from launcher.backends.local import GONE, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun
 
@@ -502,6 +499,19 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_pat
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
     assert own_checkpoint(tmp_path, started=1.0) == 10
+
+
+def test_waiting_for_a_job_ends_when_the_job_is_deleted(
+    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(home / "jobs/a", text_file) as directory:
+        monkeypatch.setattr(
+            "launcher.backends.time.sleep",
+            lambda seconds: directory.exists() and shutil.rmtree(directory),
+        )
+        ran = cli("wait", "a")
+    assert ran.code == 1
+    assert ran.error == "job a was deleted before its end: `sm-nanogpt jobs` lists those there are"
 
 
 def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished) -> None:

@@ -459,7 +459,7 @@ def wait(
     """Waits for a job's end and returns what became of it.
 
     Raises:
-        ServiceError: there is no such job, or it still runs after `timeout` seconds.
+        ServiceError: there is no such job, or no longer, or it still runs after `timeout` seconds.
     """
     settings = settings or load_settings()
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -468,7 +468,12 @@ def wait(
         if deadline is not None and time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        description = backend.describe(job_id) or description
+        now = backend.describe(job_id)
+        if now is None:
+            raise ServiceError(
+                f"job {job_id} was deleted before its end: `sm-nanogpt jobs` lists those there are"
+            )
+        description = now
     return description
 
 
