@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import os
 import re
 import shutil
 import subprocess
@@ -764,6 +766,31 @@ def test_the_sdk_is_imported_by_one_module_alone() -> None:
         if re.search(r"^\s*(?:import|from) sagemaker\b", path.read_text(), re.MULTILINE)
     ]
     assert importing == ["estimator.py"]
+
+
+def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
+    home: Path,
+    dry: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training_image("us-east-1", "2.8.0", True, home)  # imports the SDK without a word of its own
+    from sagemaker import utils
+
+    def mine(config: Any) -> None:
+        raise AssertionError("our own config is not validated")
+
+    monkeypatch.setattr(utils, "validate_sagemaker_config", mine)
+    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", "mine.yaml")
+    monkeypatch.delenv("SAGEMAKER_SUPPRESS_V2_WARNING", raising=False)
+    loggers = [logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config")]
+    for logger in loggers:
+        caplog.set_level(logging.DEBUG, logger.name)
+    before = dict(os.environ)
+    dry()
+    assert dict(os.environ) == before
+    assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
+    assert utils.validate_sagemaker_config is mine
 
 
 def test_a_local_command_imports_neither_the_sdk_nor_boto3(home: Path) -> None:

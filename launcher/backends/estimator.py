@@ -56,22 +56,36 @@ class Plan:
 
 @contextmanager
 def quiet_sdk(home: Path) -> Iterator[None]:
-    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries."""
-    os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
+    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries.
+
+    Who launches from Python may use the SDK too, so the process is left as it was.
+    """
     home.mkdir(parents=True, exist_ok=True)
     config = home / "sagemaker-sdk.yaml"
     config.write_text(
         "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
     )
-    os.environ["SAGEMAKER_USER_CONFIG_OVERRIDE"] = str(config)
-    logging.getLogger("sagemaker").setLevel(logging.WARNING)
-    logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
+    said = {
+        "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
+        "SAGEMAKER_USER_CONFIG_OVERRIDE": str(config),
+    }
+    before = {name: os.environ.get(name) for name in said}
+    root, *of_sdk = (logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config"))
+    levels = {logger: logger.level for logger in (root, *of_sdk)}
+    handlers = root.handlers[:]
     try:
+        os.environ.update(said)
+        for logger in of_sdk:
+            logger.setLevel(logging.WARNING)
         yield
     finally:
-        root.setLevel(level)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for logger, level in levels.items():
+            logger.setLevel(level)
         root.handlers[:] = handlers
 
 
@@ -111,16 +125,32 @@ def take_config_as_it_is(config: dict[Any, Any]) -> None:
     """In place of the SDK's own validation of its config."""
 
 
+@contextmanager
+def trusted_config() -> Iterator[None]:
+    """The SDK validates its config, which is our own constant, anew at each of fifty look-ups: 2 s.
+
+    For as long as this holds, it does not.
+    """
+    import sagemaker.utils
+
+    validate = sagemaker.utils.validate_sagemaker_config
+    sagemaker.utils.validate_sagemaker_config = take_config_as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sagemaker.utils.validate_sagemaker_config = validate
+
+
 def create_request(plan: Plan, home: Path) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
-    with quiet_sdk(home):
+    with quiet_sdk(home), trusted_config():
         return record_request(plan)
 
 
 def record_request(plan: Plan) -> dict[str, Any]:
     """The request, kept just before it would be sent."""
     import boto3
-    import sagemaker.utils
+    import sagemaker
     from sagemaker.inputs import TrainingInput
     from sagemaker.pytorch import PyTorch
 
@@ -134,8 +164,6 @@ def record_request(plan: Plan) -> dict[str, Any]:
         ) -> None:
             self.request = request
 
-    # The SDK validates its config, which is our own constant, anew at each of fifty look-ups: 2 s.
-    sagemaker.utils.validate_sagemaker_config = take_config_as_it_is  # type: ignore[assignment]
     # Nothing is signed, and with these nobody goes looking for credentials.
     unsigned = boto3.Session("none", "none", region_name=plan.region)
     session = Recorder(boto_session=unsigned)
