@@ -153,25 +153,28 @@ def tree(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*")}
 
 
-def job_words(pid: int) -> tuple[str, str]:
-    """The command line and the working directory of a process; empty when it is gone."""
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-        return line, str(Path(f"/proc/{pid}/cwd").readlink())
-    except OSError:
-        return "", ""
+def processes() -> list[tuple[int, int, str]]:
+    """Pid, process group and command line of all that lives; by ps, as macOS has no /proc."""
+    columns = [word for name in ("pid", "pgid", "command") for word in ("-o", f"{name}=")]
+    listed = subprocess.check_output(["ps", "-A", "-ww", *columns], text=True, errors="replace")
+    rows = [line.split(maxsplit=2) for line in listed.splitlines() if "<defunct>" not in line]
+    return [(int(pid), int(group), line) for pid, group, line in rows]
+
+
+def group_of(leader: int) -> dict[int, str]:
+    """The living processes that a process leads, or led: pid to command line."""
+    return {pid: line for pid, group, line in processes() if group == leader}
 
 
 def processes_below(directory: Path) -> dict[int, str]:
-    """The living processes of the jobs below a directory: pid to command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            line, cwd = job_words(int(entry.name))
-            inside = cwd == str(directory) or cwd.startswith(f"{directory}/")
-            if line and (inside or ("local_runner" in line and f"{directory}/" in line)):
-                found[int(entry.name)] = line
-    return found
+    """The living processes of the jobs below a directory, of those whose runner lives.
+
+    A runner's command line names its job, and the ranks are of the process group that it leads.
+    """
+    living = processes()
+    named = re.compile(rf"local_runner {re.escape(str(directory))}[/ ]")
+    leaders = {pid for pid, _, line in living if named.search(line)}
+    return {pid: line for pid, group, line in living if group in leaders}
 
 
 def runner_of(directory: Path) -> int:

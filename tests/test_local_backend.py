@@ -21,6 +21,7 @@ from typing import Any
 
 import launching
 import pytest
+import runs
 from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
@@ -116,6 +117,7 @@ def be_stopped():
 WITNESS = """
     rank = os.environ["OMPI_COMM_WORLD_RANK"]
     seen = {"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path}
+    seen["group"] = os.getpgrp()
     Path(os.environ["SM_OUTPUT_DATA_DIR"], f"rank-{rank}.json").write_text(json.dumps(seen))
 """
 
@@ -321,7 +323,8 @@ def test_a_validation_text_is_what_is_validated_on(cluster: Finished, text: str)
 
 
 def test_a_finished_job_leaves_no_process(cluster: Finished) -> None:
-    launching.until(lambda: not launching.processes_below(cluster.directory), 10)
+    group = seen_by(cluster, 0)["group"]
+    launching.until(lambda: not launching.group_of(group), 10)
 
 
 # -- following ------------------------------------------------------------------------------------
@@ -416,10 +419,9 @@ def test_a_training_that_leaves_no_model_is_a_failure(
 def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    # A child that keeps the rank's output open.
-    copy = launching.edited(
-        tmp_path / "mine.py", (MAIN, MAIN + '    subprocess.Popen(["sleep", "600"])\n')
-    )
+    # A child that keeps the rank's output open, for longer than the command may take.
+    sleep = f'    subprocess.Popen(["sleep", "{runs.LIMIT + 10}"])\n'
+    copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + sleep))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
     assert ran.code == 0, ran.err
@@ -451,17 +453,48 @@ def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
 # -- killed ---------------------------------------------------------------------------------------
 
 
+def test_a_jobs_processes_are_found_and_killed_where_there_is_no_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(path: Path) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "iterdir", missing)
+    # Stands in for a runner: it starts a rank, and both wait.
+    code = (
+        "import subprocess, sys;"
+        "print(subprocess.Popen([sys.executable, '-c', 'input()', 'train' + '.py']).pid, flush=1);"
+        "input()"
+    )
+    words = ["launcher.backends.local_runner", str(tmp_path / "job"), "5"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as runner:
+        assert runner.stdout is not None
+        rank = int(runner.stdout.readline())
+        assert launching.runner_of(tmp_path) == runner.pid
+        assert launching.ranks_of(tmp_path / "job") == [rank]
+        launching.kill_below(tmp_path)
+        assert runner.wait() == -signal.SIGKILL
+        launching.until(lambda: not launching.group_of(runner.pid))
+
+
 def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.until(lambda: len(launching.ranks_of(job.directory)) == 2)
-    os.kill(launching.runner_of(job.directory), signal.SIGKILL)
+    runner = launching.runner_of(job.directory)
+    os.kill(runner, signal.SIGKILL)
     launching.until(lambda: state_of(job) == "Failed", 5)
     assert GONE in cli("status", job.job_id).out
     assert "Failed" in cli("jobs").out
     # A rank that is still importing torch notices when it has done so.
-    launching.until(lambda: not launching.processes_below(job.directory), 30)
+    launching.until(lambda: not launching.group_of(runner), 30)
 
 
 def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
