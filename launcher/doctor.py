@@ -7,11 +7,8 @@ to do. A check names the ones that it needs, and is left out when one of those f
 
 from __future__ import annotations
 
-import os
 import platform
-import re
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
-from launcher.backends import last_data
+from launcher.backends import last_data, launch, wait
+from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
 from launcher.infra import Stack, find_stack
@@ -136,7 +134,7 @@ def check_packages(patient: Patient) -> str:
 
 
 def check_training(patient: Patient) -> str:
-    """A few steps of a tiny model, through the same commands, in a home that is thrown away."""
+    """A few steps of a tiny model, as a job like any other, in a home that is thrown away."""
     if not patient.train:
         raise Doubt("not checked: --no-train")
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, batch_size=2, max_steps=3)
@@ -144,27 +142,21 @@ def check_training(patient: Patient) -> str:
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
         text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")
-        words = ["launch", "--instance", "local", "--data", str(text)]
-        words += [word for name, value in tiny.items() for word in ("--set", f"{name}={value}")]
-        foreign = re.compile("SM_NANOGPT_|AWS_")
+        settings = patient.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
+        job_id = launch(TrainingJob(data=str(text), hyperparameters=tiny), settings)
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "launcher.cli", *words],
-                env={
-                    **{name: v for name, v in os.environ.items() if not foreign.match(name)},
-                    "SM_NANOGPT_HOME": str(Path(directory, "home")),
-                },
-                capture_output=True,
-                text=True,
-                timeout=TRAINING_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
+            ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
+        except ServiceError:
             raise ServiceError(f"a tiny training has not ended in {TRAINING_SECONDS} s") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        finally:
+            # After a time-out or Ctrl-C: a job outlives who launched it, and its home goes next.
+            LocalBackend(settings).stop(job_id)
+            wait(job_id, settings)
+    if ended.status != "Completed":
         raise ServiceError(
-            f"{last.removeprefix('error: ')}; `sm-nanogpt launch --instance local` shows all of it"
+            f"{ended.failure_reason or ended.status}; `sm-nanogpt launch --instance local` shows"
+            " all of it"
         )
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 

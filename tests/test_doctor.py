@@ -17,7 +17,7 @@ from emulator import Emulator, make_role
 from launching import Ran
 from money_service import MoneyService
 
-from launcher import InputError, ServiceError, Settings, doctor
+from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
 from launcher.infra import Stack
 
@@ -128,9 +128,39 @@ def test_local_training_is_tried_in_a_home_that_is_thrown_away(
     assert not list(home.iterdir())
 
 
+def test_nothing_in_the_users_directory_is_taken_for_what_the_trial_training_imports(
+    home: Path, tmp_path: Path
+) -> None:
+    for name in ("torch.py", "launcher/__init__.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise SystemExit('shadowed')\n")
+    assert Path.cwd() == tmp_path
+    assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
+
+
+def test_a_trial_training_that_takes_too_long_is_stopped_before_its_home_is_deleted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_for: list[str] = []
+
+    def noted(job_id: str, settings: Settings, **limit: float) -> JobDescription:
+        description = wait(job_id, settings, **limit)
+        waited_for.append(description.status)
+        return description
+
+    monkeypatch.setattr(doctor, "wait", noted)
+    monkeypatch.setattr(doctor, "TRAINING_SECONDS", 0.1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ServiceError, match=r"has not ended in 0\.1 s"):
+        doctor.check_training(Patient(Settings(), "local"))
+    assert waited_for == ["Stopped"]
+    assert not list(tmp_path.glob("sm-nanogpt-doctor-*"))
+
+
 def test_a_training_that_fails_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ServiceError, match="nothing was said; `sm-nanogpt launch"):
+    with pytest.raises(ServiceError, match=r"could not be started: .*; `sm-nanogpt launch"):
         doctor.check_training(Patient(Settings(), "local"))
 
 
