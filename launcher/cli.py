@@ -221,7 +221,11 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     type=float,
     help="Sets the time limit by what it may cost, with the jobs that it resumes.",
 )
-@click.option("--spot", is_flag=True, default=None, help="Spot capacity: cheaper; goes on later.")
+@click.option(
+    "--spot/--on-demand",
+    default=None,
+    help="Spot capacity: cheaper; goes on later (default: on demand, or as --resume's).",
+)
 @click.option(
     "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
 )
@@ -238,7 +242,11 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
 @click.option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
 @click.option("--security-group", "security_group_ids", metavar="ID", multiple=True)
-@click.option("--network-isolation", is_flag=True, default=None, help="No network in the job.")
+@click.option(
+    "--network-isolation/--no-network-isolation",
+    default=None,
+    help="No network in the job (default: with network, or as --resume's).",
+)
 @click.pass_context
 def launch_command(
     context: click.Context,

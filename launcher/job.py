@@ -100,7 +100,8 @@ class TrainingJob(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> TrainingJob:
         local = self.instance == "local"
-        cloud = {name for name in CLOUD_FIELDS if name in self.model_fields_set}
+        said = {name for name in self.model_fields_set if getattr(self, name) is not False}
+        cloud = said & set(CLOUD_FIELDS)  # what is switched off is asked of nobody
         problem = None
         if local and cloud:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"

@@ -93,6 +93,11 @@ def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
 # -- the rest of a job ----------------------------------------------------------------------------
 
 
+def test_a_local_job_may_say_that_it_is_without_what_only_sagemaker_has() -> None:
+    job = TrainingJob(instance="local", spot=False, network_isolation=False)
+    assert not job.spot
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [

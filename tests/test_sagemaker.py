@@ -604,12 +604,7 @@ def test_a_resumed_job_runs_the_script_that_was_sent_not_what_became_of_the_file
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     script = launching.edited(tmp_path / "mine.py")
-    ran = cli(*LAUNCH, "--data", str(text_file), "--entry-point", str(script))
-    assert ran.code == 0, ran.err
-    job_id = ran.out.strip()
-    key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
-    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
-    assert cli("stop", job_id).code == 0
+    job_id = stopped(s3, cli, text_file, "--entry-point", str(script))
     script.unlink()
     again = cli(*LAUNCH, "--resume", job_id)
     assert again.code == 0, again.err
@@ -618,6 +613,52 @@ def test_a_resumed_job_runs_the_script_that_was_sent_not_what_became_of_the_file
         for name in (job_id, again.out.strip())
     )
     assert second["Body"].read() == first["Body"].read()
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "off"),
+    [
+        (("--spot", "--max-wait", "90000"), "EnableManagedSpotTraining", "--on-demand"),
+        (("--network-isolation",), "EnableNetworkIsolation", "--no-network-isolation"),
+    ],
+)
+def test_what_a_resumed_job_takes_over_can_be_switched_off(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    before: tuple[str, ...],
+    name: str,
+    off: str,
+) -> None:
+    earlier = stopped(s3, cli, text_file, *before)
+    for words, on in (((), True), ((off,), False)):
+        ran = cli("launch", "--resume", earlier, "--dry-run", *words)
+        assert ran.code == 0, ran.err
+        assert json.loads(ran.out).get(name, False) == on
+
+
+def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g5.12xlarge"] = (1, 1, 1)
+    earlier = stopped(s3, cli, text_file, "--keep-alive", "600")
+    ran = cli("launch", "--resume", earlier, "--spot", "--dry-run")
+    assert ran.code == 0, ran.err
+    request = json.loads(ran.out)
+    assert request["EnableManagedSpotTraining"]
+    assert "KeepAlivePeriodInSeconds" not in request["ResourceConfig"]
+
+
+def stopped(s3: Any, cli: Callable[..., Ran], text_file: Path, *words: str) -> str:
+    """The id of a job that was stopped and left a checkpoint."""
+    ran = cli(*LAUNCH, "--data", str(text_file), *words)
+    assert ran.code == 0, ran.err
+    job_id = ran.out.strip()
+    key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("stop", job_id).code == 0
+    return job_id
 
 
 def test_a_model_is_fetched_from_where_describe_says_and_only_once(

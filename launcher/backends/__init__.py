@@ -31,7 +31,7 @@ REMEDIES = {
     "CapacityError": CAPACITY,
     "Data download failed": "the execution role has to be allowed to read the store",
     "MaxRuntimeExceeded": "--max-run gives more time",
-    "MaxWaitTimeExceeded": "--max-wait gives more time",
+    "MaxWaitTimeExceeded": "--max-wait gives more time, --on-demand waits for no spot capacity",
     "No space left on device": "on SageMaker, --volume-size gives more disk",
 }
 
@@ -388,6 +388,8 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
     hyperparameters = {**earlier.hyperparameters, **job.explicit_hyperparameters()}
     own = {"resume", "preset", "hyperparameters", "affordable_run"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
+    if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone
+        kept.pop("max_wait" if before.spot else "keep_alive", None)
     if before.max_cost is not None and settings.max_cost is not None:
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})

@@ -129,7 +129,7 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
         (
             ("--spot", "--max-run", "7200", "--max-wait", "7200"),
             "MaxWaitTimeExceeded",
-            "--max-wait gives more time",
+            "--max-wait gives more time, --on-demand waits for no spot capacity",
         ),
     ],
 )
