@@ -318,6 +318,7 @@ def check_permissions(patient: Patient) -> str:
     logs = f"arn:{partition}:logs:{patient.region}:{patient.account}:log-group:{LOG_GROUP}"
     needed = {
         f"arn:{partition}:s3:::{bucket}/{prefix}jobs/any": ["s3:GetObject", "s3:PutObject"],
+        f"arn:{partition}:s3:::{bucket}/{prefix}checkpoints/any": ["s3:DeleteObject"],
         f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
         f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
         "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],

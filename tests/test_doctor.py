@@ -304,6 +304,7 @@ def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, A
     """The answers of IAM's simulation to the questions of check_permissions."""
     asked = (
         ("s3:GetObject", "s3:PutObject"),
+        ("s3:DeleteObject",),
         ("s3:ListBucket",),
         ("logs:CreateLogStream", "logs:PutLogEvents"),
         ("cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"),
@@ -330,6 +331,7 @@ def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, A
     [
         ({}, [], None, "may read and write"),
         ({"s3:PutObject": "implicitDeny"}, [], InputError, "may not s3:PutObject on arn:aws:s3"),
+        ({"s3:DeleteObject": "explicitDeny"}, [], InputError, "may not s3:DeleteObject on arn:aws"),
         ({"s3:ListBucket": "implicitDeny"}, ["aws:PrincipalOrgID"], Doubt, "depends on conditions"),
     ],
 )
@@ -349,6 +351,7 @@ def test_what_the_role_may_do_is_simulated(
         else:
             with pytest.raises(raised, match=said):
                 doctor.check_permissions(patient)
+        iam.assert_no_pending_responses()
 
 
 @pytest.mark.parametrize(

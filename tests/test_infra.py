@@ -656,6 +656,18 @@ def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
     }
 
 
+def test_the_role_deletes_checkpoints_and_nothing_else(
+    documents: dict[str, PolicyDocument],
+) -> None:
+    places = [
+        resource
+        for statement in documents["role"].statements
+        if any(action in ("s3:DeleteObject", "s3:*") for action in statement.actions)
+        for resource in statement.resources
+    ]
+    assert [place.partition("/")[2] for place in places] == ["nanogpt/checkpoints/*"]
+
+
 def wide(document: PolicyDocument) -> set[str]:
     return {
         action

@@ -26,6 +26,7 @@ from launching import Finished, Ran
 
 from entry_point import train
 from launcher import InputError, TrainingJob
+from launcher.backends import new_job_id
 from launcher.backends.estimator import training_image
 from launcher.instances import INSTANCES, remark
 
@@ -81,6 +82,11 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert len(places) == 4  # data, source, checkpoints, output
     assert all(place.startswith("s3://bucket/some/prefix/") for place in places), places
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
+
+
+def test_no_jobs_checkpoints_lie_below_the_prefix_of_anothers() -> None:
+    ids = [new_job_id() for _ in range(20)]
+    assert {len(job_id) for job_id in ids} == {len("sm-nanogpt-20261120-181325-4ce67e")}
 
 
 def test_what_is_sent_is_what_a_dry_run_shows(

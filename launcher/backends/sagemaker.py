@@ -5,8 +5,9 @@ A job keeps all it has below prefixes of its own in the store:
     STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script and nothing else
     STORE/jobs/JOB-ID/output/model.tar.gz         what SageMaker packs of /opt/ml/model
     STORE/jobs/JOB-ID/output/output.tar.gz
-    STORE/checkpoints/JOB-ID/                     what SageMaker copies from and to
-                                                  /opt/ml/checkpoints; S3 may let them expire
+    STORE/checkpoints/JOB-ID/                     /opt/ml/checkpoints, from where SageMaker copies
+                                                  what is new and deletes what is deleted there;
+                                                  S3 may let them expire
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class SageMakerBackend:
         return storage.join(self.settings.data_store, "jobs", job_id, *parts)
 
     def checkpoint_uri(self, job_id: str) -> str:
+        """A prefix to S3. As ids are of one length, it begins that of no other job."""
         return storage.join(self.settings.data_store, "checkpoints", job_id)
 
     def role(self, job: TrainingJob, required: bool) -> str:
@@ -107,7 +109,7 @@ class SageMakerBackend:
             raise InputError(
                 "no execution role: `sm-nanogpt infra deploy` makes one with a store, or name its"
                 " ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this role; it has to read"
-                " and write the store)"
+                " and write the store, and to delete checkpoints there)"
             )
         return ROLE_PLACEHOLDER
 

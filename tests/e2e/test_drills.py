@@ -113,6 +113,17 @@ def test_a_role_that_may_not_read_the_text(
     assert "the execution role has to be allowed to read the store" in ran.error
 
 
+def test_a_role_that_may_not_delete_old_checkpoints(
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    may = ("s3:ListBucket", "s3:GetObject", "s3:PutObject", "ecr:*", "logs:*")
+    role = make_role(aws.url, "keeps-all", *may)
+    values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
+    words = ("--data", str(text_file), "--max-run", "7200", *sets(**values))
+    ran = cli("--role", role, *LAUNCH, *words)
+    assert "is not authorized to perform: s3:DeleteObject" in failed(cli, ran)
+
+
 def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
     aws.sagemaker.run.gib = 2 << 20  # type: ignore[attr-defined]
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}

@@ -198,6 +198,29 @@ def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
     assert [t["Status"] for t in job.transitions][-2:] == ["Stopping", "Stopped"]
 
 
+def test_after_a_job_s3_holds_the_checkpoints_that_its_container_does(
+    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "train.py", SLOWER)  # so that each of them is sent
+    values = {**LONG, "max_steps": 100, "eval_interval": 20}
+    words = ("--data", str(text_file), "--entry-point", str(script), *sets(**values))
+    ran = cli("launch", *INSTANCE, *words, "--follow")
+    assert ran.code == 0, ran.err
+    job_id = ran.out.strip()
+
+    prefix = f"some/prefix/checkpoints/{job_id}/"
+    found = s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["Contents"]
+    kept = {path.name: path.stat().st_size for path in checkpoints_of(aws, job_id).iterdir()}
+    assert {each["Key"].removeprefix(prefix): each["Size"] for each in found} == kept
+    deleted = [each.resource for each in aws.accesses if each.action == "s3:DeleteObject"]
+    assert any("/checkpoint-00000020." in resource for resource in deleted)
+
+
+def checkpoints_of(aws: Emulator, job_id: str) -> Path:
+    """/opt/ml/checkpoints of a job's first host."""
+    return cluster_of(aws, job_id).hosts[0].checkpoints
+
+
 def test_the_log_of_a_job_is_there_while_it_runs(
     aws: Emulator, launch_long: Callable[..., str], cli: Callable[..., Ran]
 ) -> None:

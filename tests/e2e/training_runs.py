@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 START_SECONDS = 20.0  # for machines, and again for data and image
 GRACE_SECONDS = 120.0  # between SIGTERM and SIGKILL
 DOWNLOAD_FAILED = "ClientError: Data download failed:"
+SYNC_FAILED = "ClientError: Checkpoint sync failed:"  # our words, as AWS's are not known
 
 
 class JobFailed(Exception):
@@ -293,17 +294,35 @@ class Attempt:
         self.logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream, logEvents=events)
 
     def send_checkpoints(self) -> None:
-        """Copies what is new in /opt/ml/checkpoints to S3; what is gone here stays there."""
+        """Copies what is new in /opt/ml/checkpoints to S3, and deletes there what is gone here.
+
+        https://docs.aws.amazon.com/sagemaker/latest/dg/model-checkpoints.html has it so. What
+        becomes of a job whose role may not do that, it does not say; here the job fails.
+        """
         if "CheckpointConfig" not in self.request:
             return
+        try:
+            for host in self.cluster.hosts:
+                self.sync(host)
+        except ClientError as error:
+            raise JobFailed(f"{SYNC_FAILED}{error.response['Error']['Message']}") from None
+
+    def sync(self, host: Host) -> None:
         bucket, prefix = split(self.request["CheckpointConfig"]["S3Uri"])
-        for host in self.cluster.hosts:
-            for path, state in checkpoint_files(host):
-                if self.sent.get(path) != state:
-                    key = f"{prefix.rstrip('/')}/{path.relative_to(host.checkpoints)}"
-                    with contextlib.suppress(FileNotFoundError):  # written anew meanwhile
-                        self.s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
-                        self.sent[path] = state
+
+        def key(path: Path) -> str:
+            return f"{prefix.rstrip('/')}/{path.relative_to(host.checkpoints)}"
+
+        for path, state in checkpoint_files(host):
+            if self.sent.get(path) != state:
+                with contextlib.suppress(FileNotFoundError):  # written anew meanwhile
+                    self.s3.put_object(Bucket=bucket, Key=key(path), Body=path.read_bytes())
+                    self.sent[path] = state
+        own = [path for path in self.sent if path.is_relative_to(host.checkpoints)]
+        for path in own:
+            if not path.exists():
+                self.s3.delete_object(Bucket=bucket, Key=key(path))
+                del self.sent[path]
 
     # -- afterwards --------------------------------------------------------------------------------
 
