@@ -794,7 +794,7 @@ def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) ->
 def test_a_value_that_a_shell_could_read_otherwise_is_not_sent(tmp_path: Path, home: Path) -> None:
     """train.py has no such hyperparameter, but an edited copy may."""
     source = Path(train.__file__).read_text(encoding="utf-8")
-    edited = source.replace('choices=("auto", "on", "off")', "")
+    edited = re.sub(r',\s*choices=\("auto", "on", "off"\)', "", source)
     assert edited != source
     script = tmp_path / "edited.py"
     script.write_text(edited, encoding="utf-8")
