@@ -259,13 +259,22 @@ def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+@pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
 def test_a_copy_for_sampling_computes_what_the_model_does(
-    dtype: torch.dtype, tolerance: float
+    n_embd: int, batch_size: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    model, x = lively(), ids(4, 8)
+    model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
     with torch.inference_mode():
-        exact, ours = model(x), train.for_sampling(model, 4, dtype)(x)
+        exact, ours = model(x), train.for_sampling(model, batch_size, dtype)(x)
     assert float((ours - exact).norm() / exact.norm()) < tolerance
+
+
+def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
+    model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
+    model.init_weights(1)  # projections back into the stream begin at zero
+    with torch.inference_mode():
+        assert train.for_sampling(model, 1, torch.bfloat16)(ids(1, 8)).isfinite().all()
 
 
 def test_sampling_leaves_the_model_in_training_and_its_weights_as_they_were() -> None:

@@ -227,7 +227,10 @@ class SageMakerBackend:
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
         try:
             self.create(job_id, request)
-        except ServiceError as error:  # an answer that was lost may have been a yes, and costs
+        except ServiceError as error:
+            answer = getattr(error.__context__, "response", {}).get("ResponseMetadata", {})
+            if 400 <= answer.get("HTTPStatusCode", 0) < 500:
+                raise  # a refusal; an answer that was lost may have been a yes, and costs
             raise ServiceError(
                 f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
             ) from None

@@ -74,7 +74,7 @@ class Emulator:
         self.money = MoneyService()
         self.calls: list[tuple[str, dict[str, Any]]] = []  # but those to S3: operation and body
         self.accesses: list[Access] = []  # everything, in the words of policies
-        self.refuse: dict[str, tuple[str, str]] = {}  # operation: code and message
+        self.refuse: dict[str, tuple[Any, ...]] = {}  # operation: what Refusal takes
 
     # -- one request -------------------------------------------------------------------------------
 
