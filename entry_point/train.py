@@ -838,13 +838,7 @@ def end_with_parent(env: Mapping[str, str]) -> None:
 
 @contextmanager
 def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
-
-    But NCCL, which prints there too, is to be seen where it was asked to tell of its connections.
-    """
-    if "NCCL_DEBUG" in os.environ:
-        yield
-        return
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected."""
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -1913,7 +1907,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
             if kind == "checkpoint":
-                self.prune()
+                self.prune(state["step"])
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
@@ -1932,10 +1926,15 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
-    def prune(self) -> None:
-        kept = self.steps("checkpoint")[:2]
-        for step in self.steps("checkpoint")[2:]:
-            self.path("checkpoint", step).unlink()
+    def prune(self, newest: int) -> None:
+        """Drops all but two checkpoints up to `newest`, and what no kept one needs.
+
+        A later one was passed over as damaged when the training went on from one before it.
+        """
+        kept = [step for step in self.steps("checkpoint") if step <= newest][:2]
+        for step in self.steps("checkpoint"):
+            if step not in kept:
+                self.path("checkpoint", step).unlink()
         needed = {self.state_of(step).get("best_step") for step in kept}
         for step in self.steps("best"):
             # A best that is newer than the newest checkpoint is about to be referred to.
@@ -1943,13 +1942,6 @@ class Checkpoints:
                 self.path("best", step).unlink()
         for leftover in self.directory.glob(".*.safetensors.tmp"):
             leftover.unlink()
-
-    def set_aside(self, step: int) -> None:
-        """Renames the checkpoints newer than `step`, all damaged, so that none counts as newest."""
-        for damaged in self.steps("checkpoint"):
-            if damaged > step:
-                path = self.path("checkpoint", damaged)
-                path.rename(path.with_name(f"{path.name}.damaged"))
 
     def state_of(self, step: int) -> dict[str, Any]:
         """The state that a checkpoint holds, without its tensors; {} if it is damaged."""
@@ -2300,6 +2292,8 @@ class PackedLinear(nn.Module):
         x = x.to(self.dtype)
         if self.scale is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
+        if x.size(0) * x.size(1) > INT8_SEQUENCES:  # a prompt
+            return (F.linear(x, self.weight.to(x.dtype)) * self.scale).float()
         y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
         return y.view(*x.shape[:-1], -1).float()
 
@@ -2537,7 +2531,6 @@ class Trainer:
         loaded = self.checkpoints.load_latest() if self.chief else None
         if loaded is not None:
             check_resumable(loaded[1], self.state())
-            self.checkpoints.set_aside(loaded[1]["step"])
         state = self.group.share(loaded and loaded[1], source=self.chief)
         if state is None:
             return

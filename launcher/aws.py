@@ -174,13 +174,13 @@ def is_missing(code: str, message: str) -> bool:
 
 
 def code_and_message(error: BaseException) -> tuple[str, str]:
-    said = getattr(error, "response", {}).get("Error", {})
+    said = (getattr(error, "response", None) or {}).get("Error", {})  # None: it never came
     return str(said.get("Code", "")), " ".join(str(said.get("Message", "")).split())
 
 
 def why(error: BaseException) -> str:
     """What an error of boto3 or s3fs says, and what to do about it, in one line."""
-    cause = error if hasattr(error, "response") else error.__cause__ or error
+    cause = error if getattr(error, "response", None) else error.__cause__ or error
     code, message = code_and_message(cause)
     if code:
         action = CAPACITY if "Capacity" in code else ACTIONS.get(code)

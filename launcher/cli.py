@@ -411,9 +411,11 @@ def fetch_and_sample_command(
             f"job {job_id} is {description.status}; this is its latest checkpoint, {directory.name}"
         )
     note(f"model: {directory}")
-    from launcher.sampling import load_model, stream_samples
+    from launcher.sampling import load_model, own_hyperparameters, stream_samples
 
     model, vocabulary = load_model(directory)
+    if own := own_hyperparameters(directory):
+        note(f"trained by a script with {', '.join(own)}, which is not known here and left out")
     columns = stream_samples(
         model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )

@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -220,6 +220,9 @@ class TrainingJob(BaseModel):
         """
         config = asdict(self.config(1))
         return {name: value for name, value in config.items() if value not in (None, "")}
+
+    def hyperparameter_names(self) -> set[str]:
+        return {f.name for f in fields(self.script_module().Config)}
 
     def explicit_hyperparameters(self) -> dict[str, Scalar]:
         """The preset's values and those given over them, under the fields' names."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -29,6 +31,12 @@ def load_model(directory: Path) -> tuple[train.GPT, str]:
     if model.config.precision != "float32" and train.has_fast_bfloat16(torch.device("cpu")):
         model.compute_dtype = torch.bfloat16
     return model, vocabulary
+
+
+def own_hyperparameters(directory: Path) -> list[str]:
+    """What only the edited script that trained a model knows; here it computes without them."""
+    document = json.loads((directory / "training.json").read_text(encoding="utf-8"))
+    return sorted(document["config"].keys() - {f.name for f in fields(train.Config)})
 
 
 def stream_samples(

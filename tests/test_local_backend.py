@@ -744,6 +744,20 @@ def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_versi
     assert taken.hyperparameters["momentum"] == 0.5
 
 
+def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
+    job: Finished,
+) -> None:
+    file = job.directory / "job.json"
+    record = json.loads(file.read_text())
+    record["hyperparameters"]["gone"] = 1
+    file.write_text(json.dumps(record))
+    told: list[str] = []
+    asked = TrainingJob(instance="local", resume=job.job_id)
+    taken, before, _ = take_over(asked, launching.settings_of(job.home), told.append)
+    taken.check_resumable(before, 0)
+    assert len(told) == 1 and "has no gone;" in told[0]
+
+
 def test_resuming_takes_over_hosts_processes_validation_and_the_edited_script(
     cluster: Finished,
 ) -> None:

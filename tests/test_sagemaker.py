@@ -21,6 +21,8 @@ import launching
 import pytest
 import sagemaker_service
 from access import ACCOUNT, Refusal
+from botocore.exceptions import ReadTimeoutError
+from botocore.httpsession import URLLib3Session
 from emulator import Emulator
 from launching import Finished, Ran
 
@@ -424,6 +426,23 @@ def test_a_launch_without_an_answer_names_the_job_to_look_for(
     assert f"`sm-nanogpt status {request['TrainingJobName']}`" in ran.error
 
 
+def test_an_answer_that_never_came_is_one_line_with_the_job_to_look_for(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    send = URLLib3Session.send
+
+    def lose(session: Any, request: Any) -> Any:
+        if b"CreateTrainingJob" in request.headers.get("X-Amz-Target", b""):
+            raise ReadTimeoutError(endpoint_url="https://api.sagemaker")
+        return send(session, request)
+
+    monkeypatch.setattr(URLLib3Session, "send", lose)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+` tells", ran.error)
+
+
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
 def test_a_launch_that_is_refused_made_no_job_to_look_for(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, code: str
@@ -613,21 +632,6 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     refused = cli(*LAUNCH, "--resume", launched, "--set", "n_embd=192")
     assert refused.code == 2
     assert "n_embd was 384 and is 192" in refused.error
-
-
-def test_a_resumed_job_runs_the_script_that_was_sent_not_what_became_of_the_file(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
-    script = launching.edited(tmp_path / "mine.py")
-    job_id = stopped(s3, cli, text_file, "--entry-point", str(script))
-    script.unlink()
-    again = cli(*LAUNCH, "--resume", job_id)
-    assert again.code == 0, again.err
-    first, second = (
-        s3.get_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{name}/source/sourcedir.tar.gz")
-        for name in (job_id, again.out.strip())
-    )
-    assert second["Body"].read() == first["Body"].read()
 
 
 @pytest.mark.parametrize(

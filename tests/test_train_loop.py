@@ -404,10 +404,9 @@ def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
     resumed = trainer_of(tmp_path)
     resumed.restore()
     assert resumed.step == 5
-    for resumed.step in (6, 7):
-        resumed.save_checkpoint()
-    assert resumed.checkpoints.steps("checkpoint") == [7, 6]
-    assert damaged.with_name(f"{damaged.name}.damaged").exists()
+    resumed.step = 6
+    resumed.save_checkpoint()
+    assert resumed.checkpoints.steps("checkpoint") == [6, 5]
 
 
 # -- compiling -------------------------------------------------------------------------------------

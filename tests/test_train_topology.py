@@ -510,15 +510,3 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     assert train.failure_report(OSError("none")) == "OSError: none"
     decode = json.JSONDecodeError("none", "", 0)
     assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
-
-
-@pytest.mark.parametrize("asked, seen", [(False, ""), (True, "NCCL INFO\n")])
-def test_what_nccl_was_asked_to_tell_is_seen(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], asked: bool, seen: str
-) -> None:
-    monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    if asked:
-        monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    with train.mute_stdout():
-        os.write(1, b"NCCL INFO\n")
-    assert capfd.readouterr().out == seen

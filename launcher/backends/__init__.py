@@ -260,7 +260,7 @@ def prepare(
     """
     before, step = None, 0
     if job.resume is not None:
-        job, before, step = take_over(job, settings)
+        job, before, step = take_over(job, settings, tell)
     if job.entry_point is not None:
         job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
@@ -299,13 +299,15 @@ class Text:
 def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
     """The last upload to the store; without any, the last to this machine's own.
 
-    What was last uploaded from here goes first if it stayed on this machine, as it does where its
-    store could not be asked: what lies in the store is older. Where no store is set, it may have
-    gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from here.
+    What was last uploaded from here goes first if it stayed on this machine, as it does where the
+    account could not be asked, and earlier ones went to the store. Where no store is set, it may
+    have gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from
+    here.
     """
     noted = corpus.read_noted(settings)
     newest = list(noted)[-1:]
-    if newest == [here.data_store]:
+    remote = storage.local_path(settings.data_store) is None
+    if newest == [here.data_store] and remote and settings.data_store in noted:
         return corpus.last_upload(here).uri
     if not settings.store and newest and storage.local_path(newest[0]) is None:
         return noted[newest[0]]
@@ -359,8 +361,12 @@ def check_length(texts: Mapping[str, Text], config: Any) -> None:
             )
 
 
-def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, TrainingJob, int]:
+def take_over(
+    job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
+) -> tuple[TrainingJob, TrainingJob, int]:
     """The job on top of the one it resumes: what it does not say itself is as it was there.
+
+    Hyperparameters that the script does not have, another one or another version, are told.
 
     Returns it, the earlier job, and the step that the earlier one came to.
     """
@@ -377,15 +383,20 @@ def take_over(job: TrainingJob, settings: Settings) -> tuple[TrainingJob, Traini
             f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
             f" --instance {job.instance} reads them"
         )
-    before = backend.job(job.resume).model_copy(
-        update={"preset": None, "hyperparameters": earlier.hyperparameters}  # as they were sent
-    )
+    before = backend.job(job.resume)
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
     if job.entry_point is None:  # whose presets the words of this job mean
         job = job.model_copy(update={"entry_point": before.entry_point})
-    hyperparameters = {**earlier.hyperparameters, **job.explicit_hyperparameters()}
+    sent, known = earlier.hyperparameters, job.hyperparameter_names()
+    if unknown := sorted(sent.keys() - known):
+        tell(f"{job.script} has no {', '.join(unknown)}; the earlier job's values are left out")
+    sent = {name: value for name, value in sent.items() if name in known}
+    before = before.model_copy(
+        update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}
+    )
+    hyperparameters = {**sent, **job.explicit_hyperparameters()}
     own = {"resume", "preset", "hyperparameters", "affordable_run"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone

@@ -259,7 +259,8 @@ class LocalRun:
         failed = failed or [rank for rank in ranks if rank.process.returncode]
         if not failed:
             return None
-        if self.stopping() and all(rank.process.returncode in stopped for rank in failed):
+        # A rank that loses a peer to the stop in the same look ends with an error of its own.
+        if self.stopping() and any(rank.process.returncode in stopped for rank in failed):
             raise Stopped
         reason = find_reason(failed, ranks)
         for host in {rank.host for rank in failed}:

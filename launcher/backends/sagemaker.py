@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import money, storage
@@ -226,25 +225,26 @@ class SageMakerBackend:
         record = job.model_dump(mode="json", exclude_defaults=True)
         storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
         try:
-            self.create(job_id, request)
+            with service_errors("CreateTrainingJob"):
+                self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
-            answer = getattr(error.__context__, "response", {}).get("ResponseMetadata", {})
-            if 400 <= answer.get("HTTPStatusCode", 0) < 500:
-                raise  # a refusal; an answer that was lost may have been a yes, and costs
-            raise ServiceError(
-                f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
-            ) from None
+            answer = getattr(error.__context__, "response", None) or {}
+            told = answer.get("ResponseMetadata", {})
+            if told.get("HTTPStatusCode", 500) < 500 and not told.get("RetryAttempts"):
+                raise  # a refusal
+            self.look_for(job_id, error)
 
-    def create(self, job_id: str, request: dict[str, Any]) -> None:
-        client = self.client("sagemaker")
-        with service_errors("CreateTrainingJob"):
-            try:
-                client.create_training_job(**request)
-            except client.exceptions.ResourceInUse:
-                # boto3 asks again when an answer is lost. The id is new: if there is such a job of
-                # ours, the first request made it.
-                if self.raw(job_id) is None:
-                    raise
+    def look_for(self, job_id: str, error: ServiceError) -> None:
+        """Raises `error` unless the job is there: boto3 asks again when an answer is lost, and a
+        lost answer may have been a yes, which costs."""
+        try:
+            if self.raw(job_id) is not None:
+                return
+        except ServiceError:
+            pass
+        raise ServiceError(
+            f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
+        ) from None
 
     def console_link(self, job_id: str) -> str | None:
         host = f"{self.region}.console.aws.amazon.com"
@@ -279,14 +279,7 @@ class SageMakerBackend:
             raise ServiceError(
                 f"job {job_id} was not launched by sm-nanogpt, or from another store"
             )
-        job = TrainingJob(**json.loads(document))
-        if job.entry_point is None:
-            return job
-        # The copy that was sent, not what became of the file.
-        place = self.settings.cache_dir / "scripts" / job_id
-        storage.fetch(storage.join(prefix, job_id, "source", "sourcedir.tar.gz"), place)
-        (place / "train.py").write_bytes(archived_script(place / "sourcedir.tar.gz"))
-        return job.model_copy(update={"entry_point": place / "train.py"})
+        return TrainingJob(**json.loads(document))
 
     def list(self) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
@@ -466,14 +459,3 @@ def source_archive(script: bytes) -> bytes:
         member.size, member.mode = len(script), 0o644
         tar.addfile(member, io.BytesIO(script))
     return packed.getvalue()
-
-
-def archived_script(archive: Path) -> bytes:
-    """train.py of a sourcedir.tar.gz. Raises ServiceError when it is not in there."""
-    try:
-        with tarfile.open(archive) as tar:
-            file = tar.extractfile("train.py")
-            assert file is not None
-            return file.read()
-    except (tarfile.TarError, KeyError, EOFError, OSError, AssertionError) as error:
-        raise ServiceError(f"{archive.name} holds no train.py ({error})") from None
