@@ -351,7 +351,11 @@ def check_permissions(patient: Patient) -> str:
                 found = undecided if result.get("MissingContextValues") else denied
                 found.append(f"{result['EvalActionName']} on {resource}")
     if denied:
-        raise InputError(f"the role may not {', nor '.join(denied)}: change its policies")
+        stack = patient.stack
+        # An older stack's role may lack what was added since.
+        own = stack and (patient.role, patient.store) == (stack.role, stack.store)
+        remedy = "`sm-nanogpt infra deploy` brings it up to date" if own else "change its policies"
+        raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:
         raise Doubt(f"not decided, for it depends on conditions: {', '.join(undecided)}")
     return "the role may read and write the store, log, and pull the image"

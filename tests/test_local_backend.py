@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,8 @@ def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
 
 
 def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:
-    values = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
+    said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
+    values = asdict(train.make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
     for rank in range(4):
         assert seen_by(cluster, rank)["argv"] == ["train.py", *expected]
