@@ -22,27 +22,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launcher.artefacts import fetch_model
-    from launcher.backends import JobDescription, describe, jobs, launch, logs, stop, wait
     from launcher.corpus import Upload, upload_data
     from launcher.errors import InputError, ServiceError
-    from launcher.job import TrainingJob
+    from launcher.homes import describe, jobs, logs, stop, wait
+    from launcher.job import JobDescription, TrainingJob
     from launcher.sampling import load_model, sample, stream_samples
     from launcher.settings import Settings
+    from launcher.submission import launch
 
 _HOME = {
     "fetch_model": "artefacts",
-    "JobDescription": "backends",
-    "describe": "backends",
-    "jobs": "backends",
-    "launch": "backends",
-    "logs": "backends",
-    "stop": "backends",
-    "wait": "backends",
     "Upload": "corpus",
     "upload_data": "corpus",
     "InputError": "errors",
     "ServiceError": "errors",
+    "describe": "homes",
+    "jobs": "homes",
+    "logs": "homes",
+    "stop": "homes",
+    "wait": "homes",
+    "JobDescription": "job",
     "TrainingJob": "job",
+    "launch": "submission",
     "load_model": "sampling",
     "sample": "sampling",
     "stream_samples": "sampling",

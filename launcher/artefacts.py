@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from launcher import storage
-from launcher.backends import JobDescription, find
 from launcher.errors import ServiceError
+from launcher.homes import find
+from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from launcher import storage
 from launcher.errors import InputError, ServiceError
-from launcher.infra import with_stack
 from launcher.settings import Settings, Tell, load_settings
+from launcher.stack import with_stack
 from launcher.storage import Progress
 
 SHAKESPEARE_URL = (

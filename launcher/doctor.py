@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
-from launcher.backends import last_data, launch, wait
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
-from launcher.infra import Stack, find_stack
+from launcher.homes import wait
 from launcher.instances import INSTANCES, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
 from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
 from launcher.settings import Settings
+from launcher.stack import Stack, find_stack
+from launcher.submission import last_data, launch
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 

@@ -1,4 +1,4 @@
-"""What to run, as plain validated data; not how."""
+"""A job as plain data: what to run, validated, and how it stands; not how or where it is run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from launcher.errors import InputError
+from launcher.prices import Price
 
 Scalar = bool | int | float | str
 
@@ -301,3 +302,71 @@ def command_line(hyperparameters: Mapping[str, Scalar]) -> list[str]:
         for name in sorted(hyperparameters)
         for word in (f"--{name}", str(hyperparameters[name]))
     ]
+
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
+RUNNING = ("InProgress", "Stopping")
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """A job as it stands.
+
+    status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. created, started and
+    ended are seconds since the epoch. metrics holds the newest numbers of the curve.
+    model_uri and checkpoint_uri are None as long as nothing is there.
+    """
+
+    job_id: str
+    status: str
+    secondary_status: str
+    instance: str
+    instance_count: int
+    created: float
+    data: str
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    failure_reason: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    metrics: dict[str, Any] | None = None
+    model_uri: str | None = None
+    checkpoint_uri: str | None = None
+    checkpoint_step: int | None = None  # of the newest
+    message: str | None = None  # what the service says of the present state
+    billable_seconds: int | None = None  # SageMaker only, as is what follows
+    training_seconds: int | None = None
+    volume_size: int = 0  # GiB of disk for each instance
+    keep_alive: int | None = None  # seconds of warm pool that were asked for
+    warm_pool_seconds: int | None = None  # billed after the end; None until the pool is gone
+    spot: bool = False
+    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.money has it
+    price: Price | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+    @property
+    def has_open_pool(self) -> bool:
+        """Whether a warm pool came after the job, and its seconds are not told yet."""
+        had_machines = bool(self.billable_seconds or self.started)
+        asked = self.ended is not None and self.keep_alive is not None
+        return had_machines and asked and self.warm_pool_seconds is None
+
+    def billed_seconds(self, now: float) -> float:
+        """Of each instance, in the end or so far.
+
+        What is not told yet is counted by the clock, and a warm pool with all that it may last.
+        """
+        warm = (self.keep_alive if self.has_open_pool else self.warm_pool_seconds) or 0
+        if self.billable_seconds is not None:
+            return self.billable_seconds + warm
+        if self.started is None:
+            return 0.0
+        return max(0.0, (self.ended or now) - self.started) + warm
+
+
+def newest_checkpoint(names: Iterable[str]) -> int | None:
+    """The highest step of the checkpoints among these file names."""
+    steps = [int(m[1]) for name in names if (m := CHECKPOINT.fullmatch(name))]
+    return max(steps, default=None)

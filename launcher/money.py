@@ -14,16 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from launcher.errors import InputError
 from launcher.instances import has_local_storage
-from launcher.job import TrainingJob
+from launcher.job import JobDescription, TrainingJob
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell
-
-if TYPE_CHECKING:
-    from launcher.backends import JobDescription
 
 # Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,
 # generous (the default image is some 10 GB), and no promise. Very large data takes longer.

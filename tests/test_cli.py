@@ -143,7 +143,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_too(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("launcher.backends.all_backends", fail)
+    monkeypatch.setattr("launcher.homes.all_backends", fail)
     ran = cli("jobs")
     assert ran.code == 1
     assert str(error) in ran.error
@@ -156,7 +156,7 @@ def test_an_error_of_several_lines_is_told_in_one(
     def fail(*_: object) -> None:
         raise ServiceError("first\nsecond")
 
-    monkeypatch.setattr("launcher.backends.all_backends", fail)
+    monkeypatch.setattr("launcher.homes.all_backends", fail)
     assert cli("jobs").err == "error: first second\n"
 
 
@@ -166,7 +166,7 @@ def test_an_interrupt_is_no_traceback(
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.backends.all_backends", fail)
+    monkeypatch.setattr("launcher.homes.all_backends", fail)
     ran = cli("jobs")
     assert (ran.code, ran.err) == (1, "interrupted\n")
 

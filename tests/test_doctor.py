@@ -19,7 +19,7 @@ from money_service import MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
-from launcher.infra import Stack
+from launcher.stack import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")

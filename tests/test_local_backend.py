@@ -27,9 +27,9 @@ from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
-from launcher.backends import take_over
 from launcher.backends.local import GONE, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun
+from launcher.submission import take_over
 
 MAIN = 'if __name__ == "__main__":\n'
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
@@ -354,7 +354,7 @@ def test_two_launches_in_the_same_second_are_both_right(home: Path, text_file: P
 def test_job_ids_of_the_same_second_differ_and_are_valid_names_of_the_service() -> None:
     import re
 
-    from launcher.backends import new_job_id
+    from launcher.submission import new_job_id
 
     ids = {new_job_id() for _ in range(50)}
     assert len(ids) == 50
@@ -541,7 +541,7 @@ def test_waiting_for_a_job_ends_when_the_job_is_deleted(
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
         monkeypatch.setattr(
-            "launcher.backends.time.sleep",
+            "launcher.homes.time.sleep",
             lambda seconds: directory.exists() and shutil.rmtree(directory),
         )
         ran = cli("wait", "a")
@@ -695,7 +695,7 @@ def test_stop_fails_with_a_job_that_does(
     with running(home / "jobs/a", text_file) as directory:
         failed = {"status": "Failed", "reason": "CheckpointError: no space"}
         end = partial(write_json, directory / "state.json", failed)
-        monkeypatch.setattr("launcher.backends.time.sleep", lambda seconds: end())
+        monkeypatch.setattr("launcher.homes.time.sleep", lambda seconds: end())
         ran = cli("stop", "a")
     assert ran.code == 1
     assert ran.error.startswith("job a failed: CheckpointError: no space; ")
@@ -706,7 +706,7 @@ def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
         end = partial(write_json, directory / "state.json", {"status": "Completed"})
-        monkeypatch.setattr("launcher.backends.time.sleep", lambda seconds: end())
+        monkeypatch.setattr("launcher.homes.time.sleep", lambda seconds: end())
         ran = cli("stop", "a")
     assert ran.code == 0
     assert ran.err.splitlines()[-1] == "job a completed; next: sm-nanogpt fetch-and-sample a"

@@ -28,9 +28,9 @@ from launching import Finished, Ran
 
 from entry_point import train
 from launcher import InputError, TrainingJob
-from launcher.backends import new_job_id
 from launcher.backends.estimator import training_image
 from launcher.instances import INSTANCES, remark
+from launcher.submission import new_job_id
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
@@ -591,7 +591,7 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.backends.logs", interrupted)
+    monkeypatch.setattr("launcher.homes.logs", interrupted)
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0
     assert "the job goes on" in ran.err

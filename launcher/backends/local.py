@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
-from launcher.job import CLOUD_FIELDS, TrainingJob
+from launcher.job import CLOUD_FIELDS, RUNNING, JobDescription, TrainingJob, newest_checkpoint
 from launcher.settings import Settings, Tell
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import money, storage
 from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
-from launcher.backends import RUNNING, JobDescription, newest_checkpoint
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
-from launcher.job import TrainingJob
+from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell

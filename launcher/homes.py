@@ -1,0 +1,167 @@
+"""Jobs, wherever they run: a job is known by its id alone, and its home is found here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from launcher import money
+from launcher.aws import CAPACITY, aws_session, check_region
+from launcher.backends import Backend
+from launcher.errors import ServiceError
+from launcher.instances import check_instance
+from launcher.job import JobDescription
+from launcher.prices import Price, Prices
+from launcher.settings import Settings, Tell, load_settings
+
+# What to do about a reason that holds these words.
+REMEDIES = {
+    "CUDA out of memory": "a smaller batch_size, or more gradient_accumulation_steps, needs less",
+    "CapacityError": CAPACITY,
+    "Data download failed": "the execution role has to be allowed to read the store",
+    "MaxRuntimeExceeded": "--max-run gives more time",
+    "MaxWaitTimeExceeded": "--max-wait gives more time, --on-demand waits for no spot capacity",
+    "No space left on device": "on SageMaker, --volume-size gives more disk",
+}
+
+
+def all_backends(settings: Settings) -> Iterator[Backend]:
+    """The homes, this machine first; the next is not touched before it is asked for."""
+    from launcher.backends.local import LocalBackend
+
+    yield LocalBackend(settings)
+    if settings.reaches_aws:
+        from launcher.backends.sagemaker import SageMakerBackend
+
+        yield SageMakerBackend(settings)
+
+
+def backend_for(instance: str, settings: Settings) -> Backend:
+    """Raises InputError when nothing here runs such an instance."""
+    if instance == "local":
+        from launcher.backends.local import LocalBackend
+
+        return LocalBackend(settings)
+    check_instance(instance)
+    from launcher.backends.sagemaker import SageMakerBackend
+
+    return SageMakerBackend(settings)
+
+
+def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
+    """The home of a job, and the job as it stands.
+
+    Raises:
+        ServiceError: no home knows the id.
+    """
+    backend = None
+    for backend in all_backends(settings):
+        description = backend.describe(job_id)
+        if description is not None:
+            return backend, description
+    where = backend.place if backend else ""
+    raise ServiceError(
+        f"there is no job {job_id!r} {where}: `sm-nanogpt jobs` lists those there are"
+    )
+
+
+def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
+    """A job as it stands. Raises ServiceError when there is no such job."""
+    return find(job_id, settings or load_settings())[1]
+
+
+def jobs(settings: Settings | None = None) -> list[JobDescription]:
+    """All jobs, newest first."""
+    found = [d for backend in all_backends(settings or load_settings()) for d in backend.list()]
+    return sorted(found, key=lambda description: description.created, reverse=True)
+
+
+def with_costs(
+    found: Sequence[JobDescription], settings: Settings, tell: Tell
+) -> list[JobDescription]:
+    """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
+    if all(description.instance == "local" for description in found):
+        return list(found)
+    session = aws_session(settings)
+    prices = Prices(settings, check_region(session), session)
+    known: dict[str, Price | None] = {"local": None}
+    told = []
+    for description in found:
+        if description.instance not in known:
+            known[description.instance] = prices.of(description.instance)
+        price = known[description.instance]
+        if price is not None:
+            cost = money.cost_of(description, price, time.time())
+            description = replace(description, cost=cost, price=price)
+        told.append(description)
+    if prices.trouble:
+        tell(prices.trouble)
+    unknown = sorted(name for name, price in known.items() if price is None and name != "local")
+    if unknown:
+        tell(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
+    return told
+
+
+def logs(job_id: str, follow: bool = False, settings: Settings | None = None) -> Iterator[str]:
+    """The lines of a job's log. Raises ServiceError when there is no such job."""
+    backend, _ = find(job_id, settings or load_settings())
+    return backend.logs(job_id, follow)
+
+
+def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
+    """Asks a running job to stop, and returns at once.
+
+    A local job writes a checkpoint first; SageMaker ends a job in two minutes without telling it,
+    so that the newest checkpoint of its timer remains.
+
+    Raises:
+        ServiceError: there is no such job, or it has ended.
+    """
+    backend, description = find(job_id, settings or load_settings())
+    if not description.is_running:
+        raise ServiceError(f"job {job_id} has ended already: {description.status}")
+    backend.stop(job_id)
+    return description
+
+
+def wait(
+    job_id: str, settings: Settings | None = None, timeout: float | None = None
+) -> JobDescription:
+    """Waits for a job's end and returns what became of it.
+
+    Raises:
+        ServiceError: there is no such job, or no longer, or it still runs after `timeout` seconds.
+    """
+    settings = settings or load_settings()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    backend, description = find(job_id, settings)
+    while description.is_running:
+        if deadline is not None and time.monotonic() > deadline:
+            raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
+        time.sleep(backend.poll_seconds)
+        now = backend.describe(job_id)
+        if now is None:
+            raise ServiceError(
+                f"job {job_id} was deleted before its end: `sm-nanogpt jobs` lists those there are"
+            )
+        description = now
+    return description
+
+
+def explain(description: JobDescription) -> str:
+    """What became of a job that has ended, why, and what to do next, in one line."""
+    job_id, reason = description.job_id, description.failure_reason
+    for sign, remedy in REMEDIES.items():
+        if reason and sign in reason:
+            reason = f"{reason} ({remedy})"
+    told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
+    if description.status == "Completed":
+        return f"{told}; next: sm-nanogpt fetch-and-sample {job_id}"
+    if description.checkpoint_uri is not None:
+        return (
+            f"{told}; go on from its checkpoint of step {description.checkpoint_step}:"
+            " `sm-nanogpt launch --instance"
+            f" {description.instance} --resume {job_id}`"
+        )
+    return f"{told}; no checkpoint is left; its log: `sm-nanogpt logs {job_id}`"

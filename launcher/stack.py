@@ -1,0 +1,165 @@
+"""The stack of infra/template.yaml as the other commands find and use it; launcher.infra makes it.
+
+Its outputs say where the store is and which role SageMaker acts as, so that nobody types them. What
+was last seen of a stack lies in HOME/stacks.json, for a dry run, which calls nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launcher import storage
+from launcher.aws import Missing, aws_session, check_region, quick_client, service_errors
+from launcher.errors import ServiceError
+from launcher.settings import Settings, Tell
+
+DESCRIPTION = (
+    "Where sm-nanogpt keeps texts and models"  # begins the template's, so marks our stacks
+)
+REVIEW = "REVIEW_IN_PROGRESS"  # a name that change sets wait under; no stack has been made yet
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What the other commands take from a deployed stack. policy is the launcher policy's ARN."""
+
+    name: str
+    status: str
+    store: str
+    role: str
+    kms_key: str | None
+    policy: str
+
+
+def with_stack(
+    settings: Settings,
+    names: tuple[str, ...] = ("store", "role", "kms_key"),
+    offline: bool = False,
+    tell: Tell = lambda line: None,
+) -> Settings:
+    """The settings, with what they leave open taken from the stack, if there is one.
+
+    Nobody is asked where store and role are set; offline, the stack is as it was last seen. Who has
+    a role, and never used the stack from here, goes on without one that cannot be had.
+
+    Raises:
+        ServiceError: AWS cannot be asked, or the stack is not whole.
+    """
+    if settings.store and (settings.role or "role" not in names):
+        return settings
+    session = aws_session(settings)
+    region = session.region_name
+    known = remembered(settings, region)
+    try:
+        stack = known if offline else find_stack(settings, session)
+    except ServiceError as error:
+        if known or not settings.role or "role" not in names:
+            raise
+        tell(f"no stack is used: {error}")
+        return settings
+    if stack is None:
+        return settings
+    if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
+        tell(f"the role of stack {stack.name} is not taken: it reaches {stack.store} alone")
+        return settings
+    found = {
+        name: getattr(stack, name)
+        for name in names
+        if getattr(stack, name) and not getattr(settings, name)
+    }
+    source = f"stack {stack.name}{', as last seen' if offline else ''}"
+    for name, value in found.items():
+        tell(f"{name.replace('_', ' ')}: {value} ({source})")
+    return settings.model_copy(update=found)
+
+
+def find_stack(settings: Settings, session: Any) -> Stack | None:
+    """The stack that the settings name, in one call; None where there is none.
+
+    Raises:
+        InputError: no region is known.
+        ServiceError: AWS cannot be asked, or the stack is not whole.
+    """
+    region = check_region(session)
+    with service_errors("DescribeStacks"):
+        client = quick_client(session, "cloudformation", region, attempts=3)
+    return take_note(settings, region, describe(client, settings.stack))
+
+
+def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
+    """The stack that DescribeStacks tells of, remembered. Raises ServiceError as read_stack."""
+    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw)
+    remember(settings, region, stack)
+    return stack
+
+
+def describe(client: Any, name: str) -> dict[str, Any] | None:
+    """What DescribeStacks says of a stack, by name or id; None where there is none."""
+    try:
+        with service_errors("DescribeStacks"):
+            return dict(client.describe_stacks(StackName=name)["Stacks"][0])
+    except Missing:
+        return None
+
+
+def read_stack(raw: dict[str, Any]) -> Stack:
+    """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
+    name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
+    if not is_ours(raw):
+        raise ServiceError(not_ours(raw))
+    if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+    return Stack(
+        name=name,
+        status=status,
+        store=outputs["Store"],
+        role=outputs["RoleArn"],
+        kms_key=outputs.get("KmsKeyArn"),
+        policy=outputs["LauncherPolicyArn"],
+    )
+
+
+def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
+    return {output["OutputKey"]: output["OutputValue"] for output in raw.get("Outputs", [])}
+
+
+def is_ours(raw: dict[str, Any]) -> bool:
+    """By the description, which a stack has from its first moment, and outputs only in the end."""
+    return str(raw.get("Description", "")).startswith(DESCRIPTION)
+
+
+def not_ours(raw: dict[str, Any]) -> str:
+    return (
+        f"stack {raw['StackName']} ({raw['StackStatus']}) is not sm-nanogpt's; name another with"
+        " --stack"
+    )
+
+
+def remedy(raw: dict[str, Any]) -> str:
+    """What to do about a stack of ours that cannot be used, or changed, as it stands."""
+    name, status = raw["StackName"], raw["StackStatus"]
+    if status.endswith("_IN_PROGRESS"):
+        return "try again when that is over"
+    if status == "UPDATE_ROLLBACK_FAILED":
+        return f"`aws cloudformation continue-update-rollback --stack-name {name}` has to end first"
+    return "`sm-nanogpt infra deploy` deletes what is left of it and makes it anew"
+
+
+def remember(settings: Settings, region: str, stack: Stack | None) -> None:
+    """Notes what a stack is, or that there is none, unless that is known."""
+    if remembered(settings, region) == stack:
+        return
+    here = storage.read_cache(settings.last_stacks).get(region, {})
+    others = {name: value for name, value in here.items() if name != settings.stack}
+    if stack is not None:
+        others[settings.stack] = asdict(stack)
+    storage.write_cache(settings.last_stacks, region, others)
+
+
+def remembered(settings: Settings, region: str | None) -> Stack | None:
+    """The stack as it was last seen from this machine."""
+    try:
+        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][settings.stack])
+    except (KeyError, TypeError):
+        return None
