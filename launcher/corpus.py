@@ -11,7 +11,6 @@ import codecs
 import hashlib
 import http.client
 import json
-import os
 import re
 import urllib.request
 from collections.abc import Sequence
@@ -288,7 +287,7 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ServiceError(f"{url}: its SHA-256 is {found}, not {sha256}; the download is dropped")
-    replace_file(target, bytes(content))
+    storage.write_bytes(str(target), bytes(content))
     return target
 
 
@@ -298,12 +297,5 @@ def python_docs(target: Path) -> Path:
     except ImportError:
         raise ServiceError("python-docs: this Python was installed without pydoc_data") from None
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    replace_file(target, text.encode())
+    storage.write_text(str(target), text)
     return target
-
-
-def replace_file(target: Path, content: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(target)

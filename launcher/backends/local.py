@@ -267,7 +267,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, as somebody may be reading."""
+    """Whole or not at all, as somebody may be reading; not where its directory was deleted."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
