@@ -138,8 +138,9 @@ def check_training(patient: Patient) -> str:
     """A few steps of a tiny model, as a job like any other, in a home that is thrown away."""
     if not patient.train:
         raise Doubt("not checked: --no-train")
-    tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, batch_size=8, max_steps=3)
-    tiny |= dict(eval_interval=3, eval_windows=2, sample_length=0)
+    tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
+    # However many GPUs there are, up to 8 or 16, they share the batch evenly.
+    tiny |= dict(batch_size=1680, eval_windows=2, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
         text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")

@@ -536,6 +536,18 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_pat
     assert own_checkpoint(tmp_path, started=1.0) == 10
 
 
+def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(
+    text_file: Path, home: Path, cli: Callable[..., Ran]
+) -> None:
+    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
+    launching.wait_for_step(job.directory)
+    runner = launching.runner_of(job.directory)
+    while job.directory.exists():  # until nothing is written in between
+        shutil.rmtree(job.directory, ignore_errors=True)
+    launching.until(lambda: not launching.group_of(runner), 30)
+    assert job.job_id not in cli("jobs").out
+
+
 def test_waiting_for_a_job_ends_when_the_job_is_deleted(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

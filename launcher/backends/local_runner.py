@@ -17,6 +17,7 @@ import sys
 import tarfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class LocalRun:
 
     def tell(self, **changes: Any) -> None:
         self.state.update(changes)
-        write_json(self.directory / "state.json", self.state)
+        if not self.deleted():
+            write_json(self.directory / "state.json", self.state)
 
     def run(self) -> None:
         """The job's life; every way out leaves a state that says what happened."""
@@ -93,6 +95,10 @@ class LocalRun:
 
     def stopping(self) -> bool:
         return self.stop_requested or (self.directory / "stop").exists()
+
+    def deleted(self) -> bool:
+        """Whether the job's directory was deleted; a rank that writes may have made it anew."""
+        return not (self.directory / "job.json").exists()
 
     # -- before -----------------------------------------------------------------------------------
 
@@ -230,7 +236,7 @@ class LocalRun:
         """Runs the ranks to their end; returns why the training failed, or None.
 
         Raises:
-            Stopped: somebody asked the job to stop, and nothing else ended it.
+            Stopped: somebody asked the job to stop, and nothing else ended it, or deleted it.
         """
         ranks = self.start()
         readers = [
@@ -243,6 +249,9 @@ class LocalRun:
         kill_at: float | None = None
         while None in [rank.process.poll() for rank in ranks]:  # each is asked every time
             failed = failed or [rank for rank in ranks if rank.process.returncode]
+            if self.deleted():  # what a rank has to save has no place any more
+                signal_all(ranks, signal.SIGKILL)
+                raise Stopped
             if kill_at is None:
                 if failed or self.stopping():
                     grace = PEER_GRACE_SECONDS if failed else STOP_GRACE_SECONDS
@@ -277,7 +286,7 @@ class LocalRun:
             line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
             if ERROR_LINE.match(line):
                 rank.error = (time.monotonic(), line)
-            with self.log_lock:
+            with self.log_lock, suppress(FileNotFoundError):
                 with host_log.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
                 with job_log.open("a", encoding="utf-8") as file:
