@@ -54,6 +54,7 @@ with warnings.catch_warnings():
     import torch.nn.functional as F
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.adamw import adamw
 
 # ------------------------------------------------------------------------------------------------
 # Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows.
@@ -1483,7 +1484,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.embed = nn.Embedding(vocabulary_size, config.n_embd)
+        # From a tensor: to draw numbers on the meta device imports torch's compiler, for a second.
+        weight = torch.empty(vocabulary_size, config.n_embd)
+        self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.head = None if config.tie_embeddings else Linear(config.n_embd, vocabulary_size)
 
@@ -1642,51 +1645,74 @@ class Muon:
         return state
 
 
+class AdamW:
+    """Adam with its weight decay apart from the gradient (arXiv:1711.05101).
+
+    The constructor of torch's class imports its compiler, for as long as importing torch takes.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], config: Config, weight_decay: float
+    ) -> None:
+        self.parameters, self.config, self.weight_decay = parameters, config, weight_decay
+        self.steps, self.exp_avg, self.exp_avg_sq = {}, {}, {}
+        for name, parameter in parameters.items():
+            self.steps[name] = torch.zeros((), device=parameter.device)
+            self.exp_avg[name] = torch.zeros_like(parameter)
+            self.exp_avg_sq[name] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update of every parameter from its gradient."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        adamw(
+            list(self.parameters.values()),
+            gradients,
+            list(self.exp_avg.values()),
+            list(self.exp_avg_sq.values()),
+            [],
+            list(self.steps.values()),
+            fused=gradients[0].device.type in ("cuda", "cpu"),
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=learning_rate,
+            weight_decay=self.weight_decay,
+            eps=1e-10,
+            maximize=False,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        kinds = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {f"{kind}.{name}": t for kind, named in kinds.items() for name, t in named.items()}
+
+
 class Optimizer:
     """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
 
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
-        device = group.device
         self.config = config
         self.dtype = model.compute_dtype
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = list(model.parameters())
         matrices = {
             f"{name}.weight": (module.weight, module.n_fused)
             for name, module in model.blocks.named_modules(prefix="blocks")
             if isinstance(module, Linear)
         }
-        inner = [weight for weight, _ in matrices.values()]
-        outer = [p for p in model.parameters() if not any(p is weight for weight in inner)]
-        self.parameters = list(model.parameters())
-        peak = config.peak_learning_rate
-        groups: list[dict[str, Any]] = []
+        rest = {name: p for name, p in model.named_parameters() if name not in matrices}
+        self.muon: Muon | None = None
+        self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
         if config.optimizer == "muon":
-            self.muon: Muon | None = Muon(matrices, config, group)
-            for parameter in outer:
+            self.muon = Muon(matrices, config, group)
+            for name, parameter in rest.items():
                 untied = parameter is model.embed.weight and model.head is not None
-                rate = config.embedding_learning_rate if untied else config.head_learning_rate
-                groups.append(dict(params=[parameter], peak=rate, weight_decay=0.0))
+                peak = config.embedding_learning_rate if untied else config.head_learning_rate
+                self.adamws.append((AdamW({name: parameter}, config, 0.0), peak))
         else:
-            self.muon = None
-            groups.append(dict(params=inner, peak=peak, weight_decay=config.weight_decay))
-            groups.append(dict(params=outer, peak=peak, weight_decay=0.0))
-        self.adamw = torch.optim.AdamW(
-            groups,
-            lr=peak,
-            betas=(config.beta1, config.beta2),
-            eps=1e-10,
-            fused=device.type in ("cuda", "cpu"),
-        )
-        # AdamW makes its state at its first step; made here, it has names, for checkpoints.
-        self.named_adamw = {}
-        for members in self.adamw.param_groups:
-            for parameter in members["params"]:
-                self.adamw.state[parameter] = state = {
-                    "step": torch.zeros((), device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                self.named_adamw[names[id(parameter)]] = state
+            inner = {name: weight for name, (weight, _) in matrices.items()}
+            for parameters, decay in ((inner, config.weight_decay), (rest, 0.0)):
+                one = AdamW(parameters, config, decay)
+                self.adamws.append((one, config.peak_learning_rate))
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""
@@ -1694,9 +1720,8 @@ class Optimizer:
             nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
         if self.muon is not None:
             self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
-        for members in self.adamw.param_groups:
-            members["lr"] = members["peak"] * scale
-        self.adamw.step()
+        for one, peak in self.adamws:
+            one.step(peak * scale)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -1705,8 +1730,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """The state by name; its tensors are the live ones."""
         state = dict(self.muon.state()) if self.muon is not None else {}
-        for name, tensors in self.named_adamw.items():
-            state.update({f"{kind}.{name}": tensor for kind, tensor in tensors.items()})
+        for one, _ in self.adamws:
+            state.update(one.state())
         return state
 
 
