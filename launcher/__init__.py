@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from launcher.artefacts import fetch_model
     from launcher.corpus import Upload, upload_data
     from launcher.errors import InputError, ServiceError
-    from launcher.homes import describe, jobs, logs, stop, wait
     from launcher.job import JobDescription, TrainingJob
     from launcher.sampling import load_model, sample, stream_samples
     from launcher.settings import Settings
     from launcher.submission import launch
+    from launcher.tracking import describe, jobs, logs, stop, wait
 
 _HOME = {
     "fetch_model": "artefacts",
@@ -36,11 +36,11 @@ _HOME = {
     "upload_data": "corpus",
     "InputError": "errors",
     "ServiceError": "errors",
-    "describe": "homes",
-    "jobs": "homes",
-    "logs": "homes",
-    "stop": "homes",
-    "wait": "homes",
+    "describe": "tracking",
+    "jobs": "tracking",
+    "logs": "tracking",
+    "stop": "tracking",
+    "wait": "tracking",
     "JobDescription": "job",
     "TrainingJob": "job",
     "launch": "submission",

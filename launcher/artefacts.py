@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 
 from launcher import storage
 from launcher.errors import ServiceError
-from launcher.homes import find
 from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
+from launcher.tracking import find
 
 # Weights hardly compress (by 1.1; up to 1.5 where some are still zero). What unpacks to much more
 # than it was is not a model.

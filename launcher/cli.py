@@ -267,10 +267,10 @@ def launch_command(
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
     """
-    from launcher.homes import backend_for, describe
     from launcher.instances import remark
     from launcher.job import TrainingJob, read_hyperparameters
     from launcher.submission import cloud_settings, new_job_id, prepare, submit
+    from launcher.tracking import backend_for, describe
 
     from_file = read_hyperparameters(Path(config_file)) if config_file else {}
     said = {name: value for name, value in fields.items() if value not in (None, (), {})}
@@ -307,7 +307,7 @@ def launch_command(
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing."""
-    from launcher.homes import describe, explain, logs, stop, wait
+    from launcher.tracking import describe, explain, logs, stop, wait
 
     try:
         for line in logs(job_id, follow=True, settings=settings):
@@ -395,7 +395,7 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
     from launcher.artefacts import fetch_model
-    from launcher.homes import describe
+    from launcher.tracking import describe
 
     settings = settings_of(context)
     description = describe(job_id, settings)
@@ -441,7 +441,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.homes import all_backends, with_costs
+    from launcher.tracking import all_backends, with_costs
 
     settings = settings_of(context)
     found: list[JobDescription] = []
@@ -499,7 +499,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.homes import describe, logs, with_costs
+    from launcher.tracking import describe, logs, with_costs
 
     settings = settings_of(context)
     (description,) = with_costs([describe(job_id, settings)], settings, note)
@@ -577,7 +577,7 @@ def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
     Example:
       sm-nanogpt logs JOB-ID --follow
     """
-    from launcher.homes import logs
+    from launcher.tracking import logs
 
     try:
         for line in logs(job_id, follow, settings_of(context)):
@@ -596,7 +596,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     Example:
       sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
     """
-    from launcher.homes import explain, wait
+    from launcher.tracking import explain, wait
 
     description = wait(job_id, settings_of(context))
     if description.status != "Completed":
@@ -614,7 +614,7 @@ def stop_command(context: click.Context, job_id: str) -> None:
     Example:
       sm-nanogpt stop JOB-ID
     """
-    from launcher.homes import explain, stop, wait
+    from launcher.tracking import explain, stop, wait
 
     settings = settings_of(context)
     local = stop(job_id, settings).instance == "local"

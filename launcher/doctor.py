@@ -24,7 +24,6 @@ from launcher.aws import aws_session, check_region, code_and_message, quick_clie
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
-from launcher.homes import wait
 from launcher.instances import INSTANCES, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
@@ -33,6 +32,7 @@ from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
 from launcher.settings import Settings
 from launcher.stack import Stack, find_stack
 from launcher.submission import last_data, launch
+from launcher.tracking import wait
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
@@ -139,7 +139,7 @@ def check_training(patient: Patient) -> str:
     if not patient.train:
         raise Doubt("not checked: --no-train")
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
-    # However many GPUs there are, up to 8 or 16, they share the batch evenly.
+    # A batch that 1 to 8, 10, 12, 14, 15 and 16 GPUs share evenly.
     tiny |= dict(batch_size=1680, eval_windows=2, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")

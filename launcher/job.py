@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from launcher.errors import InputError
-from launcher.prices import Price
+
+if TYPE_CHECKING:
+    from launcher.prices import Price
 
 Scalar = bool | int | float | str
 
@@ -40,12 +42,17 @@ CLOUD_FIELDS = (
 )
 
 TAG = re.compile(r"[\w\s.:/=+\-@]*")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
+RUNNING = ("InProgress", "Stopping")
 
 
-def option(field: str) -> str:
+def option(name: str) -> str:
     """The command line's word for a field."""
     words = {"subnets": "subnet", "security_group_ids": "security-group", "tags": "tag"}
-    return f"--{words.get(field, field).replace('_', '-')}"
+    return f"--{words.get(name, name).replace('_', '-')}"
+
+
+# -- what to run -----------------------------------------------------------------------------------
 
 
 class TrainingJob(BaseModel):
@@ -304,8 +311,7 @@ def command_line(hyperparameters: Mapping[str, Scalar]) -> list[str]:
     ]
 
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
-RUNNING = ("InProgress", "Stopping")
+# -- how it stands ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,11 @@ from typing import Any
 from launcher import corpus, storage
 from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
-from launcher.homes import backend_for, find
 from launcher.instances import looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
-
-
-def new_job_id() -> str:
-    """Unique and valid as a SageMaker job name: letters, digits and dashes, 63 at most."""
-    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+from launcher.tracking import backend_for, find
 
 
 def launch(job: TrainingJob, settings: Settings | None = None) -> str:
@@ -39,54 +34,6 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         settings = cloud_settings(settings)
     backend = backend_for(job.instance, settings)
     return submit(prepare(job, settings), backend)
-
-
-def submit(job: TrainingJob, backend: Backend) -> str:
-    job_id = new_job_id()
-    backend.submit(job_id, job)
-    return job_id
-
-
-def prepare(
-    job: TrainingJob,
-    settings: Settings,
-    progress: storage.Progress = lambda n: None,
-    dry_run: bool = False,
-    tell: Tell = lambda line: None,
-) -> TrainingJob:
-    """The job with everything filled in: what it takes over from another, and data as URIs.
-
-    A dry run sends nothing, and asks nobody whether what it would send is there already.
-
-    Raises:
-        InputError, ServiceError: as launch.
-    """
-    before, step = None, 0
-    if job.resume is not None:
-        job, before, step = take_over(job, settings, tell)
-    if job.entry_point is not None:
-        job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
-    if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
-        job = job.model_copy(update={"preset": "baby"})
-    # All is checked before anything is uploaded.
-    backend = backend_for(job.instance, settings)
-    config = backend.check(job, dry_run)
-    job = backend.afford(job, dry_run, tell)
-    # A path given to a local job goes no further than this machine.
-    here = settings.model_copy(update={"store": ""})
-    near = here if job.instance == "local" else settings
-    data = job.data if job.data is not None else last_data(settings, here, dry_run)
-    channels = {"data": read_channel(data, near, dry_run)}
-    if job.validation is not None:
-        channels["validation"] = read_channel(job.validation, near, dry_run)
-    check_length(channels, config)
-    job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
-    if before is not None:
-        job.check_resumable(before, step)
-    for channel in channels.values():
-        if channel.upload is not None and not dry_run:
-            corpus.send(channel.upload, channel.sources, progress)
-    return job
 
 
 def cloud_settings(
@@ -122,79 +69,46 @@ def cloud_settings(
     return settings.model_copy(update={"store": store})
 
 
-@dataclass(frozen=True)
-class Channel:
-    """Text of a job, as the user named it. upload is None where nobody here ever read it."""
+def prepare(
+    job: TrainingJob,
+    settings: Settings,
+    progress: storage.Progress = lambda n: None,
+    dry_run: bool = False,
+    tell: Tell = lambda line: None,
+) -> TrainingJob:
+    """The job with everything filled in: what it takes over from another, and data as URIs.
 
-    named: str
-    uri: str
-    upload: corpus.Upload | None
-    sources: list[Path]
+    A dry run sends nothing, and asks nobody whether what it would send is there already.
 
-
-def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
-    """The last upload to the store; without any, the last to this machine's own.
-
-    What was last uploaded from here goes first if it stayed on this machine, as it does where the
-    account could not be asked, and earlier ones went to the store. Where no store is set, it may
-    have gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from
-    here.
+    Raises:
+        InputError, ServiceError: as launch.
     """
-    noted = corpus.read_noted(settings)
-    newest = list(noted)[-1:]
-    remote = storage.local_path(settings.data_store) is None
-    if newest == [here.data_store] and remote and settings.data_store in noted:
-        return corpus.last_upload(here).uri
-    if not settings.store and newest and storage.local_path(newest[0]) is None:
-        return noted[newest[0]]
-    try:
-        if dry_run and settings.data_store != here.data_store:
-            return noted.get(settings.data_store) or corpus.last_upload(here).uri
-        return corpus.last_upload(settings).uri
-    except corpus.NothingUploaded as nothing:
-        try:
-            return corpus.last_upload(here).uri
-        except corpus.NothingUploaded:
-            raise nothing from None
-
-
-def read_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
-    """Text that is where the job reads it stays there; what is on this machine goes there."""
-    uri, path = storage.to_uri(location), storage.local_path(location)
-    if path is None and offline:
-        return Channel(location, uri, None, [])
-    known = corpus.find_upload(uri)
-    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
-        return Channel(location, uri, replace(known, uploaded=False), [])
-    if path is None:
-        there = storage.list_files(uri)
-        if not any(name.endswith(".txt") for name in there):
-            what = "no *.txt file is there" if there else "nothing is there"
-            raise InputError(f"{location}: {what}")
-        return Channel(location, uri, None, [])
-    upload, sources = corpus.survey(path, settings, offline)
-    return Channel(location, upload.uri, upload, sources)
-
-
-def check_length(channels: Mapping[str, Channel], config: Any) -> None:
-    """Raises InputError when a text is too short for the job's context."""
-    parts = []
-    for name, channel in channels.items():
-        if channel.upload is None:
-            continue
-        n = channel.upload.characters
-        if len(channels) == 1:
-            n_train = int(n * (1 - config.validation_fraction))
-            parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
-        else:
-            parts.append((channel, "training" if name == "data" else name, n))
-    for channel, name, length in parts:
-        if length < config.block_size + 1:
-            raise InputError(
-                f"{channel.named}: the {name} part has {length} characters, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1}; bring more text,"
-                " or set a smaller block_size"
-            )
+    before, step = None, 0
+    if job.resume is not None:
+        job, before, step = take_over(job, settings, tell)
+    if job.entry_point is not None:
+        job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
+    if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
+        job = job.model_copy(update={"preset": "baby"})
+    # All is checked before anything is uploaded.
+    backend = backend_for(job.instance, settings)
+    config = backend.check(job, dry_run)
+    job = backend.afford(job, dry_run, tell)
+    # A path given to a local job goes no further than this machine.
+    here = settings.model_copy(update={"store": ""})
+    near = here if job.instance == "local" else settings
+    data = job.data if job.data is not None else last_data(settings, here, dry_run)
+    channels = {"data": find_channel(data, near, dry_run)}
+    if job.validation is not None:
+        channels["validation"] = find_channel(job.validation, near, dry_run)
+    check_length(channels, config)
+    job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
+    if before is not None:
+        job.check_resumable(before, step)
+    for channel in channels.values():
+        if channel.upload is not None and not dry_run:
+            corpus.send(channel.upload, channel.sources, progress)
+    return job
 
 
 def take_over(
@@ -241,3 +155,92 @@ def take_over(
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
     return after, before, earlier.checkpoint_step or 0
+
+
+def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
+    """The last upload to the store; without any, the last to this machine's own.
+
+    What was last uploaded from here goes first if it stayed on this machine, as it does where the
+    account could not be asked, and earlier ones went to the store. Where no store is set, it may
+    have gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from
+    here.
+    """
+    noted = corpus.read_noted(settings)
+    newest = list(noted)[-1:]
+    remote = storage.local_path(settings.data_store) is None
+    if newest == [here.data_store] and remote and settings.data_store in noted:
+        return corpus.last_upload(here).uri
+    if not settings.store and newest and storage.local_path(newest[0]) is None:
+        return noted[newest[0]]
+    try:
+        if dry_run and settings.data_store != here.data_store:
+            return noted.get(settings.data_store) or corpus.last_upload(here).uri
+        return corpus.last_upload(settings).uri
+    except corpus.NothingUploaded as nothing:
+        try:
+            return corpus.last_upload(here).uri
+        except corpus.NothingUploaded:
+            raise nothing from None
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Text of a job: as the user named it, where the job reads it, and what has to be sent first.
+
+    upload is None where nobody here ever read it.
+    """
+
+    named: str
+    uri: str
+    upload: corpus.Upload | None
+    sources: list[Path]
+
+
+def find_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
+    """Text that is where the job reads it stays there; what is on this machine goes there."""
+    uri, path = storage.to_uri(location), storage.local_path(location)
+    if path is None and offline:
+        return Channel(location, uri, None, [])
+    known = corpus.find_upload(uri)
+    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
+        return Channel(location, uri, replace(known, uploaded=False), [])
+    if path is None:
+        there = storage.list_files(uri)
+        if not any(name.endswith(".txt") for name in there):
+            what = "no *.txt file is there" if there else "nothing is there"
+            raise InputError(f"{location}: {what}")
+        return Channel(location, uri, None, [])
+    upload, sources = corpus.survey(path, settings, offline)
+    return Channel(location, upload.uri, upload, sources)
+
+
+def check_length(channels: Mapping[str, Channel], config: Any) -> None:
+    """Raises InputError when a text is too short for the job's context."""
+    parts = []
+    for name, channel in channels.items():
+        if channel.upload is None:
+            continue
+        n = channel.upload.characters
+        if len(channels) == 1:
+            n_train = int(n * (1 - config.validation_fraction))
+            parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
+        else:
+            parts.append((channel, "training" if name == "data" else name, n))
+    for channel, part, length in parts:
+        if length < config.block_size + 1:
+            raise InputError(
+                f"{channel.named}: the {part} part has {length} characters, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1}; bring more text,"
+                " or set a smaller block_size"
+            )
+
+
+def submit(job: TrainingJob, backend: Backend) -> str:
+    job_id = new_job_id()
+    backend.submit(job_id, job)
+    return job_id
+
+
+def new_job_id() -> str:
+    """Unique and valid as a SageMaker job name: letters, digits and dashes, 63 at most."""
+    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

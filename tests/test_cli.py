@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import inspect
 import io
 import json
@@ -59,6 +61,28 @@ def test_looking_after_jobs_imports_neither_torch_nor_aws(finished: Finished) ->
     code = f"import os\nos.environ['SM_NANOGPT_HOME'] = {str(finished.home)!r}\n"
     loaded = modules_after(f"{code}from launcher.cli import run\nassert run({words}) == 0")
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
+
+
+def test_the_launchers_modules_import_each_other_in_no_circle() -> None:
+    top = Path(launcher.__file__).parent
+    imports: dict[str, set[str]] = {}
+    for path in top.rglob("*.py"):
+        module = ".".join(path.relative_to(top.parent).with_suffix("").parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_types = {
+            id(line)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for line in node.body
+        }
+        imports[module.removesuffix(".__init__")] = {
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+    assert "launcher.cli" in imports
+    list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
 
 
 # -- help -----------------------------------------------------------------------------------------
@@ -143,7 +167,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_too(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("launcher.homes.all_backends", fail)
+    monkeypatch.setattr("launcher.tracking.all_backends", fail)
     ran = cli("jobs")
     assert ran.code == 1
     assert str(error) in ran.error
@@ -156,7 +180,7 @@ def test_an_error_of_several_lines_is_told_in_one(
     def fail(*_: object) -> None:
         raise ServiceError("first\nsecond")
 
-    monkeypatch.setattr("launcher.homes.all_backends", fail)
+    monkeypatch.setattr("launcher.tracking.all_backends", fail)
     assert cli("jobs").err == "error: first second\n"
 
 
@@ -166,7 +190,7 @@ def test_an_interrupt_is_no_traceback(
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.homes.all_backends", fail)
+    monkeypatch.setattr("launcher.tracking.all_backends", fail)
     ran = cli("jobs")
     assert (ran.code, ran.err) == (1, "interrupted\n")
 

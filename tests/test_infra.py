@@ -20,10 +20,10 @@ from cloudsplaining.scan.policy_document import PolicyDocument
 from emulator import Emulator
 from launching import Ran
 
-from launcher import infra, stack
+from launcher import infra
 from launcher.errors import ServiceError
 from launcher.settings import load_settings
-from launcher.stack import Stack
+from launcher.stack import DESCRIPTION, Stack, remembered, with_stack
 
 NOBODY = "http://127.0.0.1:9"
 TEMPLATE: Any = decode.decode(str(infra.TEMPLATE))[0]
@@ -461,7 +461,7 @@ def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
 def test_a_launch_takes_store_and_role_from_the_stack_in_one_call(
     account: CloudFormation, deployed: Stack
 ) -> None:
-    settings = stack.with_stack(load_settings())
+    settings = with_stack(load_settings())
     assert (settings.store, settings.role) == (deployed.store, deployed.role)
     assert account.described == 1
 
@@ -481,14 +481,14 @@ def test_a_dry_run_takes_them_as_they_were_last_seen_and_asks_nobody(
 
 def test_a_destroyed_stack_is_forgotten(deployed: Stack, cli: Cli) -> None:
     cli("infra", "destroy", "--yes")
-    assert stack.remembered(load_settings(), "us-east-1") is None
+    assert remembered(load_settings(), "us-east-1") is None
 
 
 def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
-    assert stack.remembered(load_settings(), "us-east-1") == deployed
+    assert remembered(load_settings(), "us-east-1") == deployed
     boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
-    assert stack.with_stack(load_settings()).store == ""
-    assert stack.remembered(load_settings(), "us-east-1") is None
+    assert with_stack(load_settings()).store == ""
+    assert remembered(load_settings(), "us-east-1") is None
 
 
 ROLE = "arn:aws:iam::123456789012:role/mine"
@@ -499,7 +499,7 @@ def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
 ) -> None:
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     settings, told = load_settings(role=ROLE), list[str]()
-    assert stack.with_stack(settings, tell=told.append) == settings
+    assert with_stack(settings, tell=told.append) == settings
     assert "no stack is used: DescribeStacks: not allowed" in told[0]
 
 
@@ -509,7 +509,7 @@ def test_who_has_a_role_launches_though_a_deployment_failed(
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     settings, told = load_settings(role=ROLE), list[str]()
-    assert stack.with_stack(settings, tell=told.append) == settings
+    assert with_stack(settings, tell=told.append) == settings
     assert "ROLLBACK_COMPLETE" in told[0]
 
 
@@ -518,16 +518,16 @@ def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
 ) -> None:
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     with pytest.raises(ServiceError, match="not allowed"):
-        stack.with_stack(load_settings(role=ROLE))
+        with_stack(load_settings(role=ROLE))
 
 
 @pytest.mark.parametrize("text", ["[1", "5", '{"us-east-1": null}', '{"us-east-1": {"a": 1}}'])
 def test_a_memory_that_cannot_be_read_is_none(deployed: Stack, text: str) -> None:
     settings = load_settings()
     settings.last_stacks.write_text(text)
-    assert stack.remembered(settings, "us-east-1") is None
-    assert stack.with_stack(settings).store == deployed.store
-    assert stack.remembered(settings, "us-east-1") == deployed
+    assert remembered(settings, "us-east-1") is None
+    assert with_stack(settings).store == deployed.store
+    assert remembered(settings, "us-east-1") == deployed
 
 
 def test_the_stacks_key_encrypts_the_model(
@@ -548,13 +548,13 @@ def test_who_names_store_and_role_asks_nobody(
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
     settings = load_settings(role="arn:aws:iam::123456789012:role/mine")
-    assert stack.with_stack(settings) == settings
+    assert with_stack(settings) == settings
     assert account.described == 0
 
 
 def test_a_role_that_is_named_goes_over_the_stacks(deployed: Stack) -> None:
     role = "arn:aws:iam::123456789012:role/mine"
-    settings = stack.with_stack(load_settings(role=role))
+    settings = with_stack(load_settings(role=role))
     assert (settings.store, settings.role) == (deployed.store, role)
 
 
@@ -616,7 +616,7 @@ def test_a_local_launch_takes_the_last_upload_even_if_it_went_to_the_stacks_stor
 
 
 def test_a_stack_is_known_by_the_templates_description() -> None:
-    assert TEMPLATE["Description"].startswith(stack.DESCRIPTION)
+    assert TEMPLATE["Description"].startswith(DESCRIPTION)
 
 
 def test_what_destroy_says_is_kept_is_what_the_template_retains() -> None:

@@ -553,7 +553,7 @@ def test_waiting_for_a_job_ends_when_the_job_is_deleted(
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
         monkeypatch.setattr(
-            "launcher.homes.time.sleep",
+            "launcher.tracking.time.sleep",
             lambda seconds: directory.exists() and shutil.rmtree(directory),
         )
         ran = cli("wait", "a")
@@ -707,7 +707,7 @@ def test_stop_fails_with_a_job_that_does(
     with running(home / "jobs/a", text_file) as directory:
         failed = {"status": "Failed", "reason": "CheckpointError: no space"}
         end = partial(write_json, directory / "state.json", failed)
-        monkeypatch.setattr("launcher.homes.time.sleep", lambda seconds: end())
+        monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
         ran = cli("stop", "a")
     assert ran.code == 1
     assert ran.error.startswith("job a failed: CheckpointError: no space; ")
@@ -718,7 +718,7 @@ def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
         end = partial(write_json, directory / "state.json", {"status": "Completed"})
-        monkeypatch.setattr("launcher.homes.time.sleep", lambda seconds: end())
+        monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
         ran = cli("stop", "a")
     assert ran.code == 0
     assert ran.err.splitlines()[-1] == "job a completed; next: sm-nanogpt fetch-and-sample a"

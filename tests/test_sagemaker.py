@@ -591,7 +591,7 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.homes.logs", interrupted)
+    monkeypatch.setattr("launcher.tracking.logs", interrupted)
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0
     assert "the job goes on" in ran.err

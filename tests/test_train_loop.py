@@ -587,6 +587,16 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
     assert f" {len(vocabulary)} different ones\n" in first.output
 
 
+def test_one_process_trains_and_samples_without_importing_torchs_compiler(
+    tmp_path: Path, text_file: Path
+) -> None:
+    code = "import sys; from entry_point import train; status = train.main(sys.argv[1:]);"
+    code += "print(status, 'torch._dynamo' in sys.modules)"
+    arguments = words(**{**SMALL, "sample_length": 90}, data=text_file)
+    end = run(arguments, cwd=tmp_path, command=(sys.executable, "-c", code))
+    assert end.last_line == "0 False", end.output
+
+
 def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file: Path) -> None:
     end = run(words(**{**SMALL, "sample_length": 90}, data=text_file), cwd=tmp_path)
     assert end.status == 0, end.output

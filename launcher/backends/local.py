@@ -13,7 +13,8 @@ A job is a directory, HOME/jobs/JOB-ID:
 
 The runner (launcher.backends.local_runner) is a process of its own that outlives the command which
 started it. Its lock tells whether it lives: the kernel frees it however the runner ends, so a job
-whose processes are gone is never taken for a running one.
+whose processes are gone is never taken for a running one. To delete the directory is to delete the
+job: the runner ends its ranks when job.json is gone.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, as somebody may be reading; not where its directory was deleted."""
+    """Whole or not at all, as somebody may be reading."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)

@@ -1,7 +1,8 @@
 """The process that runs one local job: what the SageMaker service and its container toolkit do.
 
 It lays out /opt/ml for each host, starts the ranks as mpirun would (variables, argv, working
-directory), keeps their output, ends the job when a rank fails, and packs what they leave.
+directory), keeps their output, ends the job when a rank fails or its directory is deleted, and
+packs what they leave.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ class LocalRun:
     def tell(self, **changes: Any) -> None:
         self.state.update(changes)
         if not self.deleted():
-            write_json(self.directory / "state.json", self.state)
+            with suppress(FileNotFoundError):  # it is, by now
+                write_json(self.directory / "state.json", self.state)
 
     def run(self) -> None:
-        """The job's life; every way out leaves a state that says what happened."""
+        """The job's life; every way out of a job that is there leaves a state that says why."""
         try:
             self.tell(secondary="Downloading")
             self.lay_out()
@@ -122,7 +124,10 @@ class LocalRun:
             self.write_config(host, list(channels))
         if self.record["resume_from"] is not None:
             source = Path(self.record["resume_from"])
-            for path in sorted(source.glob("*.safetensors")):
+            checkpoints = sorted(source.glob("*.safetensors"))
+            if not checkpoints:
+                raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
+            for path in checkpoints:
                 shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
 
     def write_config(self, host: str, channels: list[str]) -> None:
@@ -236,7 +241,7 @@ class LocalRun:
         """Runs the ranks to their end; returns why the training failed, or None.
 
         Raises:
-            Stopped: somebody asked the job to stop, and nothing else ended it, or deleted it.
+            Stopped: the job was deleted; or somebody asked it to stop, and nothing else ended it.
         """
         ranks = self.start()
         readers = [
@@ -251,6 +256,10 @@ class LocalRun:
             failed = failed or [rank for rank in ranks if rank.process.returncode]
             if self.deleted():  # what a rank has to save has no place any more
                 signal_all(ranks, signal.SIGKILL)
+                for rank in ranks:
+                    rank.process.wait()
+                if not (self.directory / "lock").exists():  # what is there, a rank made anew
+                    shutil.rmtree(self.directory, ignore_errors=True)
                 raise Stopped
             if kill_at is None:
                 if failed or self.stopping():

@@ -1,4 +1,4 @@
-"""Jobs, wherever they run: a job is known by its id alone, and its home is found here."""
+"""Jobs, wherever they run: found by their id, listed, priced, followed, stopped, waited for."""
 
 from __future__ import annotations
 
