@@ -1406,15 +1406,20 @@ class KeyValueCache:
 
 
 QUERIES_AT_ONCE = 256
+# A token sampled for so few sequences at once costs the reading of the weights, which bytes make
+# less of; for more of them it costs the products with the weights, and with keys and values.
+FEW_SEQUENCES = 4
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
+    B, H, T, D = q.shape
+    if q.device.type == "cpu" and T == 1 and B > FEW_SEQUENCES and not torch.is_grad_enabled():
+        return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v  # torch's kernel takes a quarter longer
     costly = bool(dropout) or q.dtype == torch.bfloat16
     if q.device.type == "cpu" and torch.is_grad_enabled() and costly:
         # torch's fused kernel draws its dropout number by number on the CPU, and in bf16 its
         # backward is several times slower than two plain batched products.
-        B, H, T, D = q.shape
         q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
         parts = []
         for begin in range(0, T, QUERIES_AT_ONCE):
@@ -2286,11 +2291,6 @@ def logits_to_probabilities(
     return probabilities
 
 
-# Up to so many sequences at once a token costs the reading of the weights, so bytes are faster; for
-# more of them their products are the slower ones.
-INT8_SEQUENCES = 4
-
-
 class PackedLinear(nn.Module):
     """A Linear of float32 activations whose products, of few rows, are of type float32 or bf16.
 
@@ -2304,7 +2304,7 @@ class PackedLinear(nn.Module):
         self.dtype = dtype
         self.scale: Tensor | None = None
         # The operator reads 16 columns at a time, and checks nothing.
-        if dtype == torch.bfloat16 and rows <= INT8_SEQUENCES and weight.size(1) % 16 == 0:
+        if dtype == torch.bfloat16 and rows <= FEW_SEQUENCES and weight.size(1) % 16 == 0:
             largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
             self.scale = (largest / 127).to(dtype)
             # The scale was rounded, so the largest may come to 128.
@@ -2317,7 +2317,7 @@ class PackedLinear(nn.Module):
         x = x.to(self.dtype)
         if self.scale is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
-        if x.size(0) * x.size(1) > INT8_SEQUENCES:  # a prompt
+        if x.size(0) * x.size(1) > FEW_SEQUENCES:  # a prompt
             return (F.linear(x, self.weight.to(x.dtype)) * self.scale).float()
         y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
         return y.view(*x.shape[:-1], -1).float()

@@ -195,11 +195,12 @@ def test_bf16_is_close_to_float32() -> None:
 # -- the cache -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batch_size", [2, train.FEW_SEQUENCES + 1])
 @pytest.mark.parametrize("prefill", [1, 3, 8])
-def test_decoding_with_a_cache_equals_the_whole_forward_pass(prefill: int) -> None:
-    model, x = lively(), ids(2, 8)
+def test_decoding_with_a_cache_equals_the_whole_forward_pass(prefill: int, batch_size: int) -> None:
+    model, x = lively(), ids(batch_size, 8)
     with torch.inference_mode():
-        cache = KeyValueCache(model, 2)
+        cache = KeyValueCache(model, batch_size)
         parts = [model(x[:, :prefill], cache=cache)]
         parts += [model(x[:, i : i + 1], cache=cache) for i in range(prefill, 8)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(x), atol=1e-5, rtol=1e-5)
@@ -321,7 +322,7 @@ def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
 
 
 def test_a_batch_of_prompts_is_sampled_together() -> None:
-    model, prompts = lively(), ids(3, 4)
+    model, prompts = lively(), ids(train.FEW_SEQUENCES + 1, 4)
     together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
     alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
     assert torch.equal(together, torch.cat(alone, dim=1))
