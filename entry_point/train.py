@@ -1406,16 +1406,18 @@ class KeyValueCache:
 
 
 QUERIES_AT_ONCE = 256
-# A token sampled for so few sequences at once costs the reading of the weights, which bytes make
-# less of; for more of them it costs the products with the weights, and with keys and values.
+# A token sampled for so few sequences at once costs the reading of the weights, which int8 makes
+# less of (PackedLinear); for more of them it costs the products, with the weights and in attend.
 FEW_SEQUENCES = 4
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
     B, H, T, D = q.shape
-    if q.device.type == "cpu" and T == 1 and B > FEW_SEQUENCES and not torch.is_grad_enabled():
-        return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v  # torch's kernel takes a quarter longer
+    sampled = T == 1 and q.dtype == torch.float32 and not torch.is_grad_enabled()
+    if q.device.type == "cpu" and sampled and B > FEW_SEQUENCES:
+        # Over a full context a token of 8 or 16 sequences takes a tenth longer by torch's kernel.
+        return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v
     costly = bool(dropout) or q.dtype == torch.bfloat16
     if q.device.type == "cpu" and torch.is_grad_enabled() and costly:
         # torch's fused kernel draws its dropout number by number on the CPU, and in bf16 its
@@ -1480,7 +1482,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model.
 
-    compute_dtype is the type of the matrix products and activations; weights stay float32.
+    compute_dtype is the type of the matrix products and activations; weights stay float32. The
+    weights have no values before init_weights or load_state_dict.
     """
 
     def __init__(
@@ -1489,9 +1492,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        # From a tensor: to draw numbers on the meta device imports torch's compiler, for a second.
+        # Embedding draws from a normal distribution, and to do so on the meta device imports
+        # torch's compiler, for a second.
         weight = torch.empty(vocabulary_size, config.n_embd)
-        self.embed = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.embed: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.head = None if config.tie_embeddings else Linear(config.n_embd, vocabulary_size)
 
@@ -1669,7 +1673,10 @@ class AdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter from its gradient."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = []
+        for parameter in self.parameters.values():
+            assert parameter.grad is not None
+            gradients.append(parameter.grad)
         adamw(
             list(self.parameters.values()),
             gradients,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from launcher.submission import launch
     from launcher.tracking import describe, jobs, logs, stop, wait
 
-_HOME = {
+_MODULE = {
     "fetch_model": "artefacts",
     "Upload": "corpus",
     "upload_data": "corpus",
@@ -72,6 +72,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"launcher.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"launcher.{_MODULE[name]}"), name)

@@ -75,12 +75,13 @@ def test_the_launchers_modules_import_each_other_in_no_circle() -> None:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             for line in node.body
         }
-        imports[module.removesuffix(".__init__")] = {
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types
-            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        }
+        named = imports.setdefault(module.removesuffix(".__init__"), set())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+                assert node.module and not node.level
+                named.update({node.module, *(f"{node.module}.{a.name}" for a in node.names)})
     assert "launcher.cli" in imports
     list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
 

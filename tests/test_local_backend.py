@@ -545,7 +545,23 @@ def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(
     while job.directory.exists():  # until nothing is written in between
         shutil.rmtree(job.directory, ignore_errors=True)
     launching.until(lambda: not launching.group_of(runner), 30)
-    assert job.job_id not in cli("jobs").out
+    assert not job.directory.exists()
+
+
+def test_a_job_whose_earlier_checkpoints_are_gone_does_not_begin_anew(
+    tmp_path: Path, text_file: Path
+) -> None:
+    write_job(tmp_path / "job", text_file)
+    record = json.loads((tmp_path / "job/job.json").read_text())
+    (tmp_path / "job/code").mkdir()
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier/best-00000010.safetensors").touch()
+    record["resume_from"] = str(tmp_path / "earlier")
+    write_json(tmp_path / "job/job.json", record)
+    LocalRun(tmp_path / "job").run()
+    state = json.loads((tmp_path / "job/state.json").read_text())
+    assert state["status"] == "Failed"
+    assert state["reason"].startswith("ServiceError: the checkpoints to go on from are gone: ")
 
 
 def test_waiting_for_a_job_ends_when_the_job_is_deleted(

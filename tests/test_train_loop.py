@@ -590,10 +590,12 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
 def test_one_process_trains_and_samples_without_importing_torchs_compiler(
     tmp_path: Path, text_file: Path
 ) -> None:
-    code = "import sys; from entry_point import train; status = train.main(sys.argv[1:]);"
+    code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
+    code += "train.sample_text(*train.load_artefact(pathlib.Path('out/model')), 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"
-    arguments = words(**{**SMALL, "sample_length": 90}, data=text_file)
-    end = run(arguments, cwd=tmp_path, command=(sys.executable, "-c", code))
+    arguments = words(**{**SMALL, "sample_length": 90}, processes=1, data=text_file, out="out")
+    env = environment(PYTHONPATH=str(SCRIPT.parents[1]))
+    end = run(arguments, cwd=tmp_path, env=env, command=(sys.executable, "-c", code))
     assert end.last_line == "0 False", end.output
 
 

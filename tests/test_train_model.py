@@ -321,8 +321,9 @@ def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
     assert greedy == sampled(model, top_p=1e-6, seed=4)
 
 
-def test_a_batch_of_prompts_is_sampled_together() -> None:
-    model, prompts = lively(), ids(train.FEW_SEQUENCES + 1, 4)
+@pytest.mark.parametrize("batch_size", [3, train.FEW_SEQUENCES + 1])
+def test_a_batch_of_prompts_is_sampled_together(batch_size: int) -> None:
+    model, prompts = lively(), ids(batch_size, 4)
     together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
     alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
     assert torch.equal(together, torch.cat(alone, dim=1))

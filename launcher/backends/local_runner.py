@@ -89,6 +89,10 @@ class LocalRun:
             return
         except (InputError, ServiceError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
+        finally:
+            # What is there of a deleted job, the runner or a rank made anew.
+            if self.deleted() and not (self.directory / "lock").exists():
+                shutil.rmtree(self.directory, ignore_errors=True)
         if failure is None:
             self.tell(status="Completed", ended=time.time())
         else:
@@ -124,10 +128,9 @@ class LocalRun:
             self.write_config(host, list(channels))
         if self.record["resume_from"] is not None:
             source = Path(self.record["resume_from"])
-            checkpoints = sorted(source.glob("*.safetensors"))
-            if not checkpoints:
+            if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
-            for path in checkpoints:
+            for path in sorted(source.glob("*.safetensors")):
                 shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
 
     def write_config(self, host: str, channels: list[str]) -> None:
@@ -258,8 +261,6 @@ class LocalRun:
                 signal_all(ranks, signal.SIGKILL)
                 for rank in ranks:
                     rank.process.wait()
-                if not (self.directory / "lock").exists():  # what is there, a rank made anew
-                    shutil.rmtree(self.directory, ignore_errors=True)
                 raise Stopped
             if kill_at is None:
                 if failed or self.stopping():
