@@ -296,7 +296,7 @@ def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatc
 def test_every_name_of_the_package_is_there_and_documented() -> None:
     for name in launcher.__all__:
         assert inspect.getdoc(getattr(launcher, name)), name
-    assert sorted(launcher.__all__) == sorted(launcher._HOME)
+    assert sorted(launcher.__all__) == sorted(launcher._MODULE)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = launcher.no_such_name
 
