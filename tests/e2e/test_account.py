@@ -26,6 +26,7 @@ from moto.iam.models import iam_backends
 from policies import allowed, statements
 
 from launcher import infra
+from launcher.money import usd
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"
@@ -81,7 +82,10 @@ def test_from_an_empty_account_to_a_sample_no_name_is_typed(
     assert re.search(r"^cost: at most \d\.\d\d USD", launched.err, re.MULTILINE)
     job_id = launched.out.strip()
     command("wait", job_id)
-    assert re.search(r"^cost: +\d\.\d\d USD", command("status", job_id).out, re.MULTILINE)
+    status = command("status", job_id).out
+    (billable,) = re.findall(r"^billable: +(\d+) s$", status, re.MULTILINE)
+    cost = usd(int(billable) / 3600 * 7.09)
+    assert re.search(rf"^cost: +{cost}, at 7.09 USD an hour", status, re.MULTILINE)
     assert len(command("fetch-and-sample", job_id, "--max-new-tokens", "50").out) >= 50
     command("infra", "destroy", "--yes")
     assert client("s3", account.url).list_objects_v2(Bucket=bucket)["KeyCount"] > 0
