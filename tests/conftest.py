@@ -6,13 +6,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launching
 import pytest
 import torch
 from emulator import ROLE_ACTIONS, Emulator, make_role, serving
-from money_service import MoneyService
+from money_service import TODAY, MoneyService
 from sagemaker_service import SageMaker, scripted
 
 # As many tests run side by side as there are cores.
@@ -128,8 +129,10 @@ def s3(
 
 
 @pytest.fixture
-def money(s3: Any, emulator: Emulator) -> MoneyService:
-    """AWS's price list and quotas beside that S3."""
+def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> MoneyService:
+    """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
+    for module in ("prices", "quotas"):
+        monkeypatch.setattr(f"launcher.{module}.date", SimpleNamespace(today=lambda: TODAY))
     return emulator.money
 
 

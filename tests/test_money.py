@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 from emulator import Emulator
 from launching import Ran, sets
-from money_service import MoneyService
+from money_service import TODAY, MoneyService
 
 from launcher import InputError, JobDescription, Settings, TrainingJob, describe
 from launcher.money import (
@@ -479,7 +478,7 @@ def test_a_quota_that_the_account_lacks_is_looked_up_once_a_day(
         money.calls.clear()
     assert pages == 0
     file = home / "quota-codes.json"
-    file.write_text(file.read_text().replace(date.today().isoformat(), "2026-01-01"))
+    file.write_text(file.read_text().replace(TODAY.isoformat(), "2026-01-01"))
     assert cli(*words).code == 0
     assert "ListServiceQuotas" in money.operations()
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import money_service
 import pytest
-from money_service import MoneyService
+from money_service import TODAY, MoneyService
 
 from launcher import Settings
 from launcher.prices import OFFLINE, Price, Prices, offline_price, training_price
 
 TRAIN = "USE1-Train:ml.g5.12xlarge"
-TODAY = f"AWS's price list of {date.today().isoformat()}"
+LISTED_TODAY = f"AWS's price list of {TODAY}"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def prices(region: str = "us-east-1", session: Any = "new") -> Prices:
 
 def keep(home: Path, per_hour: float | None, days: int, region: str = "us-east-1") -> str:
     """Writes an old answer; returns its date."""
-    day = (date.today() - timedelta(days=days)).isoformat()
+    day = (TODAY - timedelta(days=days)).isoformat()
     entry = {"ml.g5.12xlarge": {"per_hour": per_hour, "day": day}}
     (home / "prices.json").write_text(json.dumps({region: entry}))
     return day
@@ -43,22 +43,22 @@ def keep(home: Path, per_hour: float | None, days: int, region: str = "us-east-1
 def test_the_price_is_that_of_training_among_all_uses_of_the_instance(
     service: MoneyService,
 ) -> None:
-    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
     ((_, body),) = service.calls
     answer = money_service.get_products(body)["PriceList"]
     assert len(answer) == 3  # training, hosting, notebooks
 
 
 def test_each_region_has_its_own_price(service: MoneyService) -> None:
-    assert prices("eu-west-1").of("ml.g5.12xlarge") == Price(8.508, TODAY)
+    assert prices("eu-west-1").of("ml.g5.12xlarge") == Price(8.508, LISTED_TODAY)
 
 
 def test_the_price_list_is_asked_once_a_week(service: MoneyService, home: Path) -> None:
     for _ in range(2):
-        assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+        assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
     assert service.operations() == ["GetProducts"]
     keep(home, 6.0, days=8)
-    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
     assert service.operations() == ["GetProducts"] * 2
 
 
@@ -90,7 +90,7 @@ def test_a_type_that_has_no_price_is_asked_for_once_a_day(
         assert prices().of("ml.p5.48xlarge") is None
     assert service.operations() == ["GetProducts"]
     keep(home, None, days=1)
-    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
 
 
 @pytest.mark.parametrize("product", [{}, {"product": {"attributes": {"usagetype": TRAIN}}}, 5])
@@ -107,7 +107,7 @@ def test_a_price_that_cannot_be_kept_is_told_all_the_same(
     service: MoneyService, home: Path
 ) -> None:
     (home / "prices.json").mkdir()
-    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
 
 
 def test_the_table_is_the_last_resort_and_is_named_with_its_date(service: MoneyService) -> None:
@@ -148,7 +148,7 @@ def test_a_damaged_file_of_prices_is_written_anew(
     service: MoneyService, home: Path, content: str
 ) -> None:
     (home / "prices.json").write_text(content)
-    assert prices().of("ml.g5.12xlarge") == Price(7.09, TODAY)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
     assert json.loads((home / "prices.json").read_text())["us-east-1"]["ml.g5.12xlarge"]
 
 
