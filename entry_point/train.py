@@ -40,7 +40,7 @@ import traceback
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -204,7 +204,10 @@ class Config:
         300, "characters sampled after training (a third before)", group="report", least=0
     )
     checkpoint_seconds: float = hyperparameter(
-        60.0, "between checkpoints, which evaluations write too", group="report", least=0
+        60.0,
+        "between checkpoints; evaluations write more of them in up to 2 % of the time",
+        group="report",
+        least=0,
     )
 
     device: str = hyperparameter(
@@ -1974,8 +1977,7 @@ class Checkpoints:
                 self.path("checkpoint", step).unlink()
         needed = {self.state_of(step).get("best_step") for step in kept}
         for step in self.steps("best"):
-            # A best that is newer than the newest checkpoint is about to be referred to.
-            if step not in needed and step < kept[0]:
+            if step not in needed:
                 self.path("best", step).unlink()
         for leftover in self.directory.glob(".*.safetensors.tmp"):
             leftover.unlink()
@@ -2478,6 +2480,9 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
 
 
 NOTHING, CHECKPOINT, STOP = range(3)
+# The part of the time that the checkpoints of evaluations may take. On a GPU evaluations may come
+# every few seconds, and their checkpoints would then take a twentieth of the time.
+CHECKPOINT_SHARE = 0.02
 
 
 class Trainer:
@@ -2493,6 +2498,8 @@ class Trainer:
         self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
         self.best_val_loss = math.inf
+        self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
+        self.checkpoint_cost = 0.0  # seconds that the newest one took
         self.metrics: list[dict[str, Any]] = []
         device = group.device
         # Since the last metric line: this rank's losses, and the steps they are of. In float64
@@ -2524,8 +2531,11 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that training changes, by name; the live tensors."""
-        weights = {f"model.{name}": p for name, p in self.model.named_parameters()}
-        return {**weights, **{f"optimizer.{n}": t for n, t in self.optimizer.state().items()}}
+        optimizer = {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
+        return {**self.weights(), **optimizer}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"model.{name}": p for name, p in self.model.named_parameters()}
 
     def state(self) -> dict[str, Any]:
         """Everything else that a checkpoint holds."""
@@ -2555,8 +2565,12 @@ class Trainer:
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
         if self.chief:
+            if self.unsaved_best:
+                self.checkpoints.save("best", self.unsaved_best, {"step": self.best_step})
+                self.unsaved_best = {}
             self.checkpoints.save("checkpoint", self.tensors(), self.state())
         self.kept_step = self.step
+        self.checkpoint_cost = time.monotonic() - self.saved_at
 
     def restore(self) -> None:
         """Takes rank 0's newest checkpoint, if there is one, on every rank."""
@@ -2666,7 +2680,7 @@ class Trainer:
                 group.settle()
                 self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
-            if evaluates or wish:
+            if wish or last:
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before
@@ -2684,7 +2698,7 @@ class Trainer:
         return True
 
     def log(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
-        """The metric line of the steps since the last; keeps the weights if they are the best."""
+        """The metric line of the steps since the last; takes the weights if they are the best."""
         config, group = self.config, self.group
         row: dict[str, Any] = {"step": self.step}
         if self.steps_summed:
@@ -2705,7 +2719,9 @@ class Trainer:
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
             if self.chief:
-                self.checkpoints.save("best", self.weights(), {"step": self.step})
+                self.unsaved_best = {
+                    name: weights.detach().clone() for name, weights in self.weights().items()
+                }
         self.loss_sum.zero_()
         self.steps_summed = 0
 
@@ -2716,11 +2732,11 @@ class Trainer:
         """
         if self.stop_signal:
             return STOP
-        late = time.monotonic() - self.saved_at > self.config.checkpoint_seconds
-        return CHECKPOINT if self.chief and late else NOTHING
-
-    def weights(self) -> dict[str, Tensor]:
-        return {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+        passed = time.monotonic() - self.saved_at
+        late = passed > self.config.checkpoint_seconds
+        cheap = passed * CHECKPOINT_SHARE >= self.checkpoint_cost
+        evaluates = (self.step + 1) % self.config.eval_interval == 0
+        return CHECKPOINT if self.chief and (late or (evaluates and cheap)) else NOTHING
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -2775,7 +2791,8 @@ class Trainer:
 def available_cores() -> int:
     """Cores that this process may use; two hardware threads of one core count once.
 
-    torch's own count is not asked, since some builds take 1 when Open MPI's variables are there.
+    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
+    halted, and some builds take 1 when Open MPI's variables are there.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
@@ -2786,7 +2803,34 @@ def available_cores() -> int:
             cores.add(siblings.read_text())
         except OSError:
             cores.add(str(cpu))
-    return len(cores)
+    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
+
+
+def cpu_quota(root: Path) -> float:
+    """CPU seconds a second that this process's control groups allow, infinite where they say none.
+
+    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
+    controller `cpu` with two files. A container sees its own group at the top of the tree.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
+    """
+    quota = math.inf
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        own = top / path.lstrip("/")
+        for directory in (own, *own.parents):  # each of them limits those within
+            with suppress(OSError):
+                said = " ".join((directory / name).read_text() for name in names).split()
+                if said[0] not in ("max", "-1"):
+                    quota = min(quota, int(said[0]) / int(said[1]))
+    return quota
 
 
 def keep_freed_memory() -> None:

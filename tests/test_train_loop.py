@@ -381,6 +381,42 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     return train.Trainer(Config(**{**SMALL, **how}), container, group, corpus)
 
 
+@pytest.mark.parametrize(
+    ("share", "steps"),
+    [(0.0, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
+)
+def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, steps: list[int]
+) -> None:
+    losses = iter([4.0, 2.0, 3.0, 5.0])
+    seen: list[torch.Tensor] = []
+
+    def evaluate(model: train.GPT, *_: Any) -> float:
+        seen.append(model.embed.weight.detach().clone())
+        return next(losses)
+
+    monkeypatch.setattr(train, "CHECKPOINT_SHARE", share)
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    trainer = trainer_of(tmp_path, max_steps=8, eval_interval=2, sample_length=0)
+    written: list[int] = []
+    monkeypatch.setattr(trainer.checkpoints, "prune", written.append)
+    assert trainer.run()
+    assert written == steps
+    model, _ = train.load_artefact(tmp_path / "model")
+    assert torch.equal(model.embed.weight, seen[1])
+
+
+def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_interval=5, checkpoint_seconds=3600)
+    trainer.step, trainer.checkpoint_cost = 4, 1.0
+    trainer.saved_at = time.monotonic() - 49
+    assert trainer.wish() == train.NOTHING
+    trainer.saved_at -= 2
+    assert trainer.wish() == train.CHECKPOINT
+    trainer.step = 5  # the step that comes is not evaluated
+    assert trainer.wish() == train.NOTHING
+
+
 def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.save_checkpoint()

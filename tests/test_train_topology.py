@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -306,6 +307,47 @@ def test_the_cpu_runs_as_many_processes_as_asked_for(gpus: Any) -> None:
     gpus(0)
     assert train.local_processes(Config(), some_container(num_gpus=0), Options()) == 1
     assert train.local_processes(Config(), some_container(), Options(processes=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
+        (
+            "3:cpuset:/\n1:cpu,cpuacct:/docker/7\n0::/\n",
+            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            4,
+        ),
+        (
+            "1:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            math.inf,
+        ),
+        ("1:cpu:/\n", {}, math.inf),
+        (None, {}, math.inf),
+    ],
+)
+def test_a_containers_quota_of_cpu_time_is_found_in_either_version_of_control_groups(
+    tmp_path: Path, groups: str | None, files: dict[str, str], quota: float
+) -> None:
+    if groups is not None:
+        files = {"../../../proc/self/cgroup": groups, **files}
+    for name, content in files.items():
+        path = (tmp_path / "sys/fs/cgroup" / name).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert train.cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
+def test_no_more_cores_are_taken_than_the_quota_pays_for(
+    monkeypatch: pytest.MonkeyPatch, quota: float, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
+    monkeypatch.setattr(train, "cpu_quota", lambda root: quota)
+    assert train.available_cores() == cores
 
 
 def test_a_large_model_takes_a_process_for_each_core_that_can_share_its_batch(
