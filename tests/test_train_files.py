@@ -6,7 +6,6 @@ import errno
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SCRIPT, environment
+from runs import SCRIPT, environment, run, words
 
 from entry_point import train
 from entry_point.train import GPT, CheckpointError, Checkpoints, Config, FormatError
@@ -429,26 +428,22 @@ def test_a_full_disk_is_a_checkpoint_error_and_the_earlier_ones_stay(tmp_path: P
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model directory of a short training on a text with tabs, emoji and other scripts."""
     out = tmp_path_factory.mktemp("trained")
-    config = Config(
-        n_layer=2,
-        n_head=2,
-        n_embd=64,
-        block_size=32,
-        batch_size=32,
-        max_steps=120,
-        eval_windows=64,
-        eval_interval=120,
-        log_interval=120,
-        sample_length=0,
-        device="cpu",
-        precision="float32",
-    )
-    options = train.Options(data=str(text_file), out=str(out))
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    container = train.read_container({}, options)
-    assert train.train(config, options, container, train.Ranks(0, 1, 0, 1, "hand")) == 0
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    how = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "block_size": 32,
+        "batch_size": 32,
+        "max_steps": 120,
+        "eval_windows": 64,
+        "eval_interval": 120,
+        "log_interval": 120,
+        "sample_length": 0,
+        "device": "cpu",
+        "precision": "float32",
+    }
+    end = run(words(**how, data=text_file, out=out), cwd=out)
+    assert end.status == 0, end.output
     return out
 
 
