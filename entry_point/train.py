@@ -229,16 +229,10 @@ class Config:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             check_range(f, getattr(self, f.name))
-        if self.n_embd % self.n_head:
-            fits = nearest_multiples(self.n_embd, self.n_head)
+        if self.n_embd % (2 * self.n_head):
             raise ConfigError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head};"
-                f" the nearest that fit: n_embd={fits}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"n_embd={self.n_embd} over n_head={self.n_head} makes heads of odd width"
-                f" {self.head_dim}, and rotary positions need an even one;"
+                f"n_embd={self.n_embd} cannot be cut into n_head={self.n_head} heads of one even"
+                " width, as rotary positions need;"
                 f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
             )
         if self.short_windows and self.block_size % 8:
@@ -399,7 +393,7 @@ def make_config(
 ) -> Config:
     """A Config from names and values (text or typed) over a preset over a base over the defaults.
 
-    A name may hold `-` for `_`. An empty value means the default, since that is what an
+    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
     unset hyperparameter becomes on its way through SageMaker.
 
     Raises:
@@ -490,6 +484,11 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     if options.resume:
         saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
         base = saved["config"]
+        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
+            raise CheckpointError(
+                f"{options.resume} was trained by a script with other hyperparameters"
+                f" ({', '.join(foreign)}); go on with it by that script"
+            )
         options = dataclasses.replace(
             options,
             data=options.data or saved["data"],
@@ -677,7 +676,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
             world_size=number("OMPI_COMM_WORLD_SIZE"),
             local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
+            launcher="mpirun",
         )
     else:
         return None
@@ -745,8 +744,9 @@ def cpu_processes(config: Config, n_hosts: int = 1) -> int:
     if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
         return 1
     shares = config.batch_size // config.gradient_accumulation_steps
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
-    at_once = min(available_cores() // threads, 8)
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a number for each nesting
+    threads = int(said) if said.isdecimal() else 1
+    at_once = min(available_cores() // max(1, threads), 8)
     fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
     return next(fits, 1)
 
@@ -842,7 +842,10 @@ def end_with_parent(env: Mapping[str, str]) -> None:
 
 @contextmanager
 def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected."""
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
+
+    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
+    """
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -864,9 +867,10 @@ class Group:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank = ranks.local_rank
-        # torchrun may have brought together hosts that no container names.
+        # torchrun may have brought together hosts that no container names: each goes by its first
+        # rank, as they need not have equally many.
         named = len(container.hosts) > 1
-        self.host_index = container.host_index if named else ranks.rank // ranks.local_world_size
+        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
         self.device = device
         self.store: dist.Store | None = None
         self.said = 0
@@ -881,22 +885,26 @@ class Group:
         try:
             rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
             self.store = next(rendezvous)[0]
-            with mute_stdout():
+            cuda = device.type == "cuda"
+            with nullcontext() if cuda else mute_stdout():
                 dist.init_process_group(
-                    "nccl" if device.type == "cuda" else "gloo",
+                    "nccl" if cuda else "gloo",
                     store=self.store,
                     rank=ranks.rank,
                     world_size=ranks.world_size,
                     timeout=timedelta(minutes=30),
-                    device_id=device if device.type == "cuda" else None,
+                    device_id=device if cuda else None,
                 )
+            with mute_stdout():
                 # Flags travel on the host's side, so that asking never waits for a GPU.
-                self.flags = dist.new_group(backend="gloo") if device.type == "cuda" else None
-        except (dist.DistError, RuntimeError) as error:
+                self.flags = dist.new_group(backend="gloo") if cuda else None
+        except RuntimeError as error:
+            # NCCL's cause stands in a later line; what follows this word are places in C++.
+            cause = " ".join(str(error).split("Exception raised from")[0].split())
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
-                f" {str(error).splitlines()[0]} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
-                " network interface to use)"
+                f" {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface"
+                " to use)"
             ) from None
         if named:
             self.check_hosts(container)
@@ -923,9 +931,9 @@ class Group:
         """The tensors [n] of all ranks, by rank: [world_size, n]."""
         if self.world_size == 1:
             return tensor[None]
-        gathered = tensor.new_empty(self.world_size, len(tensor))
-        dist.all_gather(list(gathered.unbind()), tensor)
-        return gathered
+        gathered = tensor.new_empty(self.world_size * len(tensor))
+        dist.all_gather_into_tensor(gathered, tensor)
+        return gathered.view(self.world_size, -1)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
@@ -1122,7 +1130,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     nanoGPT's data/shakespeare_char/prepare.py.
 
     Raises:
-        DataError: text is missing, not UTF-8, too short, or not the same on every host.
+        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
+            host; or there is no room for its ids.
     """
     if container.training is None:
         raise DataError("no text: name it with --data FILE")
@@ -1130,8 +1139,12 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     directory, described = None, {}
     try:
         if first:
-            directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
-            described = tokenize(container, Path(directory))
+            try:
+                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
+                described = tokenize(container, Path(directory))
+            except OSError as error:
+                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
+                raise DataError(f"{error.filename or place}: {error.strerror}") from None
         described = group.share(described, source=first, within=f"host{group.host_index}")
         chief = group.share(described, source=group.rank == 0)
         if described["sha256"] != chief["sha256"]:
@@ -1221,8 +1234,8 @@ class Batches:
     its turn in another epoch.
     """
 
-    def __init__(self, tokens: Tensor, config: Config) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
+        self.tokens, self.device = near_device(tokens, device), device
         self.block_size, self.batch_size, self.seed = (
             config.block_size,
             config.batch_size,
@@ -1252,25 +1265,31 @@ class Batches:
     def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
         rows = self.batch_size // world_size
-        return gather_windows(
-            self.tokens, self.window_starts(step)[rank * rows : (rank + 1) * rows], self.block_size
-        )
+        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
+        return gather_windows(self.tokens, starts, self.block_size, self.device)
 
 
 def near_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens on a GPU that has room for them, where batches are cut without the host."""
+    """The tokens on a GPU that has room for them, where batches are cut without the host.
+
+    A tenth of what is free then leaves the rest to the model.
+    """
     if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
         return tokens.to(device)
     return tokens
 
 
-def gather_windows(tokens: Tensor, starts: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the windows at `starts` [n]: two int64 tensors [n, block_size].
-
-    They are where the tokens are.
-    """
+def gather_windows(
+    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
     places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
-    windows = tokens[places].long()
+    windows = tokens[places]
+    if windows.device != device:
+        # From pinned memory, and whole, a GPU fetches them while it computes.
+        pinned = device.type == "cuda"
+        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    windows = windows.long()
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -1687,7 +1706,7 @@ class AdamW:
             list(self.exp_avg_sq.values()),
             [],
             list(self.steps.values()),
-            fused=gradients[0].device.type in ("cuda", "cpu"),
+            fused=True,
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
@@ -1829,27 +1848,21 @@ def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> An
     return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
 
 
-class replacing:
-    """Context that gives a temporary path and renames it to `path` when the body succeeds."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.tmp")
-
-    def __enter__(self) -> Path:
-        return self.temporary
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            self.temporary.unlink(missing_ok=True)
-            return
-        self.temporary.replace(self.path)
-        if os.name == "posix":
-            directory = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that is renamed to `path`, for good, when the body succeeds."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
@@ -2078,24 +2091,19 @@ def from_hugging_face(tensors: Mapping[str, Tensor], config: Config) -> dict[str
     """The inverse of to_hugging_face.
 
     Raises:
-        FormatError: a tensor is missing, or a norm has weights.
+        FormatError: a norm has weights.
     """
-    try:
-        out = {"embed.weight": tensors["model.embed_tokens.weight"]}
-        for layer in range(config.n_layer):
-            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-            qkv = [tensors[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv"]
-            gate_up = [tensors[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-            out[ours + "attention.qkv.weight"] = torch.cat(qkv)
-            out[ours + "attention.out.weight"] = tensors[theirs + "self_attn.o_proj.weight"]
-            out[ours + "mlp.gate_up.weight"] = torch.cat(gate_up)
-            out[ours + "mlp.down.weight"] = tensors[theirs + "mlp.down_proj.weight"]
-        if not config.tie_embeddings:
-            out["head.weight"] = tensors["lm_head.weight"]
-    except KeyError as error:
-        raise FormatError(f"model.safetensors has no tensor {error}") from None
-    except RuntimeError:
-        raise FormatError("model.safetensors has tensors of wrong shapes") from None
+    out = {"embed.weight": tensors["model.embed_tokens.weight"]}
+    for layer in range(config.n_layer):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        qkv = [tensors[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv"]
+        gate_up = [tensors[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        out[ours + "attention.qkv.weight"] = torch.cat(qkv)
+        out[ours + "attention.out.weight"] = tensors[theirs + "self_attn.o_proj.weight"]
+        out[ours + "mlp.gate_up.weight"] = torch.cat(gate_up)
+        out[ours + "mlp.down.weight"] = tensors[theirs + "mlp.down_proj.weight"]
+    if not config.tie_embeddings:
+        out["head.weight"] = tensors["lm_head.weight"]
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") and not bool((tensor == 1).all()):
             raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
@@ -2240,16 +2248,8 @@ def load_artefact(directory: Path) -> tuple[GPT, str]:
         )
         if said != there:
             raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
-    return load_weights(model, from_hugging_face(tensors, config)), vocabulary
-
-
-def load_weights(model: GPT, weights: dict[str, Tensor]) -> GPT:
-    for name, parameter in model.named_parameters():
-        if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise FormatError(f"{name} should be {tuple(parameter.shape)} and is {found}")
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    model.load_state_dict(from_hugging_face(tensors, config), assign=True)
+    return model.eval(), vocabulary
 
 
 def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
@@ -2411,17 +2411,14 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-METRICS = ("train_loss", "val_loss", "learning_rate", "tokens_per_second")
+# With the digits that are shown of each.
+METRICS = {"train_loss": 5, "val_loss": 5, "learning_rate": 7, "tokens_per_second": 0}
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
     """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
     words = [f"step={row['step']}/{max_steps}"]
-    words += [
-        f"{name}={row[name]:.{0 if name == 'tokens_per_second' else 5}f}"
-        for name in METRICS
-        if name in row
-    ]
+    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
     words.append(f"time_left={timedelta(seconds=round(seconds_left))}")
     return " ".join(words)
 
@@ -2441,20 +2438,17 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type of matrix products; also switches TF32 on where it was chosen."""
-    cuda = device.type == "cuda"
+    """The type of matrix products; also switches TF32 on where it was chosen.
+
+    Raises:
+        ConfigError: TF32 was chosen, and the device has none.
+    """
     if config.precision == "tf32":
-        if not cuda:
-            raise ConfigError(f"precision='tf32' needs a GPU, and this is {device.type}")
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            raise ConfigError("precision='tf32' needs a GPU of NVIDIA's Ampere or later")
         torch.set_float32_matmul_precision("high")
-        return torch.float32
-    if config.precision == "float32":
-        return torch.float32
-    if config.precision == "bfloat16" or has_fast_bfloat16(device):
-        return torch.bfloat16
-    if cuda:
-        torch.set_float32_matmul_precision("high")
-    return torch.float32
+    fast = config.precision == "auto" and has_fast_bfloat16(device)
+    return torch.bfloat16 if fast or config.precision == "bfloat16" else torch.float32
 
 
 @torch.no_grad()
@@ -2472,8 +2466,8 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
     losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
     model.eval()
     for index in range(group.rank, len(chunks), group.world_size):
-        x, y = gather_windows(val, chunks[index], config.block_size)
-        losses[index] = model(x.to(group.device), y.to(group.device))
+        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
+        losses[index] = model(x, y)
     model.train()
     per_chunk = group.sum_(losses).tolist()
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
@@ -2491,9 +2485,9 @@ class Trainer:
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
         self.chief = group.rank == 0
-        self.batches = Batches(near_device(corpus.train, group.device), config)
+        self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
-        self.stop_signal = False
+        self.stop_signal = 0  # its number, once there was one
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
@@ -2506,7 +2500,6 @@ class Trainer:
         # (which MPS has not) a sum of float32 is exact, so that interruptions do not round it.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
-        self.loss_sum_of_group = 0.0
         self.steps_summed = 0
 
         dtype = choose_precision(config, device)
@@ -2525,7 +2518,8 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-        self.machine = f"{str(dtype).removeprefix('torch.')}{', compiled' * compiled}"
+        precision = "tf32" if config.precision == "tf32" else str(dtype).removeprefix("torch.")
+        self.machine = f"{precision}{', compiled' * compiled}"
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -2537,8 +2531,8 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         return {f"model.{name}": p for name, p in self.model.named_parameters()}
 
-    def state(self) -> dict[str, Any]:
-        """Everything else that a checkpoint holds."""
+    def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
+        """Everything else that a checkpoint holds; loss_sum is that of all ranks."""
         return {
             "step": self.step,
             "best_step": self.best_step,
@@ -2549,7 +2543,7 @@ class Trainer:
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
             "metrics": self.metrics,
-            "loss_sum": self.loss_sum_of_group,
+            "loss_sum": loss_sum,
             "steps_summed": self.steps_summed,
         }
 
@@ -2560,15 +2554,15 @@ class Trainer:
             NonFiniteLossError: the loss or the weights are not finite, so nothing is written.
         """
         self.saved_at = time.monotonic()
-        self.loss_sum_of_group = float(self.group.sum_(self.loss_sum.clone()))
-        self.check_finite(self.loss_sum_of_group)
+        loss_sum = float(self.group.sum_(self.loss_sum.clone()))
+        self.check_finite(loss_sum)
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
         if self.chief:
             if self.unsaved_best:
                 self.checkpoints.save("best", self.unsaved_best, {"step": self.best_step})
                 self.unsaved_best = {}
-            self.checkpoints.save("checkpoint", self.tensors(), self.state())
+            self.checkpoints.save("checkpoint", self.tensors(), self.state(loss_sum))
         self.kept_step = self.step
         self.checkpoint_cost = time.monotonic() - self.saved_at
 
@@ -2577,7 +2571,11 @@ class Trainer:
         loaded = self.checkpoints.load_latest() if self.chief else None
         if loaded is not None:
             check_resumable(loaded[1], self.state())
-        state = self.group.share(loaded and loaded[1], source=self.chief)
+        state = loaded and loaded[1]
+        # Of the curve, which may be longer than the store takes, the others ask for the end alone.
+        short = state and {**state, "metrics": state["metrics"][-1:]}
+        shared = self.group.share(short, source=self.chief)
+        state = state or shared
         if state is None:
             return
         if state["step"] > self.config.max_steps:
@@ -2606,12 +2604,6 @@ class Trainer:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
         config, group = self.config, self.group
         x, y = self.batches.rows(step, group.rank, group.world_size)
-        if x.device != group.device:
-            pinned = group.device.type == "cuda"
-            x, y = (
-                (t.pin_memory() if pinned else t).to(group.device, non_blocking=pinned)
-                for t in (x, y)
-            )
         length = window_length(step, config)
         x, y = x.reshape(-1, length), y.reshape(-1, length)
         passes = config.gradient_accumulation_steps
@@ -2635,11 +2627,12 @@ class Trainer:
         was never interrupted. Compilation happens here too, outside the measured time.
         """
         steps, block_size = range(self.config.max_steps), self.config.block_size
-        first_steps = {
+        found = {
             bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
             for cut in range(4)
         }
-        for step in (step for step in sorted(first_steps) for _ in range(2)):
+        first_steps = sorted(step for step in found if step in steps)  # some may never come
+        for step in (step for step in first_steps for _ in range(2)):
             try:
                 self.forward_backward(step)
             except Exception as error:
@@ -2656,9 +2649,9 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
-        self.saved_at = time.monotonic()
         self.warm_up()
         self.restore()
+        self.saved_at = time.monotonic()
         self.rewrite_metrics()
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
@@ -2681,6 +2674,7 @@ class Trainer:
                 self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if wish or last:
+                group.settle()
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before
@@ -2777,15 +2771,20 @@ class Trainer:
             "world_size": self.group.world_size,
             "torch_version": torch.__version__,
         }
-        write_artefact(
-            self.container.model_dir, best, self.config, self.corpus.vocabulary, training
-        )
-        self.container.output_dir.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self.checkpoints.directory / "metrics.jsonl", self.container.output_dir)
+        model_dir, output_dir = self.container.model_dir, self.container.output_dir
+        try:
+            write_artefact(model_dir, best, self.config, self.corpus.vocabulary, training)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {error.filename or model_dir}: {error.strerror};"
+                f" the checkpoint of step {self.kept_step} is kept"
+            ) from None
         if self.config.sample_length:
             self.say_sample("after training", self.config.sample_length)
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
-        say(f"model written to {self.container.model_dir}")
+        say(f"model written to {model_dir}")
 
 
 def available_cores() -> int:
@@ -2861,8 +2860,8 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         device = torch.device("cuda", ranks.local_rank)
     else:
         device = torch.device(kind)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
     if ranks.rank == 0 and not container.inside:
@@ -2882,7 +2881,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     def on_signal(signum: int, frame: Any) -> None:
         if signum == signal.SIGINT and trainer.stop_signal:
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
-        trainer.stop_signal = True
+        trainer.stop_signal = signum
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -2903,7 +2902,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         )
     done = trainer.run()
     group.close()
-    return 0 if done else 128 + signal.SIGTERM
+    return 0 if done else 128 + (trainer.stop_signal or signal.SIGTERM)
 
 
 def failure_report(error: BaseException) -> str:
@@ -2929,6 +2928,8 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(usage())
         return 0
+    # A sample may hold characters that the log's encoding has not.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A warning would name an exception class, and SageMaker would take it for the failure.
     warnings.showwarning = lambda message, *_, **__: say(f"note: {' '.join(str(message).split())}")
     end_with_parent(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -253,7 +254,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 def batches(n: int, **hyperparameters: Any) -> Batches:
     """Over a text whose ids are their own places, so that a window shows where it is from."""
     config = Config(**{"block_size": 8, "batch_size": 4, **hyperparameters})
-    return Batches(torch.arange(n, dtype=torch.int32), config)
+    return Batches(torch.arange(n, dtype=torch.int32), config, torch.device("cpu"))
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
@@ -329,8 +330,20 @@ def test_every_character_is_trained_on_in_time_but_for_the_last_few(n: int) -> N
 
 def test_training_never_touches_the_validation_part(tmp_path: Path) -> None:
     corpus = corpus_of(write(tmp_path / "a.txt", "a" * 900 + "b" * 100))
-    b = Batches(corpus.train, Config(block_size=8, batch_size=4))
+    b = Batches(corpus.train, Config(block_size=8, batch_size=4), torch.device("cpu"))
     a = corpus.vocabulary.index("a")
     for step in range(200):
         x, y = b.rows(step, 0, 1)
         assert bool((x == a).all()) and bool((y == a).all())
+
+
+@pytest.mark.parametrize("name", [None, "/text/input.txt"])
+def test_text_that_cannot_be_read_or_ids_that_have_no_room_are_an_error_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room", name)
+
+    monkeypatch.setattr(train, "tokenize", fail)
+    with pytest.raises(DataError, match=f"{name or 'TMPDIR'}.*: no room"):
+        corpus_of(tmp_path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
 import math
+import os
 import re
 import signal
 import statistics
@@ -38,7 +40,7 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.train import Checkpoints, Config, Corpus, NonFiniteLossError
+from entry_point.train import CheckpointError, Checkpoints, Config, Corpus, NonFiniteLossError
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
 
@@ -270,6 +272,33 @@ def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
 
 
+def test_a_curve_longer_than_a_store_takes_is_resumed_by_several_ranks(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    assert run(words(**SMALL, processes=2), cwd=tmp_path, env=env).status == 0
+    checkpoints = Checkpoints(tmp_path / "algo-1/checkpoints")
+    tensors, state = checkpoints.load("checkpoint", 10)
+    row = state["metrics"][-1]
+    long = [{**row, "step": 1 + index // 10_000} for index in range(90_000)]  # 11 MB
+    checkpoints.save("checkpoint", tensors, {**state, "metrics": [*long, row]})
+    more = run(words(**{**SMALL, "max_steps": 20}, processes=2), cwd=tmp_path, env=env)
+    assert more.status == 0, more.output
+    rows = metrics(tmp_path / "algo-1/output/data")
+    assert [row["step"] for row in rows[89_998:]] == [9, 9, 10, 15, 20]
+
+
+def test_a_checkpoint_of_a_script_with_other_hyperparameters_is_not_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_of(tmp_path)
+    state = trainer.state()
+    state["config"]["mine"] = 3
+    trainer.checkpoints.save("checkpoint", trainer.tensors(), state)
+    with pytest.raises(CheckpointError, match=r"other hyperparameters \(mine\)"):
+        train.parse_argv(["--resume", str(tmp_path)])
+
+
 def test_a_training_on_other_text_is_refused(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
@@ -417,6 +446,19 @@ def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(tmp_path: Path)
     assert trainer.wish() == train.NOTHING
 
 
+def test_a_disk_too_full_for_the_model_is_told_with_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(train, "write_artefact", full)
+    said = r"model: No space left on device; the checkpoint of step 10 is kept"
+    with pytest.raises(CheckpointError, match=said):
+        trainer.run()
+
+
 def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.save_checkpoint()
@@ -500,9 +542,9 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
     starts = []
     gather = train.gather_windows
 
-    def spy(tokens: Any, places: Any, size: int) -> Any:
+    def spy(tokens: Any, places: Any, *where: Any) -> Any:
         starts.extend(places.tolist())
-        return gather(tokens, places, size)
+        return gather(tokens, places, *where)
 
     monkeypatch.setattr(train, "gather_windows", spy)
     train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
@@ -515,7 +557,7 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
 def test_evaluation_is_the_mean_over_the_windows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, eval_windows=0, precision="float32")
     value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
-    x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32)
+    x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
     trainer.model.eval()
     with torch.no_grad():
         assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
@@ -582,7 +624,7 @@ def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
     }
     line = train.metric_line(row, 2000, 72.4)
     assert line == (
-        "step=250/2000 train_loss=1.81234 val_loss=2.00000 learning_rate=0.02000"
+        "step=250/2000 train_loss=1.81234 val_loss=2.00000 learning_rate=0.0200000"
         " tokens_per_second=123457 time_left=0:01:12"
     )
     del row["val_loss"]
@@ -597,6 +639,28 @@ def test_metric_regexes_find_each_number_behind_the_prefix_of_mpirun(prefix: str
         assert [float(v) for v in re.findall(rf"{name}=([0-9.]+)", line)] == [value]
     assert re.findall("tokens_per_second=([0-9.]+)", line) == ["9"]
     assert re.findall("step=([0-9]+)", line) == ["5"]
+
+
+def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(
+    tmp_path: Path, text: str
+) -> None:
+    env = {**make_hosts(tmp_path, text)[0], "PYTHONIOENCODING": "ascii"}
+    end = run(words(**{**SMALL, "sample_length": 150}), cwd=tmp_path, env=env)
+    assert end.status == 0, end.output
+    assert "\\u" in end.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_training_ends_with_the_status_of_its_signal(
+    tmp_path: Path, text: str, number: signal.Signals
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    with started(words(**{**SMALL, "max_steps": 10_000}), cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        process.send_signal(number)
+        end = ended(process)
+    assert end.status == 128 + number
+    assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 
 def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:

@@ -504,7 +504,9 @@ def test_short_windows_double_up_to_the_block_size_and_cut_the_same_text(tmp_pat
         assert torch.equal(seen[-1].view(12, 8), trainer.batches.rows(step, 0, 1)[0])
 
 
-@pytest.mark.parametrize(("short_windows", "expected"), [(0.6, [1, 2, 4, 8]), (0.0, [8])])
+@pytest.mark.parametrize(
+    ("short_windows", "expected"), [(0.6, [1, 2, 4, 8]), (1.0, [1, 2, 4]), (0.0, [8])]
+)
 def test_the_warm_up_makes_two_steps_of_each_length_of_windows(
     tmp_path: Path, short_windows: float, expected: list[int]
 ) -> None:

@@ -365,6 +365,31 @@ def test_a_large_model_takes_a_process_for_each_core_that_can_share_its_batch(
     assert processes(8, n_layer=1, n_embd=24, batch_size=8) == 1
 
 
+@pytest.mark.parametrize(("said", "count"), [("", 4), ("0", 4), ("1", 4), ("2,1", 2), ("x", 4)])
+def test_processes_are_as_many_as_have_cores_for_their_threads(
+    monkeypatch: pytest.MonkeyPatch, said: str, count: int
+) -> None:
+    monkeypatch.setattr(train, "available_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert train.cpu_processes(train.make_config({}, "baby")) == count
+
+
+def test_why_a_group_could_not_be_joined_is_told_without_places_in_cpp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "NCCL error in: x.cpp:77, unhandled system error\nLast error:\nconnect to host failed\n"
+            "Exception raised from x at y.cpp:9 (most recent call first):\nframe #0: ..."
+        )
+
+    monkeypatch.setattr(train.dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr(train.dist, "init_process_group", refuse)
+    with pytest.raises(TopologyError) as caught:
+        train.Group(train.Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), some_container())
+    assert "unhandled system error Last error: connect to host failed (GLOO_" in str(caught.value)
+
+
 # -- real processes --------------------------------------------------------------------------------
 
 
@@ -407,6 +432,18 @@ def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_f
     ]
     first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
     assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
+
+
+def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
+    tmp_path: Path, text_file: Path
+) -> None:
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="3")
+    envs = [
+        {**env, "RANK": str(rank), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
+        for rank, (local, ranks) in enumerate([("0", "1"), ("0", "2"), ("1", "2")])
+    ]
+    first, *_ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    assert first.status == 0, first.output
 
 
 @pytest.mark.parametrize("option", ["out", "validation"])
