@@ -59,7 +59,7 @@ def losses_of(tmp_path: Path, text: str, n_hosts: int, per_host: int, **how: Any
     """The train losses of 50 steps, as metrics.jsonl has them and as the lines print them."""
     base = tmp_path / f"{n_hosts}x{per_host}"
     command = how.pop("command", (sys.executable, str(SCRIPT)))
-    arguments = words(**FIFTY, processes=per_host, **how)
+    arguments = words(**{**FIFTY, **how}, processes=per_host)
     envs = make_hosts(base, text, n_hosts)
     ends = run_hosts(arguments, cwd=tmp_path, envs=envs, command=command)
     assert all(end.status == 0 for end in ends), "".join(end.output for end in ends)
@@ -517,6 +517,22 @@ def test_nothing_is_compiled_after_the_warm_up(
     assert compiled
     assert trainer.run()
     assert len(graphs) == compiled
+
+
+def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> None:
+    """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
+    graph_only = ("torch.compile(self.model)", 'torch.compile(self.model, backend="aot_eager")')
+    how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
+    eager, compiled = (
+        losses_of(tmp_path / str(index), text, 1, 2, **how, **more)
+        for index, more in enumerate(
+            (
+                {"compile": "off"},
+                {"compile": "on", "command": edited_script(tmp_path / "train.py", graph_only)},
+            )
+        )
+    )
+    assert furthest(eager, compiled) < 1e-4
 
 
 # -- evaluation ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How soon a training begins: the time to its first step, and tokenising with its memory.
+"""How soon a training begins, and what its checkpoints cost: first step, tokenising, checkpoint.
 
 Example:
   python examples/benchmarks/startup.py --text input.txt --nanogpt ../nanoGPT --megabytes 1000
@@ -8,10 +8,15 @@ nanoGPT's text is prepared by then. Tokenising is what a command takes more, in 
 on a large text than on a small one: nanoGPT's prepare.py, and ours by one step of a tiny model. The
 large texts are the given one over and over, as ASCII, and with characters of two to four bytes in
 every line (mixed). prepare.py holds it all in lists, so it gets less (--nanogpt-megabytes).
+
+A checkpoint is what goes by between two steps of `baby`, on batches of one sequence, with a
+checkpoint after each. By default a minute goes by between two of them.
 """
 
 from __future__ import annotations
 
+import re
+import statistics
 import sys
 import time
 from argparse import Namespace
@@ -47,6 +52,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     text = "".join(c for c in args.text.read_bytes().decode() if c.isascii())
     tokenising("ASCII", text, args, scratch, nanogpt, report)
     tokenising("mixed", text.translate(MIXED), args, scratch, nanogpt, report)
+    checkpoints(args, scratch, report)
     return report
 
 
@@ -121,6 +127,29 @@ def tokenising(
         report.findings[f"tokenising {kind} per byte, ours over theirs"] = measure.ratio(
             found[mine]["MB/s"], found[other]["MB/s"]
         )
+
+
+def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
+    """Adds what goes by between two steps' lines beyond the step, with a checkpoint after each."""
+    steps = 20
+    shape = {**SHAPES["quick" if args.quick else "baby"], "batch_size": 1, "device": "cpu"}
+    words = {**shape, "max_steps": steps, "log_interval": 1, "checkpoint_seconds": 0, **args.ours}
+
+    def one(index: int) -> float:
+        training = ours(args.text, scratch / f"checkpoints-{index}", words)
+        said = (
+            (moment, float(found[1]))
+            for moment, line in measure.lines(training.process)
+            if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
+        )
+        moments, paces = zip(*list(said)[:-1], strict=True)  # the last holds an evaluation
+        in_steps = sum(shape["block_size"] / pace for pace in paces[1:])
+        return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
+
+    side = "a checkpoint, ours"
+    (found,) = measure.alternate(args.rounds, {side: one}).values()
+    report.rows.append({"": side, "seconds": found})
+    report.findings["a checkpoint a minute, of the time"] = f"{statistics.median(found) / 60:.2%}"
 
 
 def repeated(path: Path, unit: str, megabytes: float) -> Path:
