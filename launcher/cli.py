@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -269,7 +270,7 @@ def launch_command(
     """
     from launcher.instances import remark
     from launcher.job import TrainingJob, read_hyperparameters
-    from launcher.submission import cloud_settings, new_job_id, prepare, submit
+    from launcher.submission import cloud_settings, naming, new_job_id, prepare
     from launcher.tracking import backend_for, describe
 
     from_file = read_hyperparameters(Path(config_file)) if config_file else {}
@@ -291,18 +292,34 @@ def launch_command(
     note(f"data: {ready.data}{' (the last upload)' if last else ''}")
     if ready.preset and not job.preset:
         note(f"preset: {ready.preset}")
+    job_id = new_job_id()
     if dry_run:
-        print_json(backend.dry_run(new_job_id(), ready))
+        print_json(backend.dry_run(job_id, ready))
         return
-    job_id = submit(ready, backend)
-    click.echo(job_id)
-    sys.stdout.flush()
+    with sigterm_as_ctrl_c(), naming(job_id):
+        backend.submit(job_id, ready)
+        click.echo(job_id)
+        sys.stdout.flush()
     if link := backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and local):
         follow_job(job_id, settings, stops=local)
     else:
         note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM, as a CI sends it, would end this process without a word."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -842,8 +859,8 @@ def run(arguments: list[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         note(error.format_message())
         return 2
-    except (KeyboardInterrupt, click.Abort):
-        note("interrupted")
+    except (KeyboardInterrupt, click.Abort) as error:
+        note(": ".join(["interrupted", *map(str, error.args)]))
         return 1
     except BrokenPipeError:
         # The reader of our output has left, as `| head` does; that is no failure.

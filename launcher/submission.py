@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import corpus, storage
-from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
 from launcher.instances import looks_like_gpu
 from launcher.job import TrainingJob
@@ -28,12 +28,16 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
     Raises:
         InputError: the job asks for something impossible; nothing was started.
         ServiceError: the store or the service refuses.
+        KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
     """
     settings = settings or load_settings()
     if job.instance != "local":
         settings = cloud_settings(settings)
     backend = backend_for(job.instance, settings)
-    return submit(prepare(job, settings), backend)
+    ready, job_id = prepare(job, settings), new_job_id()
+    with naming(job_id):
+        backend.submit(job_id, ready)
+    return job_id
 
 
 def cloud_settings(
@@ -235,10 +239,16 @@ def check_length(channels: Mapping[str, Channel], config: Any) -> None:
             )
 
 
-def submit(job: TrainingJob, backend: Backend) -> str:
-    job_id = new_job_id()
-    backend.submit(job_id, job)
-    return job_id
+@contextmanager
+def naming(job_id: str) -> Iterator[None]:
+    """Who interrupts a submission is told the id: the job may run by then, and cost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`sm-nanogpt status {job_id}` tells whether the job was submitted all the same,"
+            f" `sm-nanogpt stop {job_id}` stops it"
+        ) from None
 
 
 def new_job_id() -> str:

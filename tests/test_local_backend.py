@@ -621,6 +621,23 @@ def test_ctrl_c_while_following_stops_the_job_cleanly(home: Path, text_file: Pat
     assert not launching.processes_below(job.directory)
 
 
+def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(
+    text_file: Path, cli: Callable[..., Ran], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_interrupt(*words: Any, **named: Any) -> Any:
+        start(*words, **named)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(subprocess, "Popen", start_and_interrupt)
+        ran = cli(*launching.launching(data=text_file, **ENDLESS))
+    assert (ran.code, ran.out) == (1, "")
+    (directory,) = (home / "jobs").iterdir()
+    assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
+
+
 def test_ctrl_c_in_logs_leaves_the_job_alone(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -441,6 +442,37 @@ def test_an_answer_that_never_came_is_one_line_with_the_job_to_look_for(
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert (ran.code, ran.out) == (1, "")
     assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+` tells", ran.error)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_launch_that_is_interrupted_names_the_job_that_may_run(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sign: signal.Signals,
+) -> None:
+    create = cloud.sagemaker.CreateTrainingJob
+
+    def create_and_interrupt(body: dict[str, Any]) -> Any:
+        answer = create(body)
+        os.kill(os.getpid(), sign)
+        time.sleep(0.5)  # the answer comes too late
+        return answer
+
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", create_and_interrupt)
+    before = signal.signal(sign, signal.default_int_handler)  # so that no test run ends here
+    try:
+        ran = cli(*LAUNCH, "--data", str(text_file))
+        assert signal.getsignal(sign) is signal.default_int_handler
+    finally:
+        signal.signal(sign, before)
+    assert (ran.code, ran.out) == (1, "")
+    (job_id,) = cloud.sagemaker.jobs
+    told = ran.err.splitlines()[-1]
+    assert told.startswith("interrupted: ")
+    assert f"`sm-nanogpt status {job_id}`" in told
+    assert f"`sm-nanogpt stop {job_id}`" in told
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
