@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,28 +200,15 @@ class TrainingJob(BaseModel):
             from entry_point import train
 
             return train
-        spec = importlib.util.spec_from_file_location("user_train", self.entry_point)
-        if spec is None or spec.loader is None:
+        if self.entry_point.suffix != ".py":
             raise InputError(f"{self.entry_point}: not a Python file (*.py)")
-        module = importlib.util.module_from_spec(spec)
         try:
-            sys.modules[spec.name] = module  # dataclasses look their module up there
-            with contextlib.redirect_stdout(sys.stderr):
-                spec.loader.exec_module(module)
-            _ = module.make_config, module.PRESETS, module.metric_definitions
+            source = self.entry_point.read_bytes()
         except FileNotFoundError:
             raise InputError(f"{self.entry_point}: no such file") from None
-        except AttributeError as error:
-            raise InputError(
-                f"{self.entry_point}: not an edited copy of train.py ({error})"
-            ) from None
-        except SyntaxError as error:
-            raise InputError(f"{self.entry_point}: {error}") from None
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{self.entry_point}: cannot be imported ({type(error).__name__}: {error})"
-            ) from None
-        return module
+        except OSError as error:
+            raise InputError(f"{self.entry_point}: {error.strerror}") from None
+        return load_script(self.entry_point, source)
 
     def all_hyperparameters(self) -> dict[str, Scalar]:
         """Every field of the script's Config, as the job's record keeps it and the script is told.
@@ -272,6 +261,29 @@ class TrainingJob(BaseModel):
         max_steps = self.config(1).max_steps
         if step > max_steps:
             raise InputError(f"max_steps={max_steps}: the earlier job came to step {step} already")
+
+
+@lru_cache(maxsize=8)  # a launch asks for it a dozen times
+def load_script(file: Path, source: bytes) -> ModuleType:
+    """Executes an edited copy of train.py, once for each content of the file.
+
+    Raises:
+        InputError: it is no such copy.
+    """
+    module = ModuleType(f"user_train_{hashlib.sha256(source).hexdigest()[:12]}")
+    module.__file__ = str(file)
+    try:
+        sys.modules[module.__name__] = module  # dataclasses look their module up there
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+        _ = module.make_config, module.PRESETS, module.metric_definitions
+    except AttributeError as error:
+        raise InputError(f"{file}: not an edited copy of train.py ({error})") from None
+    except SyntaxError as error:
+        raise InputError(f"{file}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
+    return module
 
 
 def read_hyperparameters(file: Path) -> dict[str, Scalar]:

@@ -169,6 +169,19 @@ def test_what_an_edited_copy_prints_when_imported_stays_off_stdout(
     assert capsys.readouterr().out == ""
 
 
+def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    logging = f"open({str(log)!r}, 'a').write('x')\n"
+    copy = launching.edited(tmp_path / "mine.py", ("PRESETS: dict", f"{logging}PRESETS: dict"))
+    job = TrainingJob(entry_point=copy, preset="cpu")
+    job.config(1)
+    job.model_copy(update={"preset": None}).explicit_hyperparameters()
+    assert log.read_text() == "x"
+    copy.write_text(copy.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
+    job.config(1)
+    assert log.read_text() == "xy"
+
+
 # -- what launch says to it -----------------------------------------------------------------------
 
 
