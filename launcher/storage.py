@@ -195,10 +195,16 @@ def fingerprint(uri: str) -> str:
 
 def read_text(uri: str) -> str | None:
     """A small document, or None where there is none."""
+    with reported(uri):
+        content = read_bytes(uri)
+        return None if content is None else content.decode()
+
+
+def read_bytes(uri: str) -> bytes | None:
     fs, path = file_system(uri)
     with reported(uri):
         try:
-            return fs.cat_file(path).decode()
+            return bytes(fs.cat_file(path))
         except FileNotFoundError:
             return None
 

@@ -666,6 +666,48 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     assert "n_embd was 384 and is 192" in refused.error
 
 
+def test_a_resumed_job_runs_the_edited_script_as_it_was_run_unless_another_is_named(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    def sent(job_id: str) -> bytes:
+        key = f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
+        return bytes(s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read())
+
+    def resumed(job_id: str, *words: str) -> str:
+        ran = cli("launch", "--resume", job_id, *words)
+        assert ran.code == 0, ran.err
+        return ran.out.strip()
+
+    mine = launching.edited(tmp_path / "mine.py", ("of the initial weights", "of mine"))
+    first = stopped(s3, cli, text_file, "--entry-point", str(mine))
+    mine.unlink()
+    second = resumed(first)
+    assert sent(second) == sent(first)
+    key = f"some/prefix/checkpoints/{second}/checkpoint-00000020.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("stop", second).code == 0
+    assert sent(resumed(second)) == sent(first)
+    launching.edited(mine, ("of the initial weights", "of my other one"))
+    third = resumed(first, "--entry-point", str(mine))
+    assert sent(third) != sent(first)
+
+
+def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    mine = launching.edited(tmp_path / "mine.py")
+    earlier = stopped(s3, cli, text_file, "--entry-point", str(mine))
+    key = f"some/prefix/jobs/{earlier}/source/sourcedir.tar.gz"
+    for content in (b"no archive", None):
+        if content is None:
+            s3.delete_object(Bucket=s3.bucket, Key=key)
+        else:
+            s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
+        ran = cli("launch", "--resume", earlier)
+        assert ran.code == 1
+        assert "source/sourcedir.tar.gz: " in ran.error
+
+
 @pytest.mark.parametrize(
     ("before", "name", "off"),
     [

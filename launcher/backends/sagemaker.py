@@ -19,6 +19,7 @@ import math
 import re
 import tarfile
 import time
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from functools import cached_property
@@ -204,7 +205,7 @@ class SageMakerBackend:
             price = prices.of(description.instance) if description else None
             if description is None or price is None:
                 raise InputError(f"what the earlier job {job_id} has cost is not known")
-            job = self.job(job_id)
+            job = TrainingJob(**self.record(job_id)[1])
             total += money.cost_of(description, price, now)
         return total
 
@@ -271,14 +272,25 @@ class SageMakerBackend:
         return describe_job(raw, newest_checkpoint(names))
 
     def job(self, job_id: str) -> TrainingJob:
+        place, record = self.record(job_id)
+        if "entry_point" in record:  # the script that was run, not what became of the file
+            script = self.settings.cache_dir / "scripts" / job_id / "train.py"
+            archive = storage.join(place, "source", "sourcedir.tar.gz")
+            storage.write_bytes(str(script), read_script(archive))
+            record["entry_point"] = str(script)
+        return TrainingJob(**record)
+
+    def record(self, job_id: str) -> tuple[str, dict[str, Any]]:
+        """The prefix of a job's files, and what was submitted, in the submitter's words."""
         raw = self.raw(job_id) or {}
         prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
-        document = storage.read_text(storage.join(prefix, job_id, "job.json")) if prefix else None
+        place = storage.join(prefix, job_id)
+        document = storage.read_text(storage.join(place, "job.json")) if prefix else None
         if document is None:
             raise ServiceError(
                 f"job {job_id} was not launched by sm-nanogpt, or from another store"
             )
-        return TrainingJob(**json.loads(document))
+        return place, json.loads(document)
 
     def list(self) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
@@ -458,3 +470,17 @@ def source_archive(script: bytes) -> bytes:
         member.size, member.mode = len(script), 0o644
         tar.addfile(member, io.BytesIO(script))
     return packed.getvalue()
+
+
+def read_script(archive: str) -> bytes:
+    """The train.py of a job's sourcedir.tar.gz. Raises ServiceError if it cannot be had."""
+    content = storage.read_bytes(archive)
+    if content is None:
+        raise ServiceError(f"{archive}: nothing is there, so the job's script is not known")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            file = tar.extractfile("train.py")
+            assert file is not None
+            return file.read()
+    except (tarfile.TarError, zlib.error, EOFError, OSError, KeyError) as error:
+        raise ServiceError(f"{archive}: no train.py can be read from it ({error})") from None
