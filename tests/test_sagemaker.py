@@ -927,6 +927,32 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     assert utils.validate_sagemaker_config is mine
 
 
+@pytest.mark.parametrize("name", ["ADMIN", "USER"])
+def test_no_configuration_of_the_sdk_changes_the_request(
+    dry: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "SchemaVersion: '1.0'\n"
+        "SageMaker:\n  TrainingJob:\n    EnableNetworkIsolation: true\n"
+        "    VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}\n"
+    )
+    monkeypatch.setenv(f"SAGEMAKER_{name}_CONFIG_OVERRIDE", str(config))
+    request = dry()
+    assert "VpcConfig" not in request
+    assert not request.get("EnableNetworkIsolation")
+
+
+def test_the_configuration_of_the_sdk_is_written_once(
+    home: Path, dry: Callable[..., dict[str, Any]]
+) -> None:
+    dry()
+    before = (home / "sagemaker-sdk.yaml").stat()
+    dry()
+    after = (home / "sagemaker-sdk.yaml").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_a_local_command_imports_neither_the_sdk_nor_boto3(home: Path) -> None:
     code = (
         "import sys; from launcher.cli import run; run(['jobs']);"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher import storage
 from launcher.errors import InputError
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -54,20 +55,23 @@ class Plan:
     network_isolation: bool = False
 
 
+CONFIG = "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
+
+
 @contextmanager
 def quiet_sdk(home: Path) -> Iterator[None]:
-    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries.
+    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries, and
+    defaults for the request from configuration files of the user and of the machine.
 
     Who launches from Python may use the SDK too, so the process is left as it was.
     """
-    home.mkdir(parents=True, exist_ok=True)
-    config = home / "sagemaker-sdk.yaml"
-    config.write_text(
-        "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
-    )
+    config = str(home / "sagemaker-sdk.yaml")
+    if storage.read_text(config) != CONFIG:
+        storage.write_text(config, CONFIG)
     said = {
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
-        "SAGEMAKER_USER_CONFIG_OVERRIDE": str(config),
+        "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
+        "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
     }
     before = {name: os.environ.get(name) for name in said}
     root, *of_sdk = (logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config"))
