@@ -232,7 +232,12 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
 )
 @click.option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
-@click.option("--volume-size", metavar="GIB", type=int, help="Disk of each host (default: 50).")
+@click.option(
+    "--volume-size",
+    metavar="GIB",
+    type=int,
+    help="Disk of each host, on a type without disks of its own (default: 50).",
+)
 @click.option(
     "--environment",
     metavar="KEY=VALUE",

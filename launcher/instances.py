@@ -148,9 +148,17 @@ def remark(name: str) -> str:
     return f"warning: {name} is not known here and taken for a {kind} instance{hint}"
 
 
+# By EC2's naming, a d after the generation stands for disks of the machine; others have them too.
+LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g5|g6|g6e|p5|p5e|p5en|p6-b[23]00)\.")
+
+
 def has_local_storage(name: str) -> bool:
-    """Whether the machine brings a disk of its own, as most GPU families do."""
-    return bool(re.match(r"ml\.(g4dn|g5|g6|g6e|p3dn|p4d|p4de|p5|p5e|p5en|p6-b200)\.", name))
+    """Whether the machine brings disks of its own, as most GPU families do.
+
+    SageMaker adds no volume there: the size that a request names has no effect, and a key for it is
+    refused.
+    """
+    return bool(LOCAL_STORAGE.match(name))
 
 
 def looks_like_gpu(name: str) -> bool:

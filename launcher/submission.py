@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import corpus, storage
 from launcher.errors import InputError, ServiceError
-from launcher.instances import looks_like_gpu
+from launcher.instances import has_local_storage, looks_like_gpu
 from launcher.job import TrainingJob
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
@@ -155,6 +155,8 @@ def take_over(
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone
         kept.pop("max_wait" if before.spot else "keep_alive", None)
+    if has_local_storage(job.instance):
+        kept.pop("volume_size", None)
     if before.max_cost is not None and settings.max_cost is not None:
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})

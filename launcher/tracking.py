@@ -10,20 +10,29 @@ from launcher import money
 from launcher.aws import CAPACITY, aws_session, check_region
 from launcher.backends import Backend
 from launcher.errors import ServiceError
-from launcher.instances import check_instance
+from launcher.instances import check_instance, has_local_storage
 from launcher.job import JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
-# What to do about a reason that holds these words.
 REMEDIES = {
     "CUDA out of memory": "a smaller batch_size, or more gradient_accumulation_steps, needs less",
     "CapacityError": CAPACITY,
     "Data download failed": "the execution role has to be allowed to read the store",
     "MaxRuntimeExceeded": "--max-run gives more time",
     "MaxWaitTimeExceeded": "--max-wait gives more time, --on-demand waits for no spot capacity",
-    "No space left on device": "on SageMaker, --volume-size gives more disk",
 }
+
+
+def remedies(instance: str) -> dict[str, str]:
+    """REMEDIES, and what to do about a full disk, which depends on whose it is."""
+    if instance == "local":
+        disk = "delete old jobs, or SM_NANOGPT_HOME names a place with more room"
+    elif has_local_storage(instance):
+        disk = "a larger --instance has more disk"
+    else:
+        disk = "--volume-size gives more disk"
+    return {**REMEDIES, "No space left on device": disk}
 
 
 def all_backends(settings: Settings) -> Iterator[Backend]:
@@ -152,7 +161,7 @@ def wait(
 def explain(description: JobDescription) -> str:
     """What became of a job that has ended, why, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
-    for sign, remedy in REMEDIES.items():
+    for sign, remedy in remedies(description.instance).items():
         if reason and sign in reason:
             reason = f"{reason} ({remedy})"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"

@@ -30,7 +30,7 @@ from launching import Finished, Ran
 from entry_point import train
 from launcher import InputError, TrainingJob
 from launcher.backends.estimator import training_image
-from launcher.instances import INSTANCES, remark
+from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.submission import new_job_id
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -116,7 +116,11 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         (("--spot", "--max-run", "60"), ("StoppingCondition", "MaxWaitTimeInSeconds"), 120),
         (("--spot",), ("EnableManagedSpotTraining",), True),
         (("--keep-alive", "600"), ("ResourceConfig", "KeepAlivePeriodInSeconds"), 600),
-        (("--volume-size", "99"), ("ResourceConfig", "VolumeSizeInGB"), 99),
+        (
+            ("--instance", "ml.m5.xlarge", "--volume-size", "99"),
+            ("ResourceConfig", "VolumeSizeInGB"),
+            99,
+        ),
         (
             ("--instance", "ml.p3.8xlarge", "--kms-key", "key"),
             ("ResourceConfig", "VolumeKmsKeyId"),
@@ -180,6 +184,18 @@ def test_each_metric_regex_reads_each_line_under_the_tag_of_mpirun() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        *[(name, True) for name in ("g4dn", "g5", "g6", "g6e", "p3dn", "p4d", "p4de", "r5d")],
+        *[(name, True) for name in ("p5", "p5e", "p5en", "p6-b200", "p6-b300", "m5d", "m6gd")],
+        *[(name, False) for name in ("p2", "p3", "t3", "m5", "c5", "c5n", "r5", "m6i", "m7i-flex")],
+    ],
+)
+def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: bool) -> None:
+    assert has_local_storage(f"ml.{family}.48xlarge") == expected
+
+
 def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus(home: Path) -> None:
     told = remark("ml.g5.13xlarge")
     assert "did you mean" in told
@@ -226,6 +242,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--max-run", "1"), "greater than or equal to 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
+        (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
         (("--tag", "a=b;c"), "--tag a=b;c"),
     ],
@@ -743,6 +760,16 @@ def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
     assert "KeepAlivePeriodInSeconds" not in request["ResourceConfig"]
 
 
+def test_a_job_that_is_resumed_on_a_machine_with_disks_of_its_own_leaves_its_volume(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    earlier = stopped(s3, cli, text_file, "--instance", "ml.m5.xlarge", "--volume-size", "500")
+    for words, size in (((), 500), (("--instance", "ml.g5.12xlarge"), 50)):
+        ran = cli("launch", "--resume", earlier, "--dry-run", *words)
+        assert ran.code == 0, ran.err
+        assert json.loads(ran.out)["ResourceConfig"]["VolumeSizeInGB"] == size
+
+
 def stopped(s3: Any, cli: Callable[..., Ran], text_file: Path, *words: str) -> str:
     """The id of a job that was stopped and left a checkpoint."""
     ran = cli(*LAUNCH, "--data", str(text_file), *words)
@@ -816,6 +843,21 @@ def test_a_job_that_got_no_machine_tells_what_to_do(
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     assert "try later, or another --instance" in cli("wait", job_id).error
+
+
+@pytest.mark.parametrize(
+    ("instance", "told"),
+    [
+        ("ml.m5.xlarge", "--volume-size gives more disk"),
+        ("ml.g5.12xlarge", "a larger --instance has more disk"),
+    ],
+)
+def test_what_to_do_about_a_full_disk_depends_on_whose_it_is(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, instance: str, told: str
+) -> None:
+    cloud.sagemaker.next_script = {"reason": "CheckpointError: No space left on device"}
+    words = ("launch", "--instance", instance, "--data", str(text_file))
+    assert told in cli("wait", cli(*words).out.strip()).error
 
 
 def test_the_region_may_come_from_either_variable_of_aws(

@@ -179,6 +179,11 @@ class SageMakerBackend:
                 f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
                 " --launcher torchrun the same training runs"
             )
+        if "volume_size" in job.model_fields_set and has_local_storage(job.instance):
+            raise InputError(
+                f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
+                " no volume; leave it out, or take a larger --instance"
+            )
         known = INSTANCES.get(job.instance)
         config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
         anything = {"data": "s3://bucket/data", "validation": None}

@@ -127,7 +127,8 @@ def test_a_role_that_may_not_delete_old_checkpoints(
 def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
     aws.sagemaker.run.gib = 2 << 20  # type: ignore[attr-defined]
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
-    ran = cli(*LAUNCH, "--data", str(text_file), "--volume-size", "1", *sets(**values))
+    machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
+    ran = cli(*LAUNCH, "--data", str(text_file), *machine, *sets(**values))
     assert re.search(r"failed: CheckpointError: .*: No space left on device \(", ran.error)
     assert "--volume-size gives more disk" in ran.error
     assert re.search(r"reason: +CheckpointError: .*: No space left on device\n", failed(cli, ran))
