@@ -332,7 +332,9 @@ class JobDescription:
 
     status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. created, started and
     ended are seconds since the epoch. metrics holds the newest numbers of the curve.
-    model_uri and checkpoint_uri are None as long as nothing is there.
+    model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step are None as
+    long as no checkpoint is, and of a job on SageMaker also as long as it runs and in a list of
+    jobs, where S3 is not asked.
     """
 
     job_id: str
