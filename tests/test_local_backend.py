@@ -27,7 +27,7 @@ from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
-from launcher.backends.local import GONE, own_checkpoint, write_json
+from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun
 from launcher.submission import take_over
 
@@ -534,6 +534,32 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_pat
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
     assert own_checkpoint(tmp_path, started=1.0) == 10
+
+
+@pytest.mark.parametrize("between", [1, 5000])
+def test_of_a_long_curve_the_newest_numbers_of_each_kind_are_told(
+    tmp_path: Path, between: int
+) -> None:
+    path, rows = tmp_path / "metrics.jsonl", 10_000
+    lines = []
+    for step in range(1, rows + 1):
+        row = {"step": step, "train_loss": 1.5, "learning_rate": 0.001}
+        lines.append(row if step % between else {**row, "val_loss": step / 4})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    newest = {"step": rows - 1, "train_loss": 1.5, "learning_rate": 0.001, "max_steps": rows}
+    val_loss = (rows - 1) // between * between / 4
+    assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
+    with path.open("a") as file:
+        file.write('{"step": 10000, "train')  # a line that is being written
+    assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
+
+
+def test_the_newest_numbers_of_a_long_curve_are_read_from_its_end(tmp_path: Path) -> None:
+    row = {"step": 1, "train_loss": 1.5, "val_loss": 1.5}
+    lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    assert last_metrics(path, 1) == {**row, "max_steps": 1}
 
 
 def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(

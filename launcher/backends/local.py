@@ -37,6 +37,7 @@ from launcher.job import CLOUD_FIELDS, RUNNING, JobDescription, TrainingJob, new
 from launcher.settings import Settings, Tell
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
+TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
 GONE = "its processes are gone: the machine was switched off, or they were killed"
 NOT_STARTED = "it could not be started"
 
@@ -249,13 +250,22 @@ def last_line(path: Path) -> str:
 
 
 def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
-    """The newest numbers of the curve; the newest val_loss is carried on between evaluations."""
+    """The newest numbers of the curve; the newest val_loss is carried on between evaluations.
+
+    A followed job is asked ten times a second, so that only the end of a long curve is read.
+    """
     rows: dict[str, Any] = {}
     if path.exists():
-        for line in path.read_text().splitlines():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read()
+            if b'"val_loss"' not in lines:  # its evaluations are far apart
+                file.seek(0)
+                lines = file.read()
+        for line in lines.splitlines():
             try:
                 rows.update(json.loads(line))
-            except ValueError:  # a line that is being written
+            except ValueError:  # a line that is being written, or whose beginning is cut off
                 continue
     return {**rows, "max_steps": max_steps} if rows else None
 
