@@ -24,7 +24,7 @@ from launcher.aws import aws_session, check_region, code_and_message, quick_clie
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP
 from launcher.errors import InputError, ServiceError
-from launcher.instances import INSTANCES, looks_like_gpu, remark
+from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
@@ -327,11 +327,14 @@ def check_permissions(patient: Patient) -> str:
         image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
     }
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
-        needed[key] = ["kms:Decrypt", "kms:GenerateDataKey"]
+        needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
+        if not has_local_storage(patient.instance):  # whose disks the key encrypts
+            needed[key].append("kms:CreateGrant")
     entries = {
         "aws:ResourceAccount": patient.account,
         "aws:SecureTransport": "true",
         "cloudwatch:namespace": "/aws/sagemaker/TrainingJobs",
+        "kms:GrantIsForAWSResource": "true",
         "s3:prefix": f"{prefix}jobs/any/",
     }
     context = [

@@ -9,6 +9,7 @@ from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import boto3
 import pytest
@@ -300,7 +301,9 @@ def test_a_type_that_is_not_known_is_a_warning(
     assert "did you mean ml.g5.12xlarge" in said
 
 
-def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, Any]]:
+def simulated(
+    decisions: dict[str, str], missing: list[str], key_actions: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """The answers of IAM's simulation to the questions of check_permissions."""
     asked = (
         ("s3:GetObject", "s3:PutObject"),
@@ -309,6 +312,7 @@ def simulated(decisions: dict[str, str], missing: list[str]) -> list[dict[str, A
         ("logs:CreateLogStream", "logs:PutLogEvents"),
         ("cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"),
         ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"),
+        *([key_actions] if key_actions else []),
     )
     return [
         {
@@ -351,6 +355,33 @@ def test_what_the_role_may_do_is_simulated(
         else:
             with pytest.raises(raised, match=said):
                 doctor.check_permissions(patient)
+        iam.assert_no_pending_responses()
+
+
+@pytest.mark.parametrize(
+    ("instance", "action"),
+    [
+        ("ml.g5.12xlarge", "kms:Decrypt"),
+        ("ml.g5.12xlarge", "kms:GenerateDataKey"),
+        ("ml.g5.12xlarge", "kms:Encrypt"),
+        ("ml.m5.xlarge", "kms:CreateGrant"),
+    ],
+)
+def test_a_role_that_may_not_use_the_key_as_a_job_does_fails(
+    patient: Patient, instance: str, action: str
+) -> None:
+    patient.role, patient.store, patient.instance = ROLE, "s3://bucket/prefix", instance
+    patient.settings = patient.settings.model_copy(update={"kms_key": "arn:aws:kms:key"})
+    of_disks = ("kms:CreateGrant",) if instance == "ml.m5.xlarge" else ()
+    actions = ("kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey", *of_disks)
+    with Stubber(patient.client("iam")) as iam:
+        for answer in simulated({action: "implicitDeny"}, [], actions):
+            asked = [result["EvalActionName"] for result in answer["EvaluationResults"]]
+            given = dict.fromkeys(("PolicySourceArn", "ResourceArns", "ContextEntries"), ANY)
+            expected = {**given, "ActionNames": asked}
+            iam.add_response("simulate_principal_policy", answer, expected)
+        with pytest.raises(InputError, match=f"may not {action} on arn:aws:kms:key"):
+            doctor.check_permissions(patient)
         iam.assert_no_pending_responses()
 
 
