@@ -28,8 +28,9 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import InputError, TrainingJob
+from launcher import InputError, Settings, TrainingJob
 from launcher.backends.estimator import training_image
+from launcher.backends.sagemaker import SageMakerBackend
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.submission import new_job_id
 
@@ -305,6 +306,25 @@ def test_a_launch_prints_the_id_alone_and_says_where_to_look(
     assert ran.out.strip() in cloud.sagemaker.jobs
     assert f"#/jobs/{ran.out.strip()}" in ran.err
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("region", "host"),
+    [
+        ("eu-west-1", "https://eu-west-1.console.aws.amazon.com/"),
+        ("us-gov-west-1", "https://us-gov-west-1.console.amazonaws-us-gov.com/"),
+        ("cn-north-1", "https://cn-north-1.console.amazonaws.cn/"),
+        ("us-iso-east-1", None),
+    ],
+)
+def test_the_link_to_the_console_is_that_of_the_partition(
+    home: Path, region: str, host: str | None
+) -> None:
+    link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
+    if host is None:
+        assert link is None
+    else:
+        assert link == f"{host}sagemaker/home?region={region}#/jobs/job"
 
 
 def test_the_source_archive_holds_the_script_and_nothing_else(

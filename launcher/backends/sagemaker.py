@@ -41,6 +41,11 @@ TAG = "sm-nanogpt"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 TAG_VALUE = "job"
+CONSOLES = {
+    "aws": "console.aws.amazon.com",
+    "aws-cn": "console.amazonaws.cn",
+    "aws-us-gov": "console.amazonaws-us-gov.com",
+}
 POLL_SECONDS = 5.0
 QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
 
@@ -252,8 +257,11 @@ class SageMakerBackend:
         ) from None
 
     def console_link(self, job_id: str) -> str | None:
-        host = f"{self.region}.console.aws.amazon.com"
-        return f"https://{host}/sagemaker/home?region={self.region}#/jobs/{job_id}"
+        console = CONSOLES.get(self.session.get_partition_for_region(self.region))
+        if console is None:
+            return None
+        place = f"sagemaker/home?region={self.region}#/jobs/{job_id}"
+        return f"https://{self.region}.{console}/{place}"
 
     # -- after ------------------------------------------------------------------------------------
 
