@@ -20,7 +20,7 @@ from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
-from launcher.tracking import find
+from launcher.tracking import describe
 
 # Weights hardly compress (by 1.1; up to 1.5 where some are still zero). What unpacks to much more
 # than it was is not a model.
@@ -39,9 +39,16 @@ def fetch_model(
         ServiceError: no such job, it still runs or left nothing, or the archive is not a model.
     """
     settings = settings or load_settings()
-    _, description = find(job_id, settings)
+    return fetch_described(describe(job_id, settings), settings, progress)
+
+
+def fetch_described(
+    description: JobDescription, settings: Settings, progress: Progress = lambda n: None
+) -> Path:
+    """The model of a job that stands like this: a checkpoint's where it has no `model_uri`."""
     if description.model_uri is not None:
         return fetch_archive(description, settings, progress)
+    job_id = description.job_id
     if description.is_running:
         raise ServiceError(
             f"job {job_id} is still {description.status}: `sm-nanogpt logs {job_id} --follow` shows"

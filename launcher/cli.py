@@ -416,13 +416,13 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    from launcher.artefacts import fetch_model
+    from launcher.artefacts import fetch_described
     from launcher.tracking import describe
 
     settings = settings_of(context)
     description = describe(job_id, settings)
     with byte_progress("fetch") as progress:
-        directory = fetch_model(job_id, settings, progress)
+        directory = fetch_described(description, settings, progress)
     if description.model_uri is None:
         note(
             f"job {job_id} is {description.status}; this is its latest checkpoint, {directory.name}"

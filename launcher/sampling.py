@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from entry_point import train
-from launcher.artefacts import fetch_model
+from launcher.artefacts import fetch_described
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings
+from launcher.settings import Settings, load_settings
+from launcher.tracking import describe
 
 
 def load_model(directory: Path) -> tuple[train.GPT, str]:
@@ -109,8 +110,10 @@ def sample(
         InputError: as stream_samples.
         ServiceError: as fetch_model.
     """
-    directory = fetch_model(job_id, settings)
-    if directory.name.startswith("step-"):
+    settings = settings or load_settings()
+    description = describe(job_id, settings)
+    directory = fetch_described(description, settings)
+    if description.model_uri is None:
         warnings.warn(
             f"job {job_id} did not complete; this is its checkpoint {directory.name}", stacklevel=2
         )

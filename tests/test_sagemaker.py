@@ -820,6 +820,18 @@ def test_a_model_is_fetched_from_where_describe_says_and_only_once(
     assert "damaged" in other.error
 
 
+def test_a_job_is_described_once_to_fetch_its_model(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
+) -> None:
+    archive = finished.directory / "output" / "model.tar.gz"
+    key = f"some/prefix/jobs/{launched}/output/model.tar.gz"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
+    assert cli("wait", launched).code == 0
+    before = len(cloud.calls)
+    assert cli("fetch-and-sample", launched, "--max-new-tokens", "5").code == 0
+    assert [operation for operation, _ in cloud.calls[before:]] == ["DescribeTrainingJob"]
+
+
 def test_a_job_that_another_tool_launched_is_left_alone(
     cloud: Emulator, cli: Callable[..., Ran], launched: str
 ) -> None:
