@@ -78,8 +78,8 @@ def upload_data(
     send(upload, sources, progress)
     storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n")
     noted = read_noted(settings)
-    noted.pop(settings.data_store, None)
-    noted[settings.data_store] = upload.uri  # the newest is the last
+    noted.pop(place(settings.data_store), None)
+    noted[place(settings.data_store)] = upload.uri  # the newest is the last
     storage.write_text(str(settings.last_uploads), json.dumps(noted, indent=2) + "\n")
     return upload
 
@@ -99,12 +99,17 @@ def stack_store(settings: Settings, tell: Tell) -> Settings:
 
 
 def read_noted(settings: Settings) -> dict[str, str]:
-    """The last uploads from this machine, by store; no store has to be asked for them."""
+    """The last uploads from here, by store, the newest last; no store has to be asked for them."""
     text = storage.read_text(str(settings.last_uploads))
     try:
-        return dict(json.loads(text)) if text else {}
-    except (ValueError, TypeError):
+        return {place(store): uri for store, uri in json.loads(text or "{}").items()}
+    except (ValueError, AttributeError):
         return {}
+
+
+def place(store: str) -> str:
+    """One name for a store, however it is written."""
+    return storage.to_uri(store).rstrip("/")
 
 
 def survey(
@@ -165,24 +170,41 @@ def find_upload(uri: str) -> Upload | None:
     return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
 
 
-class NothingUploaded(InputError):
-    """A store that no text was ever put into."""
+def last_upload(settings: Settings, offline: bool = False) -> str:
+    """The URI of the data set that was last uploaded from here; if none was, by anybody.
 
+    Others upload to a shared store too, so what they did counts only where nothing is noted here.
+    From here means: to the store, or to this machine's own, where text stays if the account cannot
+    be asked; and to any store where none is set, as it may have gone to a stack's. Offline, no
+    remote store is asked.
 
-def last_upload(settings: Settings) -> Upload:
-    """Raises InputError when nothing was uploaded yet, or when it is no longer there."""
+    Raises:
+        InputError: nothing was uploaded yet, or it is no longer there.
+    """
     again = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
-    pointer = storage.read_text(latest_uri(settings))
-    if pointer is None:
-        raise NothingUploaded(f"nothing was uploaded to {settings.data_store} yet: {again}")
-    try:
-        uri = json.loads(pointer)["uri"]
-        upload = find_upload(uri)
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
-    if upload is None:
+    wanted = {place(settings.data_store), place(settings.local_store)}
+    noted = [
+        uri for store, uri in read_noted(settings).items() if not settings.store or store in wanted
+    ]
+    if noted:
+        uri = noted[-1]
+    elif offline and storage.local_path(settings.data_store) is None:
+        raise InputError(
+            f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
+            f" what others have uploaded: {again}"
+        )
+    else:
+        pointer = storage.read_text(latest_uri(settings))
+        if pointer is None:
+            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {again}")
+        try:
+            uri = str(json.loads(pointer)["uri"])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
+    asks = not offline or storage.local_path(uri) is not None
+    if asks and find_upload(uri) is None:
         raise InputError(f"the last upload, {uri}, is no longer whole: {again}")
-    return upload
+    return uri
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:

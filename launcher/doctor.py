@@ -23,6 +23,7 @@ from typing import Any
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP
+from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
@@ -31,7 +32,7 @@ from launcher.prices import Prices
 from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
 from launcher.settings import Settings
 from launcher.stack import Stack, find_stack
-from launcher.submission import last_data, launch
+from launcher.submission import launch
 from launcher.tracking import wait
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -376,9 +377,8 @@ def image_arn(patient: Patient, partition: str) -> str:
 def check_data(patient: Patient) -> str:
     """What a launch would take."""
     settings = patient.settings.model_copy(update={"store": patient.store})
-    here = patient.settings.model_copy(update={"store": ""})
     try:
-        return last_data(settings, here, dry_run=False)
+        return last_upload(settings)
     except InputError as error:
         raise Doubt(str(error)) from None
 

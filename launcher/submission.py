@@ -99,9 +99,9 @@ def prepare(
     config = backend.check(job, dry_run)
     job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
-    here = settings.model_copy(update={"store": ""})
-    near = here if job.instance == "local" else settings
-    data = job.data if job.data is not None else last_data(settings, here, dry_run)
+    local = job.instance == "local"
+    near = settings.model_copy(update={"store": ""}) if local else settings
+    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run)
     channels = {"data": find_channel(data, near, dry_run)}
     if job.validation is not None:
         channels["validation"] = find_channel(job.validation, near, dry_run)
@@ -161,32 +161,6 @@ def take_over(
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
     return after, before, earlier.checkpoint_step or 0
-
-
-def last_data(settings: Settings, here: Settings, dry_run: bool) -> str:
-    """The last upload to the store; without any, the last to this machine's own.
-
-    What was last uploaded from here goes first if it stayed on this machine, as it does where the
-    account could not be asked, and earlier ones went to the store. Where no store is set, it may
-    have gone to a stack's. A dry run does not ask a remote store; it knows what was uploaded from
-    here.
-    """
-    noted = corpus.read_noted(settings)
-    newest = list(noted)[-1:]
-    remote = storage.local_path(settings.data_store) is None
-    if newest == [here.data_store] and remote and settings.data_store in noted:
-        return corpus.last_upload(here).uri
-    if not settings.store and newest and storage.local_path(newest[0]) is None:
-        return noted[newest[0]]
-    try:
-        if dry_run and settings.data_store != here.data_store:
-            return noted.get(settings.data_store) or corpus.last_upload(here).uri
-        return corpus.last_upload(settings).uri
-    except corpus.NothingUploaded as nothing:
-        try:
-            return corpus.last_upload(here).uri
-        except corpus.NothingUploaded:
-            raise nothing from None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from launching import Ran
 
 from launcher import corpus, upload_data
 from launcher.corpus import find_upload, last_upload
+from launcher.settings import load_settings
 from launcher.storage import local_path
 
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
@@ -208,7 +209,7 @@ def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
     (data,) = home.glob("store/data")
     assert not list(data.glob("*.json"))
     assert upload_data(source).uploaded
-    assert (stored(last_upload(launching.settings_of(home)).uri) / "fox.txt").read_text() == LONG
+    assert (stored(last_upload(launching.settings_of(home))) / "fox.txt").read_text() == LONG
 
 
 def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> None:
@@ -240,6 +241,15 @@ def test_launch_takes_the_last_upload_and_names_it(
     assert f"data: {last} (the last upload)" in ran.err
 
 
+def test_one_store_is_known_by_all_its_spellings(
+    home: Path, cli: Callable[..., Ran], source: Path, text_file: Path, tmp_path: Path
+) -> None:
+    store = str(tmp_path / "the store")
+    uri = cli("--store", store, "upload-data", str(source)).out.strip()
+    for spelling in (f"{store}/", "the store", Path(store).as_uri()):
+        assert last_upload(load_settings(store=spelling)) == uri
+
+
 def test_launch_without_any_upload_says_how_to_get_one(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("launch", "--instance", "local")
     assert ran.code == 2
@@ -252,7 +262,7 @@ def test_text_named_at_a_launch_does_not_become_the_last_upload(
 ) -> None:
     uri = cli("upload-data", str(text_file)).out.strip()
     cli(*launching.launching("--detach", "--validation", str(source), data=source))
-    assert last_upload(launching.settings_of(home)).uri == uri
+    assert last_upload(launching.settings_of(home)) == uri
 
 
 def test_data_that_were_uploaded_before_are_taken_by_uri_or_path(
@@ -400,6 +410,7 @@ def test_a_pointer_that_cannot_be_read_is_no_last_upload(
     home: Path, cli: Callable[..., Ran], source: Path
 ) -> None:
     cli("upload-data", str(source))
+    (home / "last-uploads.json").unlink()
     (home / "store/data/latest.json").write_text("{")
     ran = cli("launch", "--instance", "local")
     assert ran.code == 2

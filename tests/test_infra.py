@@ -21,6 +21,7 @@ from emulator import Emulator
 from launching import Ran
 
 from launcher import infra
+from launcher.corpus import last_upload
 from launcher.errors import ServiceError
 from launcher.settings import load_settings
 from launcher.stack import DESCRIPTION, Stack, remembered, with_stack
@@ -605,11 +606,8 @@ def test_a_local_launch_without_text_in_the_stacks_store_asks_nobody(
 def test_a_local_launch_takes_the_last_upload_even_if_it_went_to_the_stacks_store(
     deployed: Stack, text_file: Path, cli: Cli
 ) -> None:
-    from launcher.submission import last_data
-
     uri = cli("upload-data", str(text_file)).out.strip()
-    settings = load_settings()
-    assert last_data(settings, settings, dry_run=False) == uri
+    assert last_upload(load_settings()) == uri
 
 
 # -- the template ----------------------------------------------------------------------------------

@@ -915,6 +915,40 @@ def test_a_dry_run_takes_the_last_upload_to_the_store_without_asking_it(
     assert sent == uploaded + "/"
 
 
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_what_was_uploaded_from_here_goes_before_what_others_put_into_the_store(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    ours = cli("upload-data", str(text_file)).out.strip()
+    upload_elsewhere(cli, tmp_path, monkeypatch)
+    assert f"data: {ours} (the last upload)" in cli(*LAUNCH, *words).err
+
+
+def test_what_others_put_into_the_store_is_taken_where_nothing_was_uploaded_from_here(
+    cloud: Emulator, cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = upload_elsewhere(cli, tmp_path, monkeypatch)
+    assert f"data: {theirs} (the last upload)" in cli(*LAUNCH).err
+    ran = cli(*LAUNCH, "--dry-run")  # which cannot know of it
+    assert ran.code == 2
+    assert "a dry run does not ask" in ran.error
+
+
+def upload_elsewhere(
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Somebody else's upload to the same store; returns its URI."""
+    (tmp_path / "theirs.txt").write_text("Some other text.\n" * 1000)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
+        return cli("upload-data", "theirs.txt").out.strip()
+
+
 def test_a_role_is_an_arn(cli: Callable[..., Ran], text_file: Path) -> None:
     ran = cli("--role", "mine", *LAUNCH, "--data", str(text_file))
     assert ran.code == 2
