@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -24,6 +25,10 @@ def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
 
 
+PREFIX = "SM_NANOGPT_"
+# What the training script is told by who starts it, and where the tests find the toolkit.
+NO_SETTINGS = {"SM_NANOGPT_CONTRACT_PYTHON", "SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
+
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 
 AWS_VARIABLES = (
@@ -45,7 +50,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="SM_NANOGPT_", env_ignore_empty=True, extra="forbid", frozen=True
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True
     )
 
     home: Path = Field(default_factory=default_home)
@@ -154,8 +159,10 @@ def load_settings(**said: str | None) -> Settings:
     """The settings in force, with what the command line says over the rest.
 
     Raises:
-        InputError: a value or the config file cannot be read, or home cannot be written.
+        InputError: a value or the config file cannot be read, a variable is no setting, or home
+            cannot be written.
     """
+    check_variables()
     try:
         settings = Settings(**{name: value for name, value in said.items() if value})  # type: ignore[arg-type]
         settings.home.mkdir(parents=True, exist_ok=True)
@@ -173,3 +180,13 @@ def load_settings(**said: str | None) -> Settings:
             " things in"
         ) from None
     return settings
+
+
+def check_variables() -> None:
+    """Raises InputError for a variable that looks like a setting and is none, as a misspelt one."""
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    for name, value in sorted(os.environ.items()):
+        odd = name.upper().startswith(PREFIX) and name.upper() not in known | NO_SETTINGS
+        if odd and value:
+            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)
+            raise InputError(f"{name}: there is no such setting; did you mean {near[0]}?")

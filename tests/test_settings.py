@@ -80,6 +80,24 @@ def test_a_setting_that_cannot_be_used_is_an_error_that_names_it(
     assert named in ran.error
 
 
+def test_a_variable_that_is_no_setting_is_refused_with_the_one_that_may_be_meant(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_MAXCOST", "5")
+    ran = cli("jobs")
+    assert ran.code == 2
+    assert ran.error.startswith("SM_NANOGPT_MAXCOST: ")
+    assert "SM_NANOGPT_MAX_COST?" in ran.error
+
+
+@pytest.mark.parametrize("name", ["LAUNCHER", "LIFELINE", "CONTRACT_PYTHON"])
+def test_a_variable_of_the_project_that_is_no_setting_is_let_be(
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"SM_NANOGPT_{name}", "something")
+    assert load_settings().home == home
+
+
 def test_a_home_that_cannot_be_made_is_an_error_that_says_how_to_choose_another(home: Path) -> None:
     home.write_text("a file")
     with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
