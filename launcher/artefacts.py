@@ -67,11 +67,11 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
     """Fetches and unpacks model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
-    target = parent / storage.fingerprint(description.model_uri)
+    target = parent / storage.fingerprint(description.model_uri, settings)
     if target.exists():
         return target
     with scratch(settings.models_dir) as directory:
-        (archive,) = storage.fetch(description.model_uri, directory / "archive", progress)
+        (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
         extract(archive, directory / "model")
         check_model(directory / "model", description.model_uri)
         keep(directory / "model", target)
@@ -85,7 +85,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
     assert description.checkpoint_uri is not None
     parent = settings.models_dir / description.job_id
     with scratch(settings.models_dir) as directory:
-        storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress)
+        storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
             step = train.export_checkpoint(directory / "checkpoints", directory / "model")
         except train.TrainingError as error:

@@ -75,8 +75,8 @@ def upload_data(
     """
     settings = stack_store(settings or load_settings(), tell)
     upload, sources = survey(path, settings)
-    send(upload, sources, progress)
-    storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n")
+    send(upload, sources, settings, progress)
+    storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n", settings)
     noted = read_noted(settings)
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last
@@ -136,36 +136,41 @@ def survey(
         vocabulary_size=text.vocabulary_size,
         sha256=text.sha256,
         files=tuple(name for name, _ in files),
-        uploaded=offline or find_upload(uri) is None,
+        uploaded=offline or find_upload(uri, settings) is None,
     )
     return upload, [source for _, source in files]
 
 
-def send(upload: Upload, sources: Sequence[Path], progress: Progress = lambda n: None) -> None:
+def send(
+    upload: Upload,
+    sources: Sequence[Path],
+    settings: Settings,
+    progress: Progress = lambda n: None,
+) -> None:
     """Puts a surveyed data set into the store, unless it is there."""
     if not upload.uploaded:
         return
     for name, source in zip(upload.files, sources, strict=True):
-        storage.write_file(source, storage.join(upload.uri, name), progress)
+        storage.write_file(source, storage.join(upload.uri, name), progress, settings)
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
-    storage.write_text(f"{upload.uri}.json", json.dumps(manifest, indent=2) + "\n")
+    storage.write_text(f"{upload.uri}.json", json.dumps(manifest, indent=2) + "\n", settings)
 
 
 def latest_uri(settings: Settings) -> str:
     return storage.join(settings.data_store, "data", "latest.json")
 
 
-def find_upload(uri: str) -> Upload | None:
+def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if its manifest is there and every file has its size."""
     uri = uri.rstrip("/")
-    manifest = storage.read_text(f"{uri}.json")
+    manifest = storage.read_text(f"{uri}.json", settings)
     if manifest is None:
         return None
     try:
         upload = Upload(**json.loads(manifest))
     except (ValueError, TypeError):
         return None
-    there = storage.list_files(uri)
+    there = storage.list_files(uri, settings)
     complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
     return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
 
@@ -194,7 +199,7 @@ def last_upload(settings: Settings, offline: bool = False) -> str:
             f" what others have uploaded: {again}"
         )
     else:
-        pointer = storage.read_text(latest_uri(settings))
+        pointer = storage.read_text(latest_uri(settings), settings)
         if pointer is None:
             raise InputError(f"nothing was uploaded to {settings.data_store} yet: {again}")
         try:
@@ -202,7 +207,7 @@ def last_upload(settings: Settings, offline: bool = False) -> str:
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
     asks = not offline or storage.local_path(uri) is not None
-    if asks and find_upload(uri) is None:
+    if asks and find_upload(uri, settings) is None:
         raise InputError(f"the last upload, {uri}, is no longer whole: {again}")
     return uri
 

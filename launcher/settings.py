@@ -8,8 +8,8 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import fsspec
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -93,9 +93,10 @@ class Settings(BaseSettings):
         file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
         return init_settings, env_settings, file
 
-    def model_post_init(self, context: object) -> None:
-        """Gives s3fs what boto3 is given, so that both act as the same person in the same place."""
-        options: dict[str, object] = {}
+    @property
+    def s3_options(self) -> dict[str, Any]:
+        """What s3fs is given, so that it acts as boto3 does: the same person in the same place."""
+        options: dict[str, Any] = {}
         if self.profile:
             options["profile"] = self.profile
         if self.aws_region:
@@ -103,7 +104,7 @@ class Settings(BaseSettings):
         if self.kms_key:
             encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
             options["s3_additional_kwargs"] = encryption
-        fsspec.config.conf["s3"] = options
+        return options
 
     @property
     def aws_region(self) -> str:

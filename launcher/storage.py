@@ -1,4 +1,7 @@
-"""Bytes in and out of a store: `s3://bucket/prefix` or a local directory, through one code path."""
+"""Bytes in and out of a store: `s3://bucket/prefix` or a local directory, through one code path.
+
+The settings say as whom and where S3 is asked; without them, it is as the AWS configuration has it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import fsspec
-from fsspec.core import url_to_fs
 
 from launcher.aws import why
 from launcher.errors import InputError, ServiceError
+from launcher.settings import Settings
 
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
@@ -52,8 +55,10 @@ def reported(uri: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise InputError(f"{uri}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ServiceError(f"{uri}: is damaged, as it is no text ({error})") from None
     except ValueError as error:
-        raise InputError(f"{uri}: {error}; use s3://bucket/prefix or a local directory") from None
+        raise InputError(f"{uri}: {error}") from None
     except OSError as error:
         reason = why(error) if error.__cause__ else error.strerror or why(error)
         raise ServiceError(f"{uri}: {reason}") from None
@@ -65,8 +70,10 @@ def reported(uri: str) -> Iterator[None]:
         raise ServiceError(f"{uri}: {why(error)}") from None
 
 
-def file_system(uri: str) -> tuple[Any, str]:
+def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     """The fsspec file system of a URI and the path in it.
+
+    fsspec would take `::` in a URI for a chain of several; here it belongs to the name.
 
     Raises:
         InputError: the kind of store is not known.
@@ -74,14 +81,20 @@ def file_system(uri: str) -> tuple[Any, str]:
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
-    with reported(uri):
-        return url_to_fs(uri, use_listings_cache=False)
+    protocol = uri.partition("://")[0]
+    options = settings.s3_options if settings is not None and protocol == "s3" else {}
+    try:
+        with reported(uri):
+            kind = fsspec.get_filesystem_class(protocol)
+            return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
+    except InputError as error:
+        raise InputError(f"{error}; use s3://bucket/prefix or a local directory") from None
 
 
 @contextmanager
-def replacing(uri: str) -> Iterator[Any]:
+def replacing(uri: str, settings: Settings | None = None) -> Iterator[Any]:
     """A file to write, which appears under its name, whole, when the body succeeds."""
-    fs, path = file_system(uri)
+    fs, path = file_system(uri, settings)
     if local_path(uri) is None:
         # No directories are made: on S3 that would create a misspelt bucket.
         target = fs.open(path, "wb", autocommit=False)
@@ -111,7 +124,12 @@ def replacing(uri: str) -> Iterator[Any]:
         raise
 
 
-def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> None:
+def write_file(
+    source: Path,
+    uri: str,
+    progress: Progress = lambda n: None,
+    settings: Settings | None = None,
+) -> None:
     """Copies a local file into the store, whole or not at all.
 
     To S3 it goes in parallel parts, each checked on arrival by the checksum that botocore sends
@@ -127,7 +145,7 @@ def write_file(source: Path, uri: str, progress: Progress = lambda n: None) -> N
                 target.write(chunk)
                 progress(len(chunk))
         return
-    fs, path = file_system(uri)
+    fs, path = file_system(uri, settings)
     sha256 = file_sha256(source)
     with reported(uri):
         fs.put_file(
@@ -160,48 +178,49 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_text(uri: str, text: str) -> None:
+def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
     """Writes a small document, whole or not at all."""
-    write_bytes(uri, text.encode())
+    write_bytes(uri, text.encode(), settings)
 
 
-def write_bytes(uri: str, content: bytes) -> None:
-    with reported(uri), replacing(uri) as target:
+def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:
+    with reported(uri), replacing(uri, settings) as target:
         target.write(content)
 
 
-def copy(source: str, target: str) -> int:
+def copy(source: str, target: str, settings: Settings | None = None) -> int:
     """Copies all files below one prefix of S3 to another, without bringing them here.
 
     Returns how many there were.
     """
-    fs, path = file_system(source)
-    names = list_files(source)
+    fs, path = file_system(source, settings)
+    _, to = file_system(target, settings)
+    names = list_files(source, settings)
     with reported(source):
         for name in names:
-            fs.copy(f"{path}/{name}", f"{file_system(target)[1]}/{name}")
+            fs.copy(f"{path}/{name}", f"{to}/{name}")
     return len(names)
 
 
-def fingerprint(uri: str) -> str:
+def fingerprint(uri: str, settings: Settings | None = None) -> str:
     """Twelve characters that change when the content of a file does: of its SHA-256 or its ETag."""
     path = local_path(uri)
     with reported(uri):
         if path is not None:
             return file_sha256(path)[:12]
-        fs, key = file_system(uri)
+        fs, key = file_system(uri, settings)
         return hashlib.sha256(str(fs.info(key, refresh=True)["ETag"]).encode()).hexdigest()[:12]
 
 
-def read_text(uri: str) -> str | None:
+def read_text(uri: str, settings: Settings | None = None) -> str | None:
     """A small document, or None where there is none."""
     with reported(uri):
-        content = read_bytes(uri)
+        content = read_bytes(uri, settings)
         return None if content is None else content.decode()
 
 
-def read_bytes(uri: str) -> bytes | None:
-    fs, path = file_system(uri)
+def read_bytes(uri: str, settings: Settings | None = None) -> bytes | None:
+    fs, path = file_system(uri, settings)
     with reported(uri):
         try:
             return bytes(fs.cat_file(path))
@@ -229,9 +248,9 @@ def write_cache(file: Path, region: str, values: Mapping[str, Any]) -> None:
         write_text(str(file), f"{text}\n")
 
 
-def list_files(uri: str) -> dict[str, int]:
+def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
     """The files at or below a URI, by path relative to it, with their sizes in bytes."""
-    fs, path = file_system(uri)
+    fs, path = file_system(uri, settings)
     with reported(uri):
         try:
             found = fs.find(path, detail=True)
@@ -246,14 +265,19 @@ def list_files(uri: str) -> dict[str, int]:
     }
 
 
-def fetch(uri: str, directory: Path, progress: Progress = lambda n: None) -> list[Path]:
+def fetch(
+    uri: str,
+    directory: Path,
+    progress: Progress = lambda n: None,
+    settings: Settings | None = None,
+) -> list[Path]:
     """Copies the file, or all files below a prefix, into a local directory; returns their paths.
 
     Raises:
         ServiceError: nothing is there, or the store refuses.
     """
-    fs, path = file_system(uri)
-    files = list_files(uri)
+    fs, path = file_system(uri, settings)
+    files = list_files(uri, settings)
     if not files:
         raise ServiceError(f"{uri}: nothing is there")
     copied = []

@@ -111,7 +111,7 @@ def prepare(
         job.check_resumable(before, step)
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
-            corpus.send(channel.upload, channel.sources, progress)
+            corpus.send(channel.upload, channel.sources, near, progress)
     return job
 
 
@@ -181,11 +181,11 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
     uri, path = storage.to_uri(location), storage.local_path(location)
     if path is None and offline:
         return Channel(location, uri, None, [])
-    known = corpus.find_upload(uri)
+    known = corpus.find_upload(uri, settings)
     if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:
-        there = storage.list_files(uri)
+        there = storage.list_files(uri, settings)
         if not any(name.endswith(".txt") for name in there):
             what = "no *.txt file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")

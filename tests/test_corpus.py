@@ -215,7 +215,7 @@ def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
 def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> None:
     uri = upload_data(source).uri
     Path(f"{stored(uri)}.json").unlink()
-    assert find_upload(uri) is None
+    assert find_upload(uri, launching.settings_of(home)) is None
 
 
 def test_two_uploads_at_once_are_both_right(home: Path, source: Path, text_file: Path) -> None:
@@ -224,7 +224,7 @@ def test_two_uploads_at_once_are_both_right(home: Path, source: Path, text_file:
     assert [ran.code for ran in both] == [0, 0], both
     assert both[0].out == both[1].out
     uri = both[0].out.strip()
-    assert find_upload(uri) is not None
+    assert find_upload(uri, launching.settings_of(home)) is not None
     assert launching.tree(stored(uri)) == {"fox.txt"}
 
 

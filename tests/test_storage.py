@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import launching
 import pytest
 from launching import Ran
@@ -98,6 +99,12 @@ def test_a_document_that_is_not_there_reads_as_none(tmp_path: Path) -> None:
     assert storage.read_text(storage.to_uri(tmp_path / "missing")) is None
 
 
+def test_a_document_that_is_damaged_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "document.json").write_bytes(b"{\xff")
+    with pytest.raises(ServiceError, match=r"document\.json: is damaged"):
+        storage.read_text(storage.to_uri(tmp_path / "document.json"))
+
+
 def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/one.txt").write_bytes(b"1")
@@ -120,7 +127,7 @@ def test_a_store_cannot_make_a_fetch_write_elsewhere(
 ) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "file").write_bytes(b"content")
-    monkeypatch.setattr(storage, "list_files", lambda uri: {"../file": 7})
+    monkeypatch.setattr(storage, "list_files", lambda *_: {"../file": 7})
     with pytest.raises(ServiceError, match="outside"):
         storage.fetch(storage.to_uri(tmp_path / "store"), tmp_path / "deep/to")
     assert not (tmp_path / "deep/file").exists()
@@ -194,6 +201,27 @@ def test_a_missing_bucket_is_one_line_and_is_not_created(
     assert ran.err.count("\n") == 1
     assert "no-such-bucket-here" in ran.error
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    store = f"s3://{s3.bucket}/{name}"
+    storage.write_file(source, storage.join(store, f"{name}.txt"))
+    assert keys(s3) == [f"{name}/{name}.txt"]
+    (copy,) = storage.fetch(store, tmp_path / "back")
+    assert copy == tmp_path / "back" / f"{name}.txt"
+    assert copy.read_bytes() == b"content"
+
+
+def test_each_settings_reaches_s3_as_it_says(home: Path, tmp_path: Path) -> None:
+    fsspec_had = dict(fsspec.config.conf)
+    near, far = load_settings(region="us-east-1"), load_settings(region="eu-west-1")
+    for settings in (near, far, near):
+        fs, _ = storage.file_system("s3://bucket/key", settings)
+        assert fs.client_kwargs == {"region_name": settings.region}
+    assert dict(fsspec.config.conf) == fsspec_had  # which belongs to others in this process too
 
 
 def test_missing_credentials_are_one_line(

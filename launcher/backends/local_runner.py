@@ -26,7 +26,7 @@ from launcher import storage
 from launcher.backends.local import read_json, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.job import command_line
-from launcher.settings import load_settings
+from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
 PEER_GRACE_SECONDS = 2  # the same when a rank has failed, as mpirun has it
@@ -56,8 +56,8 @@ class Stopped(Exception):
 
 
 class LocalRun:
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, settings: Settings | None = None) -> None:
+        self.directory, self.settings = directory, settings
         record = read_json(directory / "job.json")
         self.job: dict[str, Any] = record["job"]
         self.record: dict[str, Any] = record
@@ -124,7 +124,7 @@ class LocalRun:
                 (base / name).mkdir(parents=True)
             shutil.copytree(self.directory / "code", base / "code")
             for channel, uri in channels.items():
-                storage.fetch(uri, base / "input" / "data" / channel)
+                storage.fetch(uri, base / "input" / "data" / channel, settings=self.settings)
             self.write_config(host, list(channels))
         if self.record["resume_from"] is not None:
             source = Path(self.record["resume_from"])
@@ -361,9 +361,8 @@ def available_cpus() -> int:
 
 
 def main() -> None:
-    load_settings()  # the same profile and region as those of who launched the job
     directory = Path(sys.argv[1])  # argv[2], the lock's descriptor, is held by being open
-    run = LocalRun(directory)
+    run = LocalRun(directory, load_settings())  # as those of who launched the job
 
     def on_signal(signum: int, frame: Any) -> None:
         run.stop_requested = True

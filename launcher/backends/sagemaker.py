@@ -226,14 +226,17 @@ class SageMakerBackend:
     def submit(self, job_id: str, job: TrainingJob) -> None:
         request = self.request(job_id, job, role_required=True)
         archive = source_archive(job.script.read_bytes())
-        storage.write_bytes(self.job_uri(job_id, "source", "sourcedir.tar.gz"), archive)
+        place = self.job_uri(job_id, "source", "sourcedir.tar.gz")
+        storage.write_bytes(place, archive, self.settings)
         if job.resume is not None:
             earlier = self.raw(job.resume) or {}
             source = earlier.get("CheckpointConfig", {}).get("S3Uri", "")
-            if not source or not storage.copy(source, self.checkpoint_uri(job_id)):
+            target = self.checkpoint_uri(job_id)
+            if not source or not storage.copy(source, target, self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
-        storage.write_text(self.job_uri(job_id, "job.json"), json.dumps(record, indent=2) + "\n")
+        text = json.dumps(record, indent=2) + "\n"
+        storage.write_text(self.job_uri(job_id, "job.json"), text, self.settings)
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**request)
@@ -281,7 +284,8 @@ class SageMakerBackend:
         if raw is None:
             return None
         ended = raw["TrainingJobStatus"] not in RUNNING
-        names = storage.list_files(raw["CheckpointConfig"]["S3Uri"]) if ended else {}
+        place = raw["CheckpointConfig"]["S3Uri"]
+        names = storage.list_files(place, self.settings) if ended else {}
         return describe_job(raw, newest_checkpoint(names))
 
     def job(self, job_id: str) -> TrainingJob:
@@ -289,7 +293,7 @@ class SageMakerBackend:
         if "entry_point" in record:  # the script that was run, not what became of the file
             script = self.settings.cache_dir / "scripts" / job_id / "train.py"
             archive = storage.join(place, "source", "sourcedir.tar.gz")
-            storage.write_bytes(str(script), read_script(archive))
+            storage.write_bytes(str(script), read_script(archive, self.settings))
             record["entry_point"] = str(script)
         return TrainingJob(**record)
 
@@ -298,7 +302,9 @@ class SageMakerBackend:
         raw = self.raw(job_id) or {}
         prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
         place = storage.join(prefix, job_id)
-        document = storage.read_text(storage.join(place, "job.json")) if prefix else None
+        document = None
+        if prefix:
+            document = storage.read_text(storage.join(place, "job.json"), self.settings)
         if document is None:
             raise ServiceError(
                 f"job {job_id} was not launched by sm-nanogpt, or from another store"
@@ -485,9 +491,9 @@ def source_archive(script: bytes) -> bytes:
     return packed.getvalue()
 
 
-def read_script(archive: str) -> bytes:
+def read_script(archive: str, settings: Settings) -> bytes:
     """The train.py of a job's sourcedir.tar.gz. Raises ServiceError if it cannot be had."""
-    content = storage.read_bytes(archive)
+    content = storage.read_bytes(archive, settings)
     if content is None:
         raise ServiceError(f"{archive}: nothing is there, so the job's script is not known")
     try:
