@@ -58,6 +58,13 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def a_place(context: Any, parameter: click.Parameter, word: str | None) -> str | None:
+    """A click callback that refuses an empty word, which would mean the current directory."""
+    if word == "":
+        raise InputError(f"{parameter.opts[0]}: is empty; name a place, or leave it out")
+    return word
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID")
 
@@ -67,6 +74,7 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
 @click.option(
     "--store",
     metavar="URL",
+    callback=a_place,
     help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else the stack's, else"
     " ~/.sm-nanogpt/store).",
 )
@@ -95,7 +103,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 
 @cli.command("upload-data")
-@click.argument("path", required=False)
+@click.argument("path", required=False, callback=a_place)
 @click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
 @JSON
 @click.pass_context
@@ -113,15 +121,16 @@ def upload_data_command(
     """
     from dataclasses import asdict
 
-    from launcher.corpus import upload_data
+    from launcher.corpus import find_text, upload_data
+    from launcher.storage import path_of
 
     if path is not None and corpus is not None:
         raise InputError("give a PATH or --corpus, not both")
     settings = settings_of(context)
     if path is None:
         path = str(built_in_text(corpus, settings))
-    source = Path(path).expanduser()
-    total = sum(p.stat().st_size for p in text_below(source))
+    source = path_of(path)
+    total = sum(file.stat().st_size for _, file in find_text(source))
     with byte_progress("upload", total) as progress:
         upload = upload_data(source, settings, progress, tell=note)
     note(
@@ -136,12 +145,6 @@ def upload_data_command(
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
     note(f"next: sm-nanogpt launch{' --instance local' if near else ''}")
-
-
-def text_below(source: Path) -> list[Path]:
-    from launcher.corpus import find_text
-
-    return [path for _, path in find_text(source)]
 
 
 def built_in_text(corpus: str | None, settings: Settings) -> Path:
@@ -183,9 +186,17 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     type=int,
     help="local: processes per host without GPUs (default: the fastest); with GPUs one for each.",
 )
-@click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
 @click.option(
-    "--validation", metavar="URI|PATH", help="Text to validate on (default: the last tenth)."
+    "--data",
+    metavar="URI|PATH",
+    callback=a_place,
+    help="Text to train on (default: the last upload).",
+)
+@click.option(
+    "--validation",
+    metavar="URI|PATH",
+    callback=a_place,
+    help="Text to validate on (default: the last tenth).",
 )
 @click.option(
     "--preset",
@@ -200,8 +211,12 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     callback=pairs("set"),
     help="A hyperparameter.",
 )
-@click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
-@click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
+@click.option(
+    "--config", "config_file", metavar="FILE", callback=a_place, help="Hyperparameters in TOML."
+)
+@click.option(
+    "--entry-point", metavar="FILE", callback=a_place, help="Your own edited copy of train.py."
+)
 @click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
 @click.option(
     "--follow/--detach",

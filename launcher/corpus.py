@@ -122,7 +122,7 @@ def survey(
     Raises:
         InputError: as upload_data.
     """
-    root = Path(path).expanduser()
+    root = storage.path_of(path)
     files = find_text(root)
     text = check_text(root, [source for _, source in files])
     slug = re.sub(r"[^a-z0-9]+", "-", root.absolute().stem.lower()).strip("-")[:40] or "text"

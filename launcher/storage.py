@@ -35,11 +35,27 @@ def to_uri(location: str | Path) -> str:
     return str(location) if path is None else path.as_uri()
 
 
+def path_of(word: str | Path) -> Path:
+    """The path that somebody names; `~` is the home directory.
+
+    Raises:
+        InputError: the word is empty, which would mean the current directory, or `~NAME` is nobody.
+    """
+    if word == "":
+        raise InputError("an empty word names no place: give a path, or s3://bucket/prefix")
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{word}: there is no such user's home directory; a file of that name is ./{word}"
+        ) from None
+
+
 def local_path(location: str) -> Path | None:
-    """The path behind a local location, or None for a remote one."""
+    """The path behind a local location, or None for a remote one. Raises InputError as path_of."""
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
-    return None if "://" in location else Path(location).expanduser().absolute()
+    return None if "://" in location else path_of(location).absolute()
 
 
 def join(location: str, *parts: str) -> str:

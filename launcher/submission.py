@@ -91,7 +91,8 @@ def prepare(
     if job.resume is not None:
         job, before, step = take_over(job, settings, tell)
     if job.entry_point is not None:
-        job = job.model_copy(update={"entry_point": job.entry_point.expanduser().absolute()})
+        script = storage.path_of(job.entry_point).absolute()
+        job = job.model_copy(update={"entry_point": script})
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.

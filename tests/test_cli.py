@@ -145,6 +145,35 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
     assert ran.error
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["upload-data", ""], "path"),
+        (["--store", "", "upload-data", "input.txt"], "--store"),
+        *[
+            (["launch", "--instance", "local", option, ""], option)
+            for option in ("--data", "--validation", "--config", "--entry-point")
+        ],
+    ],
+)
+def test_an_empty_word_is_no_place(
+    cli: Callable[..., Ran], home: Path, text_file: Path, words: list[str], named: str
+) -> None:
+    (home.parent / "input.txt").write_bytes(text_file.read_bytes())
+    ran = cli(*words)
+    assert ran.code == 2
+    assert ran.error.startswith(f"{named}: is empty")
+
+
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_tilde_before_the_name_of_nobody_is_told(
+    cli: Callable[..., Ran], words: list[str]
+) -> None:
+    ran = cli(*words, "~notes.txt")
+    assert ran.code == 2
+    assert "./~notes.txt" in ran.error
+
+
 def test_a_failing_service_is_one_line_and_exit_code_1(home: Path) -> None:
     ran = launching.command("status", "nope", home=home)
     assert (ran.code, ran.out) == (1, "")

@@ -36,6 +36,11 @@ def test_a_path_comes_back_from_its_uri(tmp_path: Path, name: str) -> None:
     assert storage.local_path(storage.to_uri(path)) == path
 
 
+def test_an_empty_word_is_no_location() -> None:
+    with pytest.raises(InputError, match="empty"):
+        storage.to_uri("")
+
+
 def test_a_remote_uri_stays_as_it_is_and_is_no_path() -> None:
     uri = "s3://bucket/a b%20c"
     assert storage.to_uri(uri) == uri
