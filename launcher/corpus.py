@@ -1,8 +1,9 @@
 """Text on its way into a store: is it text, is it there already, and where the last one went.
 
-A data set is a prefix of its own, `STORE/data/NAME-HASH/`, named after its content, so that a job's
-data never change under it. Its manifest lies beside it, `STORE/data/NAME-HASH.json`, and is written
-last: without it, a prefix is not a data set.
+A data set is a prefix of its own, `STORE/data/NAME-HASH/`, named after its files, their names and
+their content, so that a job's data never change under it, and nothing else is ever put there. Its
+manifest lies beside it, `STORE/data/NAME-HASH.json`, and is written last: without it, a prefix is
+not a data set.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def survey(
     """
     root = storage.path_of(path)
     files = find_text(root)
-    text = check_text(root, [source for _, source in files])
+    text = check_text(root, files)
     slug = re.sub(r"[^a-z0-9]+", "-", root.absolute().stem.lower()).strip("-")[:40] or "text"
     content = f"-{text.sha256[:12]}"
     name = slug.removesuffix(content) + content
@@ -230,14 +231,15 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
     return [(path.relative_to(root).as_posix(), path) for path in files]
 
 
-def check_text(root: Path, files: Sequence[Path]) -> Text:
-    """Reads every file as a training would.
+def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
+    """Reads every file as a training would; files are as find_text has them.
 
     Raises:
         InputError: a file is empty, binary or not UTF-8, or all are too short together.
     """
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
-    for path in files:
+    for name, path in files:
+        digest.update(f"{name}\0".encode(errors="surrogateescape"))
         decoder = codecs.getincrementaldecoder("utf-8")()
         position = 0
         try:

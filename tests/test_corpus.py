@@ -212,6 +212,25 @@ def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
     assert (stored(last_upload(launching.settings_of(home))) / "fox.txt").read_text() == LONG
 
 
+def test_a_file_that_an_interrupted_upload_left_is_in_no_other_data_set(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / f"texts/{name}.txt").write_text(LONG + name)
+
+    def interrupt(_: int) -> None:
+        if list(home.glob("store/data/*/a.txt")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        upload_data(tmp_path / "texts", progress=interrupt)
+    (tmp_path / "texts/a.txt").rename(tmp_path / "texts/a1.txt")
+    uri = upload_data(tmp_path / "texts").uri
+    assert launching.tree(stored(uri)) == {"a1.txt", "b.txt"}
+    assert find_upload(uri, launching.settings_of(home)) is not None
+
+
 def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> None:
     uri = upload_data(source).uri
     Path(f"{stored(uri)}.json").unlink()
