@@ -265,7 +265,10 @@ def write_cache(file: Path, region: str, values: Mapping[str, Any]) -> None:
 
 
 def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
-    """The files at or below a URI, by path relative to it, with their sizes in bytes."""
+    """The files at or below a URI, by path relative to it, with their sizes in bytes.
+
+    A "folder" that S3's console made is an empty object whose name ends in a slash, and no file.
+    """
     fs, path = file_system(uri, settings)
     with reported(uri):
         try:
@@ -277,7 +280,7 @@ def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
     return {
         name[len(path) :].lstrip("/"): info["size"]
         for name, info in sorted(found.items())
-        if not name.endswith(TEMPORARY)
+        if not name.endswith(("/", TEMPORARY))
     }
 
 

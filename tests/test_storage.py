@@ -208,6 +208,16 @@ def test_a_missing_bucket_is_one_line_and_is_not_created(
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
 
 
+def test_a_folder_that_the_console_made_is_no_file(s3: Any, tmp_path: Path) -> None:
+    for key in ("texts/", "texts/deep/"):
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=b"")
+    uri = f"s3://{s3.bucket}/texts"
+    assert storage.list_files(uri) == {}
+    s3.put_object(Bucket=s3.bucket, Key="texts/deep/a.txt", Body=b"content")
+    assert storage.list_files(uri) == {"deep/a.txt": 7}
+    assert storage.fetch(uri, tmp_path) == [tmp_path / "deep/a.txt"]
+
+
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name: str) -> None:
     source = tmp_path / "source"
