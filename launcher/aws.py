@@ -31,6 +31,7 @@ ACTIONS: dict[str, str] = {
         (
             "InvalidAccessKeyId",
             "InvalidClientTokenId",
+            "InvalidSignatureException",
             "InvalidToken",
             "SignatureDoesNotMatch",
             "UnrecognizedClientException",
@@ -74,6 +75,9 @@ ACTIONS: dict[str, str] = {
     " console (SageMaker, 'for training job usage'), or take another --instance",
     "NoSuchBucket": "there is no such bucket; none is created, so check the store's name",
 }
+# A signature tells the time at which it was made.
+CLOCK = "the clock here is wrong, so AWS does not take what is signed by it; set it right"
+CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
 NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
 CAPACITY = "AWS has no such machine free now; try later, or another --instance"
 
@@ -99,8 +103,15 @@ def retrying() -> Any:
     """How clients try again: a job is watched for hours, and one lost packet is no failure."""
     from botocore.config import Config
 
-    attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", "6"))
-    return Config(retries={"mode": "standard", "max_attempts": attempts})
+    return Config(retries={"mode": "standard", "max_attempts": max_attempts()})
+
+
+def max_attempts() -> int:
+    """Raises InputError where botocore, which reads the variable too, would not name it."""
+    word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
+    if not word.isdecimal():
+        raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number; or unset it")
+    return int(word)
 
 
 def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
@@ -184,11 +195,13 @@ def why(error: BaseException) -> str:
     code, message = code_and_message(cause)
     if code:
         action = CAPACITY if "Capacity" in code else ACTIONS.get(code)
+        if code == "RequestTimeTooSkewed" or any(sign in message for sign in CLOCK_MESSAGES):
+            action = CLOCK
         return f"{action} ({message})" if action else f"{message} ({code})"
     kind, text = type(cause).__name__, " ".join(str(cause).split()) or type(cause).__name__
     if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
         return f"no AWS credentials ({text}): `aws configure` or `aws sso login` makes some"
-    if "sso" in f"{kind} {text}".lower() or kind == "TokenRetrievalError":
+    if "SSO" in kind or kind == "TokenRetrievalError":
         return f"the AWS credentials have expired ({text}); {RENEW}"
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return f"{text}; check the region's name and the network"

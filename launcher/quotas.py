@@ -55,7 +55,8 @@ def read_quota(name: str, settings: Settings, session: Any) -> float:
     Raises:
         ServiceError: it cannot be read, or the account has none of that name.
     """
-    client = quick_client(session, "service-quotas", session.region_name, attempts=2)
+    with service_errors("ListServiceQuotas"):
+        client = quick_client(session, "service-quotas", session.region_name, attempts=2)
     file = settings.home / "quota-codes.json"
     kept = Listed.kept(file, session.region_name)
     if kept and name in kept.codes:

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 import fsspec
 
-from launcher.aws import why
+from launcher.aws import max_attempts, why
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings
 
@@ -92,13 +92,14 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     fsspec would take `::` in a URI for a chain of several; here it belongs to the name.
 
     Raises:
-        InputError: the kind of store is not known.
+        InputError: the kind of store is not known, or a setting of AWS cannot be used.
     """
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
     protocol = uri.partition("://")[0]
     options = settings.s3_options if settings is not None and protocol == "s3" else {}
+    max_attempts()  # which the file system reads as well
     try:
         with reported(uri):
             kind = fsspec.get_filesystem_class(protocol)

@@ -14,7 +14,8 @@ from emulator import Emulator
 from launching import Ran, sets
 from money_service import TODAY, MoneyService
 
-from launcher import InputError, JobDescription, Settings, TrainingJob, describe
+from launcher import InputError, JobDescription, ServiceError, Settings, TrainingJob, describe
+from launcher.aws import aws_session
 from launcher.money import (
     AROUND_SECONDS,
     Ceiling,
@@ -27,6 +28,7 @@ from launcher.money import (
     worst_case,
 )
 from launcher.prices import Price
+from launcher.quotas import read_quota
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
@@ -439,6 +441,15 @@ def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
     assert "Service Quotas console" in ran.error
     assert not cloud.calls
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+
+
+def test_a_quota_that_cannot_be_asked_with_half_a_key_is_one_line(
+    money: MoneyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    settings = Settings()
+    with pytest.raises(ServiceError, match="no AWS credentials"):
+        read_quota("ml.g5.xlarge for training job usage", settings, aws_session(settings))
 
 
 def test_a_quota_is_looked_up_by_name_once(

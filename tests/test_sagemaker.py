@@ -22,13 +22,19 @@ import launching
 import pytest
 import sagemaker_service
 from access import ACCOUNT, Refusal
-from botocore.exceptions import ReadTimeoutError
+from botocore.exceptions import (
+    ClientError,
+    EndpointConnectionError,
+    ReadTimeoutError,
+    UnauthorizedSSOTokenError,
+)
 from botocore.httpsession import URLLib3Session
 from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
 from launcher import InputError, Settings, TrainingJob
+from launcher.aws import why
 from launcher.backends.estimator import training_image
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.instances import INSTANCES, has_local_storage, remark
@@ -431,6 +437,46 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
     assert ran.code == 1
     assert told in ran.error
     assert not cloud.sagemaker.jobs
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "told"),
+    [
+        ("RequestTimeTooSkewed", "The difference is too large.", "the clock"),
+        ("InvalidSignatureException", "Signature expired: 1 is now earlier than 2", "the clock"),
+        ("SignatureDoesNotMatch", "Signature not yet current: 2 is still later", "the clock"),
+        ("InvalidSignatureException", "The signature we calculated is another", "the credentials"),
+    ],
+)
+def test_a_signature_that_is_refused_is_the_clocks_fault_or_the_keys(
+    code: str, message: str, told: str
+) -> None:
+    error = ClientError({"Error": {"Code": code, "Message": message}}, "HeadBucket")
+    assert told in why(error)
+    assert message in why(error)
+
+
+def test_a_name_that_holds_sso_is_no_sign_of_expired_credentials() -> None:
+    said = why(EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"))
+    assert "the network" in said
+    assert "expired" not in said
+    assert "expired" in why(UnauthorizedSSOTokenError())
+
+
+@pytest.mark.parametrize("words", [("jobs",), ("upload-data", "input.txt")])
+def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    (tmp_path / "input.txt").write_bytes(text_file.read_bytes())
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "")
+    ran = cli(*words)
+    assert ran.code == 2
+    assert ran.error.startswith("AWS_MAX_ATTEMPTS=''")
 
 
 def test_a_job_whose_first_answer_was_lost_is_launched_all_the_same(
