@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """Changes that wait to be executed. creates: the stack is there for them alone so far."""
+    """Changes that wait to be executed. creates: the stack is empty, there for such as they are."""
 
     id: str
     stack_id: str
@@ -108,12 +109,17 @@ class Deployment:
                 Parameters=parameters,
                 Capabilities=["CAPABILITY_IAM"],
             )
-        change_set = ChangeSet(made["Id"], made["StackId"], creates=there is None, changes=[])
+        change_set = ChangeSet(made["Id"], made["StackId"], creates=raw is None, changes=[])
         try:
-            return self.read_changes(change_set)
-        except KeyboardInterrupt:
-            self.discard(change_set)
+            changes = self.read_changes(change_set)
+        except BaseException:
+            with suppress(ServiceError):  # what went wrong first is what is told
+                self.discard(change_set)
             raise
+        if changes is None:
+            self.discard(change_set)
+            return None
+        return replace(change_set, changes=changes)
 
     def changeable(self) -> dict[str, Any] | None:
         """The stack as DescribeStacks has it, if it may be changed; None where there is none."""
@@ -126,8 +132,8 @@ class Deployment:
             raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
         return raw
 
-    def read_changes(self, change_set: ChangeSet) -> ChangeSet | None:
-        """Waits until a change set is ready, and reads it; one that is empty is removed."""
+    def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
+        """Waits until a change set is ready, and reads it; None where nothing would change."""
         while True:
             with service_errors("DescribeChangeSet"):
                 paginator = self.client.get_paginator("describe_change_set")
@@ -136,9 +142,7 @@ class Deployment:
                 break
             time.sleep(POLL_SECONDS)
         if pages[0]["Status"] == "CREATE_COMPLETE":
-            found = [read_change(change) for page in pages for change in page["Changes"]]
-            return replace(change_set, changes=found)
-        self.discard(change_set)
+            return [read_change(change) for page in pages for change in page["Changes"]]
         reason = pages[0].get("StatusReason", "")
         if "didn't contain changes" in reason or "No updates are to be performed" in reason:
             return None
@@ -147,12 +151,18 @@ class Deployment:
         )
 
     def discard(self, change_set: ChangeSet) -> None:
-        """Removes a change set, and the empty stack that it made."""
+        """Removes a change set, and the empty stack under it unless others wait there."""
         with service_errors("DeleteChangeSet"):
             self.client.delete_change_set(ChangeSetName=change_set.id)
-        if change_set.creates:
+        if change_set.creates and not self.waiting(change_set.stack_id) - {change_set.id}:
             with service_errors("DeleteStack"):
                 self.client.delete_stack(StackName=change_set.stack_id)
+
+    def waiting(self, stack_id: str) -> set[str]:
+        """The ids of the change sets that wait under a stack's name."""
+        with service_errors("ListChangeSets"):
+            pages = self.client.get_paginator("list_change_sets").paginate(StackName=stack_id)
+            return {each["ChangeSetId"] for page in pages for each in page["Summaries"]}
 
     def execute(self, change_set: ChangeSet) -> Stack:
         """Makes the changes, and waits for their end.
@@ -206,13 +216,15 @@ class Deployment:
         return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
 
     def removal(self) -> Removal | None:
-        """What destroy would do; None where there is no stack.
+        """What destroy would do; None where there is no stack, or one of changes that wait alone.
 
         Raises:
             InputError, ServiceError: as plan.
         """
         raw = self.changeable()
-        return self.read_removal(raw) if raw and raw["StackStatus"] != REVIEW else None
+        if raw is None or (raw["StackStatus"] == REVIEW and self.waiting(raw["StackId"])):
+            return None
+        return self.read_removal(raw)
 
     def read_removal(self, raw: dict[str, Any]) -> Removal:
         with service_errors("ListStackResources"):

@@ -112,6 +112,11 @@ class Settings(BaseSettings):
         return self.region or os.environ.get("AWS_REGION", "")
 
     @property
+    def aws_profile(self) -> str:
+        """The profile that was said; '' is the AWS configuration's default."""
+        return self.profile or os.environ.get("AWS_PROFILE", "")
+
+    @property
     def reaches_aws(self) -> bool:
         """Whether something says that AWS is in use; without it, no command makes a call there."""
         if self.region or self.profile or self.store.startswith("s3://"):
@@ -131,7 +136,7 @@ class Settings(BaseSettings):
 
     @property
     def last_stacks(self) -> Path:
-        """What was last seen of stacks from here, by region and name."""
+        """What was last seen of stacks from here, by region, profile and name."""
         return self.home / "stacks.json"
 
     @property

@@ -1,7 +1,7 @@
 """The stack of infra/template.yaml as the other commands find and use it; launcher.infra makes it.
 
 Its outputs say where the store is and which role SageMaker acts as, so that nobody types them. What
-was last seen of a stack lies in HOME/stacks.json, for a dry run, which calls nobody.
+was last seen of a stack, by whom, lies in HOME/stacks.json, for a dry run, which calls nobody.
 """
 
 from __future__ import annotations
@@ -151,15 +151,20 @@ def remember(settings: Settings, region: str, stack: Stack | None) -> None:
     if remembered(settings, region) == stack:
         return
     here = storage.read_cache(settings.last_stacks).get(region, {})
-    others = {name: value for name, value in here.items() if name != settings.stack}
+    others = {name: value for name, value in here.items() if name != known_as(settings)}
     if stack is not None:
-        others[settings.stack] = asdict(stack)
+        others[known_as(settings)] = asdict(stack)
     storage.write_cache(settings.last_stacks, region, others)
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as it was last seen from this machine."""
     try:
-        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][settings.stack])
+        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][known_as(settings)])
     except (KeyError, TypeError):
         return None
+
+
+def known_as(settings: Settings) -> str:
+    """The stack's name and whose it is, as each profile may be of another account."""
+    return "/".join(filter(None, (settings.aws_profile, settings.stack)))

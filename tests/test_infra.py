@@ -244,6 +244,26 @@ def test_a_change_set_that_somebody_left_is_in_nobodys_way(pending: str, cli: Cl
     assert len(boto3.client("cloudformation").describe_stacks()["Stacks"]) == 1
 
 
+def test_a_plan_that_cannot_be_read_leaves_nothing_behind(
+    account: CloudFormation, emulator: Emulator, cli: Cli
+) -> None:
+    emulator.refuse["DescribeChangeSet"] = ("Throttling", "no such luck")
+    ran = cli("infra", "deploy", "--yes")
+    assert ran.code == 1
+    assert "DescribeChangeSet" in ran.error
+    assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
+
+
+@pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
+def test_an_empty_stack_that_somebody_left_is_removed(
+    pending: str, cli: Cli, words: tuple[str, ...]
+) -> None:
+    client = boto3.client("cloudformation")
+    client.delete_change_set(ChangeSetName=pending)
+    assert cli("infra", *words).code == 0
+    assert client.describe_stacks()["Stacks"] == []
+
+
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
 def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
     pending: str, cli: Cli, words: tuple[str, ...]
@@ -478,6 +498,15 @@ def test_a_dry_run_takes_them_as_they_were_last_seen_and_asks_nobody(
     assert request["RoleArn"] == deployed.role
     assert request["OutputDataConfig"]["S3OutputPath"].startswith(deployed.store)
     assert "as last seen" in ran.err
+
+
+def test_a_stack_is_remembered_for_the_profile_that_saw_it(
+    deployed: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert remembered(load_settings(), "us-east-1") == deployed
+    assert remembered(load_settings(profile="other"), "us-east-1") is None
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert remembered(load_settings(), "us-east-1") is None
 
 
 def test_a_destroyed_stack_is_forgotten(deployed: Stack, cli: Cli) -> None:
