@@ -485,7 +485,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     failure = None
     try:
         for backend in all_backends(settings):
-            found += backend.list()
+            found += backend.list(note)
     except (InputError, ServiceError) as error:  # this machine's jobs are shown all the same
         failure = error
     found.sort(key=lambda description: description.created, reverse=True)

@@ -10,9 +10,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import fsspec
@@ -111,33 +110,41 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
 @contextmanager
 def replacing(uri: str, settings: Settings | None = None) -> Iterator[Any]:
     """A file to write, which appears under its name, whole, when the body succeeds."""
+    place = local_path(uri)
+    if place is not None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_file(place) as file:
+            yield file
+        return
     fs, path = file_system(uri, settings)
-    if local_path(uri) is None:
-        # No directories are made: on S3 that would create a misspelt bucket.
-        target = fs.open(path, "wb", autocommit=False)
-        commit = target.commit
-
-        def discard() -> None:
-            target.discard()
-            target.closed = True  # else it is sent after all, when the object is collected
-    else:
-        # Beside its place, as a rename from another file system would be a copy.
-        final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".{final.name}.{os.getpid()}{TEMPORARY}")
-        target = temporary.open("wb")
-        commit = partial(temporary.replace, final)
-
-        def discard() -> None:
-            target.close()
-            temporary.unlink()
-
+    # No directories are made: on S3 that would create a misspelt bucket.
+    target = fs.open(path, "wb", autocommit=False)
     try:
         yield target
         target.close()
-        commit()
+        target.commit()
     except BaseException:
-        discard()
+        target.discard()
+        target.closed = True  # else it is sent after all, when the object is collected
+        raise
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
+    """The same in a directory that is there.
+
+    It is on the disk before it has its name: after a loss of power it would be there and empty.
+    """
+    # Beside its place, as a rename from another file system would be a copy.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
 
 

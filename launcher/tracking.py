@@ -80,9 +80,9 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
     return find(job_id, settings or load_settings())[1]
 
 
-def jobs(settings: Settings | None = None) -> list[JobDescription]:
-    """All jobs, newest first."""
-    found = [d for backend in all_backends(settings or load_settings()) for d in backend.list()]
+def jobs(settings: Settings | None = None, tell: Tell = lambda line: None) -> list[JobDescription]:
+    """All jobs, newest first; tells which on this machine cannot be read."""
+    found = [d for backend in all_backends(settings or load_settings()) for d in backend.list(tell)]
     return sorted(found, key=lambda description: description.created, reverse=True)
 
 

@@ -284,6 +284,25 @@ def test_jobs_are_listed_newest_first(job: Finished, cli: Callable[..., Ran]) ->
     assert [described["job_id"] for described in listed] == [newer, job.job_id]
 
 
+@pytest.mark.parametrize("file", ["state.json", "job.json"])
+@pytest.mark.parametrize("content", ["", "null", "{"])
+def test_a_job_that_cannot_be_read_hides_no_other(
+    job: Finished, cli: Callable[..., Ran], file: str, content: str
+) -> None:
+    broken = job.home / "jobs/sm-nanogpt-20990101-000000-abcdef"
+    broken.mkdir()
+    (broken / "job.json").write_bytes((job.directory / "job.json").read_bytes())
+    (broken / file).write_text(content)
+    ran = cli("jobs")
+    assert ran.code == 0
+    assert [row.split()[0] for row in ran.out.splitlines()[1:]] == [job.job_id]
+    assert ran.err.count("\n") == 1
+    assert ran.err.startswith(f"job {broken.name} is left out: {broken / file} is empty or damaged")
+    ran = cli("status", broken.name)
+    assert ran.code == 1
+    assert ran.error.startswith(f"{broken / file} is empty or damaged")
+
+
 def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:
     ran = cli("jobs")
     assert (ran.code, ran.out) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launching
@@ -28,7 +30,7 @@ from launching import ENDLESS, Finished, Ran
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
-from launcher.backends.local_runner import LocalRun
+from launcher.backends.local_runner import LocalRun, Rank
 from launcher.submission import take_over
 
 MAIN = 'if __name__ == "__main__":\n'
@@ -588,6 +590,64 @@ def test_a_job_whose_earlier_checkpoints_are_gone_does_not_begin_anew(
     state = json.loads((tmp_path / "job/state.json").read_text())
     assert state["status"] == "Failed"
     assert state["reason"].startswith("ServiceError: the checkpoints to go on from are gone: ")
+
+
+def test_a_rank_whose_log_cannot_be_written_is_read_to_its_last_words(
+    tmp_path: Path, text_file: Path
+) -> None:
+    script = """
+    for name in ("algo-1.log", "job.log"):
+        (model.parents[3] / "logs" / name).mkdir()
+    print("a line\\n" * 100_000)  # more than a pipe holds
+    sys.exit("OSError: [Errno 28] No space left on device")
+    """
+    state = run_ranks(tmp_path, text_file, script)
+    assert state["status"] == "Failed"
+    assert state["reason"] == "OSError: [Errno 28] No space left on device"
+
+
+def test_a_log_that_could_not_be_written_for_a_while_says_so(
+    tmp_path: Path, text_file: Path
+) -> None:
+    log = tmp_path / "logs/job.log"
+
+    def output() -> Iterator[bytes]:
+        log.parent.mkdir()
+        yield b"one\n"
+        log.rename(tmp_path / "aside")
+        log.mkdir()
+        yield b"two\n"
+        log.rmdir()
+        (tmp_path / "aside").rename(log)
+        yield b"three\n"
+        yield b"four\n"
+
+    write_job(tmp_path, text_file)
+    process: Any = SimpleNamespace(stdout=output())
+    LocalRun(tmp_path).keep_output(Rank("algo-1", 0, process))
+    assert log.read_text().splitlines() == [
+        "one",
+        "(lines are missing here: Is a directory)",
+        "three",
+        "four",
+    ]
+
+
+def test_why_a_job_failed_is_told_though_the_disk_is_full(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_job(tmp_path, text_file)
+    run = LocalRun(tmp_path)
+    run.tell(secondary="Training")
+    monkeypatch.setattr("launcher.storage.replacing_file", full)
+    run.tell(status="Failed", reason="a reason")
+    told = json.loads((tmp_path / "state.json").read_text())
+    assert (told["status"], told["reason"]) == ("Failed", "a reason")
+    run.tell(reason="")  # which is shorter
+    assert json.loads((tmp_path / "state.json").read_text())["reason"] == ""
 
 
 def test_waiting_for_a_job_ends_when_the_job_is_deleted(

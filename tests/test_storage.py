@@ -87,6 +87,16 @@ def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "there").read_bytes() == b"old"
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "there").exists()))
+    storage.write_text(storage.to_uri(tmp_path / "there"), "text")
+    assert synced == [False]
+    assert (tmp_path / "there").read_text() == "text"
+
+
 def test_a_file_is_written_on_the_file_system_of_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

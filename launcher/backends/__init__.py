@@ -36,8 +36,8 @@ class Backend(Protocol):
     def job(self, job_id: str) -> TrainingJob:
         """What was submitted."""
 
-    def list(self) -> Iterator[JobDescription]:
-        """Newest first."""
+    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
+        """Newest first; tells which cannot be read."""
 
     def stop(self, job_id: str) -> None:
         """Asks the job to stop, and returns at once."""

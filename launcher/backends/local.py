@@ -38,7 +38,9 @@ from launcher.settings import Settings, Tell
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
-GONE = "its processes are gone: the machine was switched off, or they were killed"
+GONE = (
+    "its processes are gone: they were killed, the machine was switched off, or the disk was full"
+)
 NOT_STARTED = "it could not be started"
 
 
@@ -145,12 +147,16 @@ class LocalBackend:
             values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
         return TrainingJob(**values)
 
-    def list(self) -> Iterator[JobDescription]:
+    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         names = sorted(
             (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
         )
         for name in names:
-            description = self.describe(name)
+            try:
+                description = self.describe(name)
+            except ServiceError as error:
+                tell(f"job {name} is left out: {error}")
+                continue
             if description is not None:
                 yield description
 
@@ -270,15 +276,29 @@ def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
     return {**rows, "max_steps": max_steps} if rows else None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Raises ServiceError for a file that is there and cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ServiceError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ServiceError(
+            f"{path} is empty or damaged, so the job cannot be shown; delete {path.parent} to"
+            " delete the job"
+        )
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all, as somebody may be reading."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with storage.replacing_file(path) as file:
+        file.write(json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.backends.local import read_json, write_json
+from launcher.backends.local import json_bytes, read_json, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.job import command_line
 from launcher.settings import Settings, load_settings
@@ -59,20 +59,35 @@ class LocalRun:
     def __init__(self, directory: Path, settings: Settings | None = None) -> None:
         self.directory, self.settings = directory, settings
         record = read_json(directory / "job.json")
+        assert record is not None
         self.job: dict[str, Any] = record["job"]
         self.record: dict[str, Any] = record
         self.hosts = [f"algo-{i + 1}" for i in range(self.job["instance_count"])]
         self.stop_requested = False
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
+        self.gaps: dict[Path, str] = {}  # logs that lack their last lines, and why
         # Nobody writes into it: the ranks see its end when this process ends, however that ends.
         self.lifeline, self.held = os.pipe()
 
     def tell(self, **changes: Any) -> None:
         self.state.update(changes)
-        if not self.deleted():
-            with suppress(FileNotFoundError):  # it is, by now
-                write_json(self.directory / "state.json", self.state)
+        if self.deleted():
+            return
+        path = self.directory / "state.json"
+        try:
+            write_json(path, self.state)
+        except FileNotFoundError:  # it is deleted by now
+            pass
+        except OSError as error:
+            # On a full disk there is no room for a new file, but some in the old one's last block.
+            try:
+                with path.open("r+b") as file:
+                    file.write(json_bytes(self.state))
+                    file.truncate()
+            except OSError:
+                with suppress(OSError):
+                    print(f"{path}: {error}: {self.state}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """The job's life; every way out of a job that is there leaves a state that says why."""
@@ -283,11 +298,15 @@ class LocalRun:
             raise Stopped
         reason = find_reason(failed, ranks)
         for host in {rank.host for rank in failed}:
-            (self.base(host) / "output" / "failure").write_text(reason)
+            with suppress(OSError):  # the state has it too
+                (self.base(host) / "output" / "failure").write_text(reason)
         return reason
 
     def keep_output(self, rank: Rank) -> None:
-        """Copies what a rank prints into its host's log and the job's, line by line."""
+        """Copies what a rank prints into its host's log and the job's, line by line.
+
+        Where they cannot be written it is read all the same: a rank with a full pipe would wait.
+        """
         assert rank.process.stdout is not None
         host_log = self.directory / "logs" / f"{rank.host}.log"
         job_log = self.directory / "logs" / "job.log"
@@ -296,11 +315,16 @@ class LocalRun:
             line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
             if ERROR_LINE.match(line):
                 rank.error = (time.monotonic(), line)
-            with self.log_lock, suppress(FileNotFoundError):
-                with host_log.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-                with job_log.open("a", encoding="utf-8") as file:
-                    file.write(f"{speaker}{line}\n")
+            with self.log_lock:
+                for path, text in ((host_log, line), (job_log, f"{speaker}{line}")):
+                    why = self.gaps.get(path)
+                    gap = f"(lines are missing here: {why})\n" if why else ""
+                    try:
+                        with path.open("a", encoding="utf-8") as file:
+                            file.write(f"{gap}{text}\n")
+                        self.gaps.pop(path, None)
+                    except OSError as error:
+                        self.gaps[path] = str(error.strerror)
 
     # -- after ------------------------------------------------------------------------------------
 
@@ -311,11 +335,12 @@ class LocalRun:
             return "ServiceError: the training ended well but left nothing in its model directory"
         for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
             target = self.directory / "output" / f"{name}.tar.gz"
-            temporary = target.with_name(f".{target.name}.tmp")
-            with tarfile.open(temporary, "w:gz", compresslevel=1) as tar:
+            with (
+                storage.replacing_file(target) as file,
+                tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
+            ):
                 for path in sorted(source.rglob("*")):
                     tar.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
-            temporary.replace(target)
         return None
 
 

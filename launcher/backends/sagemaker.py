@@ -311,7 +311,7 @@ class SageMakerBackend:
             )
         return place, json.loads(document)
 
-    def list(self) -> Iterator[JobDescription]:
+    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
         search = {
             "Resource": "TrainingJob",
