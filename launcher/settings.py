@@ -180,6 +180,8 @@ def load_settings(**said: str | None) -> Settings:
         raise InputError(f"setting {name}={first['input']!r}: {reason}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{default_home() / 'config.toml'}: not TOML: {error}") from None
+    except RuntimeError as error:  # `~` of nobody
+        raise InputError(f"{error} SM_NANOGPT_HOME names the directory to keep things in") from None
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; SM_NANOGPT_HOME names another directory to keep"

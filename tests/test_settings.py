@@ -104,6 +104,14 @@ def test_a_home_that_cannot_be_made_is_an_error_that_says_how_to_choose_another(
         load_settings()
 
 
+def test_a_home_of_nobody_is_an_error_that_says_how_to_choose_another(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_HOME", "~nobody-of-that-name/here")
+    with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
+        load_settings()
+
+
 def test_the_store_option_sends_an_upload_elsewhere(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
