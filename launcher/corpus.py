@@ -283,8 +283,8 @@ def get_corpus(
 ) -> Path:
     """A text to begin with, as a file in the cache.
 
-    `shakespeare` is downloaded from its public home and held against its SHA-256; `python-docs` is
-    the language reference inside every CPython.
+    `shakespeare` is downloaded and held against its SHA-256; `python-docs` is the language
+    reference inside every CPython.
 
     Raises:
         InputError: there is no such corpus.

@@ -26,8 +26,8 @@ def default_home() -> Path:
 
 
 PREFIX = "SM_NANOGPT_"
-# What the training script is told by who starts it, and where the tests find the toolkit.
-NO_SETTINGS = {"SM_NANOGPT_CONTRACT_PYTHON", "SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
+# What the training script is told by who starts it.
+NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
 
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 

@@ -36,7 +36,7 @@ def remedies(instance: str) -> dict[str, str]:
 
 
 def all_backends(settings: Settings) -> Iterator[Backend]:
-    """The homes, this machine first; the next is not touched before it is asked for."""
+    """The places for jobs, this machine first; the next is not touched before it is asked for."""
     from launcher.backends.local import LocalBackend
 
     yield LocalBackend(settings)
@@ -59,10 +59,10 @@ def backend_for(instance: str, settings: Settings) -> Backend:
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
-    """The home of a job, and the job as it stands.
+    """The place of a job, and the job as it stands.
 
     Raises:
-        ServiceError: no home knows the id.
+        ServiceError: no place knows the id.
     """
     backend = None
     for backend in all_backends(settings):

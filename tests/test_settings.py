@@ -90,7 +90,7 @@ def test_a_variable_that_is_no_setting_is_refused_with_the_one_that_may_be_meant
     assert "SM_NANOGPT_MAX_COST?" in ran.error
 
 
-@pytest.mark.parametrize("name", ["LAUNCHER", "LIFELINE", "CONTRACT_PYTHON"])
+@pytest.mark.parametrize("name", ["LAUNCHER", "LIFELINE"])
 def test_a_variable_of_the_project_that_is_no_setting_is_let_be(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

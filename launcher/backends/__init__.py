@@ -1,4 +1,4 @@
-"""The homes that jobs run in, behind one small protocol."""
+"""The places that jobs run in, behind one small protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launcher.settings import Tell
 
 
 class Backend(Protocol):
-    """A home for jobs."""
+    """A place that jobs run in."""
 
     @property
     def place(self) -> str:
@@ -21,7 +21,7 @@ class Backend(Protocol):
         """How often to ask about a job that is waited for."""
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        """The script's Config of the job. Raises InputError for what this home cannot do."""
+        """The script's Config of the job. Raises InputError for what this place cannot do."""
 
     def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
         """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot
@@ -31,7 +31,7 @@ class Backend(Protocol):
         """Starts a job that was checked and whose data is a URI."""
 
     def describe(self, job_id: str) -> JobDescription | None:
-        """None when the job is not of this home."""
+        """None when the job is not of this place."""
 
     def job(self, job_id: str) -> TrainingJob:
         """What was submitted."""

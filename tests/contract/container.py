@@ -30,9 +30,7 @@ import pytest
 from runs import SCRIPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PYTHON = Path(
-    os.environ.get("SM_NANOGPT_CONTRACT_PYTHON", REPOSITORY / ".venv-contract/bin/python")
-)
+PYTHON = Path(os.environ.get("TOOLKIT_PYTHON", REPOSITORY / ".venv-contract/bin/python"))
 LIMIT = 240.0  # seconds until a job counts as hung; some test machines are slow
 SSHD = "/usr/sbin/sshd"
 
