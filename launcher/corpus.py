@@ -177,23 +177,23 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 
 
 def last_upload(settings: Settings, offline: bool = False) -> str:
-    """The URI of the data set that was last uploaded from here; if none was, by anybody.
+    """The URI of the data set that was last uploaded from here to the store; else by anybody.
 
     Others upload to a shared store too, so what they did counts only where nothing is noted here.
-    From here means: to the store, or to this machine's own, where text stays if the account cannot
-    be asked; and to any store where none is set, as it may have gone to a stack's. Offline, no
-    remote store is asked.
+    Once something went there from here, so does what stayed on this machine later, as it does where
+    the account cannot be asked. Where no store is set, any upload from here counts, as it may have
+    gone to a stack's. Offline, no remote store is asked.
 
     Raises:
         InputError: nothing was uploaded yet, or it is no longer there.
     """
     again = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
-    wanted = {place(settings.data_store), place(settings.local_store)}
-    noted = [
-        uri for store, uri in read_noted(settings).items() if not settings.store or store in wanted
-    ]
-    if noted:
-        uri = noted[-1]
+    here, there = place(settings.local_store), place(settings.data_store)
+    noted = read_noted(settings)
+    counts = {here, there} if there in noted else set()
+    uris = [uri for store, uri in noted.items() if not settings.store or store in counts]
+    if uris:
+        uri = uris[-1]
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
@@ -201,10 +201,10 @@ def last_upload(settings: Settings, offline: bool = False) -> str:
         )
     else:
         pointer = storage.read_text(latest_uri(settings), settings)
-        if pointer is None:
+        if pointer is None and here not in noted:
             raise InputError(f"nothing was uploaded to {settings.data_store} yet: {again}")
         try:
-            uri = str(json.loads(pointer)["uri"])
+            uri = noted[here] if pointer is None else str(json.loads(pointer)["uri"])
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
     asks = not offline or storage.local_path(uri) is not None

@@ -95,16 +95,20 @@ class Settings(BaseSettings):
 
     @property
     def s3_options(self) -> dict[str, Any]:
-        """What s3fs is given, so that it acts as boto3 does: the same person in the same place."""
-        options: dict[str, Any] = {}
-        if self.profile:
-            options["profile"] = self.profile
-        if self.aws_region:
-            options["client_kwargs"] = {"region_name": self.aws_region}
-        if self.kms_key:
-            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
-            options["s3_additional_kwargs"] = encryption
-        return options
+        """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
+
+        What is said goes over fsspec's own configuration, of which boto3 knows nothing; None leaves
+        it to AWS's.
+        """
+        encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
+        return {
+            **dict.fromkeys(("key", "secret", "token", "endpoint_url")),
+            "anon": False,
+            "profile": self.profile or None,
+            "client_kwargs": {"region_name": self.aws_region} if self.aws_region else {},
+            "config_kwargs": {},
+            "s3_additional_kwargs": encryption if self.kms_key else {},
+        }
 
     @property
     def aws_region(self) -> str:

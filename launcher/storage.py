@@ -1,6 +1,6 @@
 """Bytes in and out of a store: `s3://bucket/prefix` or a local directory, through one code path.
 
-The settings say as whom and where S3 is asked; without them, it is as the AWS configuration has it.
+The settings say as whom and where S3 is asked; None stands for those in force.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fsspec
 
 from launcher.aws import max_attempts, why
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings
+from launcher.settings import Settings, load_settings
 
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
@@ -97,7 +97,7 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     if path is not None:
         return fsspec.filesystem("file"), str(path)
     protocol = uri.partition("://")[0]
-    options = settings.s3_options if settings is not None and protocol == "s3" else {}
+    options = (settings or load_settings()).s3_options if protocol == "s3" else {}
     max_attempts()  # which the file system reads as well
     try:
         with reported(uri):

@@ -143,6 +143,7 @@ def take_over(
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
     if job.entry_point is None:  # whose presets the words of this job mean
+        backend.check_script(job.resume, before)
         job = job.model_copy(update={"entry_point": before.entry_point})
     sent, known = earlier.hyperparameters, job.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):

@@ -18,7 +18,7 @@ from launching import Ran
 
 from launcher import corpus, upload_data
 from launcher.corpus import find_upload, last_upload
-from launcher.settings import load_settings
+from launcher.settings import Settings, load_settings
 from launcher.storage import local_path
 
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
@@ -258,6 +258,20 @@ def test_launch_takes_the_last_upload_and_names_it(
     last = cli("upload-data", str(source)).out.strip()
     ran = cli(*launching.launching("--detach"))
     assert f"data: {last} (the last upload)" in ran.err
+
+
+def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
+    tmp_path: Path, home: Path, source: Path, text_file: Path
+) -> None:
+    store = str(tmp_path / "shared")
+    mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
+    upload_data(text_file, mine.model_copy(update={"store": ""}))  # stayed there
+    theirs = upload_data(source, other).uri
+    assert last_upload(mine) == theirs
+    ours = upload_data(text_file, mine).uri
+    upload_data(source, other)
+    assert last_upload(mine) == last_upload(mine, offline=True) == ours
+    assert last_upload(other) == theirs
 
 
 def test_one_store_is_known_by_all_its_spellings(

@@ -247,7 +247,7 @@ def test_a_change_set_that_somebody_left_is_in_nobodys_way(pending: str, cli: Cl
 def test_a_plan_that_cannot_be_read_leaves_nothing_behind(
     account: CloudFormation, emulator: Emulator, cli: Cli
 ) -> None:
-    emulator.refuse["DescribeChangeSet"] = ("Throttling", "no such luck")
+    emulator.refuse["DescribeChangeSet"] = ("AccessDenied", "no such luck")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
     assert "DescribeChangeSet" in ran.error

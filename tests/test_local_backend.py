@@ -196,7 +196,8 @@ def seen_by(cluster: Finished, rank: int) -> dict[str, Any]:
 
 def test_two_hosts_of_two_processes_are_one_group_with_one_model(cluster: Finished) -> None:
     log = (cluster.directory / "logs/job.log").read_text()
-    assert log.count("2 hosts x 2 CPU = 4 processes in one group") == 1
+    said = "2 hosts x 2 CPU = 4 processes in one group (launched by sm-nanogpt;"
+    assert log.count(said) == 1
     assert (cluster.directory / "hosts/algo-1/model/model.safetensors").exists()
     assert not list((cluster.directory / "hosts/algo-2/model").iterdir())
 
@@ -554,6 +555,21 @@ def test_of_a_long_curve_the_newest_numbers_of_each_kind_are_told(
     with path.open("a") as file:
         file.write('{"step": 10000, "train')  # a line that is being written
     assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
+
+
+def test_numbers_at_the_edge_of_what_is_read_of_a_curve_are_told_all_the_same(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    evaluated = {"step": 1, "train_loss": 1.5, "val_loss": 1.25}
+    for rows in range(2, 700):
+        with path.open("w") as file:
+            for step in range(1, rows):
+                row = {"step": step, "train_loss": 1.5}
+                file.write(json.dumps(row if step % 250 else {**evaluated, "step": step}) + "\n")
+        read = last_metrics(path, rows)
+        assert read is not None
+        assert ("val_loss" in read) == (rows > 250)
 
 
 def test_the_newest_numbers_of_a_long_curve_are_read_from_its_end(tmp_path: Path) -> None:

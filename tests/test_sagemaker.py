@@ -36,7 +36,7 @@ from entry_point import train
 from launcher import InputError, Settings, TrainingJob
 from launcher.aws import why
 from launcher.backends.estimator import training_image
-from launcher.backends.sagemaker import SageMakerBackend
+from launcher.backends.sagemaker import SageMakerBackend, source_archive
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.submission import new_job_id
 
@@ -752,27 +752,42 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
 def test_a_resumed_job_runs_the_edited_script_as_it_was_run_unless_another_is_named(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    def sent(job_id: str) -> bytes:
-        key = f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
-        return bytes(s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read())
+    def archive(job_id: str) -> str:
+        return f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
 
-    def resumed(job_id: str, *words: str) -> str:
-        ran = cli("launch", "--resume", job_id, *words)
+    def sent(job_id: str) -> bytes:
+        return bytes(s3.get_object(Bucket=s3.bucket, Key=archive(job_id))["Body"].read())
+
+    def resumed(*words: str) -> str:
+        ran = cli("launch", "--resume", first, *words)
         assert ran.code == 0, ran.err
         return ran.out.strip()
 
     mine = launching.edited(tmp_path / "mine.py", ("of the initial weights", "of mine"))
     first = stopped(s3, cli, text_file, "--entry-point", str(mine))
-    mine.unlink()
-    second = resumed(first)
-    assert sent(second) == sent(first)
-    key = f"some/prefix/checkpoints/{second}/checkpoint-00000020.safetensors"
-    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
-    assert cli("stop", second).code == 0
-    assert sent(resumed(second)) == sent(first)
+    assert sent(resumed()) == sent(first)
     launching.edited(mine, ("of the initial weights", "of my other one"))
-    third = resumed(first, "--entry-point", str(mine))
-    assert sent(third) != sent(first)
+    for _ in ("another", "none"):
+        ran = cli("launch", "--resume", first)
+        assert ran.code == 2
+        assert f"{archive(first)}: name a script with --entry-point" in ran.error
+        mine.unlink(missing_ok=True)
+    other = launching.edited(tmp_path / "other.py", ("of the initial weights", "of another"))
+    s3.delete_object(Bucket=s3.bucket, Key=archive(first))
+    assert resumed("--entry-point", str(other))
+
+
+def test_code_from_the_store_is_not_executed_here(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    mine = launching.edited(tmp_path / "mine.py")
+    first = stopped(s3, cli, text_file, "--entry-point", str(mine))
+    evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n".encode()
+    key = f"some/prefix/jobs/{first}/source/sourcedir.tar.gz"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=source_archive(evil))
+    assert cli("launch", "--resume", first).code == 2
+    assert cli("launch", "--resume", first, "--dry-run").code == 2
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
@@ -789,6 +804,7 @@ def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
         ran = cli("launch", "--resume", earlier)
         assert ran.code == 1
         assert "source/sourcedir.tar.gz: " in ran.error
+        assert "name the script with --entry-point" in ran.error
 
 
 @pytest.mark.parametrize(

@@ -240,12 +240,16 @@ def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name:
     assert copy.read_bytes() == b"content"
 
 
-def test_each_settings_reaches_s3_as_it_says(home: Path, tmp_path: Path) -> None:
+def test_each_settings_reaches_s3_as_it_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"endpoint_url": "http://elsewhere", "profile": "other", "client_kwargs": {"a": "b"}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", others)
     fsspec_had = dict(fsspec.config.conf)
     near, far = load_settings(region="us-east-1"), load_settings(region="eu-west-1")
     for settings in (near, far, near):
         fs, _ = storage.file_system("s3://bucket/key", settings)
         assert fs.client_kwargs == {"region_name": settings.region}
+        assert fs.endpoint_url is None
+        assert fs.storage_options["profile"] is None
     assert dict(fsspec.config.conf) == fsspec_had  # which belongs to others in this process too
 
 

@@ -36,6 +36,9 @@ class Backend(Protocol):
     def job(self, job_id: str) -> TrainingJob:
         """What was submitted."""
 
+    def check_script(self, job_id: str, job: TrainingJob) -> None:
+        """Raises InputError unless the entry_point of a job that was submitted is as it was run."""
+
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         """Newest first; tells which cannot be read."""
 

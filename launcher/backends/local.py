@@ -147,6 +147,9 @@ class LocalBackend:
             values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
         return TrainingJob(**values)
 
+    def check_script(self, job_id: str, job: TrainingJob) -> None:
+        """It is the copy that was run."""
+
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         names = sorted(
             (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
@@ -263,7 +266,8 @@ def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
     rows: dict[str, Any] = {}
     if path.exists():
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            if file.seek(max(0, path.stat().st_size - TAIL_BYTES)):
+                file.readline()  # of which the beginning may be cut off
             lines = file.read()
             if b'"val_loss"' not in lines:  # its evaluations are far apart
                 file.seek(0)
@@ -271,7 +275,7 @@ def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
         for line in lines.splitlines():
             try:
                 rows.update(json.loads(line))
-            except ValueError:  # a line that is being written, or whose beginning is cut off
+            except ValueError:  # a line that is being written
                 continue
     return {**rows, "max_steps": max_steps} if rows else None
 

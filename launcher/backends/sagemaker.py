@@ -215,7 +215,7 @@ class SageMakerBackend:
             price = prices.of(description.instance) if description else None
             if description is None or price is None:
                 raise InputError(f"what the earlier job {job_id} has cost is not known")
-            job = TrainingJob(**self.record(job_id)[1])
+            job = self.job(job_id)
             total += money.cost_of(description, price, now)
         return total
 
@@ -289,27 +289,32 @@ class SageMakerBackend:
         return describe_job(raw, newest_checkpoint(names))
 
     def job(self, job_id: str) -> TrainingJob:
-        place, record = self.record(job_id)
-        if "entry_point" in record:  # the script that was run, not what became of the file
-            script = self.settings.cache_dir / "scripts" / job_id / "train.py"
-            archive = storage.join(place, "source", "sourcedir.tar.gz")
-            storage.write_bytes(str(script), read_script(archive, self.settings))
-            record["entry_point"] = str(script)
-        return TrainingJob(**record)
-
-    def record(self, job_id: str) -> tuple[str, dict[str, Any]]:
-        """The prefix of a job's files, and what was submitted, in the submitter's words."""
-        raw = self.raw(job_id) or {}
-        prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
-        place = storage.join(prefix, job_id)
-        document = None
-        if prefix:
-            document = storage.read_text(storage.join(place, "job.json"), self.settings)
+        files = self.files_of(job_id)
+        document = storage.read_text(storage.join(files, "job.json"), self.settings)
         if document is None:
-            raise ServiceError(
-                f"job {job_id} was not launched by sm-nanogpt, or from another store"
+            raise ServiceError(f"job {job_id} was not launched by sm-nanogpt")
+        return TrainingJob(**json.loads(document))
+
+    def check_script(self, job_id: str, job: TrainingJob) -> None:
+        """Compares with the archive that was sent; code from there, which others may write to, is
+        not executed here."""
+        if job.entry_point is None:
+            return
+        archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
+        ran = read_script(archive, self.settings)
+        if not job.entry_point.is_file() or job.entry_point.read_bytes() != ran:
+            raise InputError(
+                f"job {job_id} did not run {job.entry_point} as it is now, but the train.py in"
+                f" {archive}: name a script with --entry-point"
             )
-        return place, json.loads(document)
+
+    def files_of(self, job_id: str) -> str:
+        """The prefix of a job's files, in whichever store it was launched to."""
+        raw = self.raw(job_id) or {}
+        prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath")
+        if not prefix:
+            raise ServiceError(f"job {job_id} was not launched by sm-nanogpt")
+        return storage.join(prefix, job_id)
 
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
@@ -495,11 +500,14 @@ def read_script(archive: str, settings: Settings) -> bytes:
     """The train.py of a job's sourcedir.tar.gz. Raises ServiceError if it cannot be had."""
     content = storage.read_bytes(archive, settings)
     if content is None:
-        raise ServiceError(f"{archive}: nothing is there, so the job's script is not known")
+        raise ServiceError(f"{archive}: nothing is there; name the script with --entry-point")
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             file = tar.extractfile("train.py")
             assert file is not None
             return file.read()
     except (tarfile.TarError, zlib.error, EOFError, OSError, KeyError) as error:
-        raise ServiceError(f"{archive}: no train.py can be read from it ({error})") from None
+        raise ServiceError(
+            f"{archive}: no train.py can be read from it ({error}); name the script with"
+            " --entry-point"
+        ) from None
