@@ -18,7 +18,7 @@ test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/cfn-lint infra/template.yaml
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 emulator: .venv/installed-for-tests .venv-contract/installed
 	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py

@@ -297,7 +297,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         n_embd=192,
         block_size=1024,
         batch_size=2,
-        max_steps=2150,
+        max_steps=1900,
         weight_decay=0.1,
         short_windows=0.9,
         eval_interval=500,
@@ -676,7 +676,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
             world_size=number("OMPI_COMM_WORLD_SIZE"),
             local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-            launcher="mpirun",
+            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
         )
     else:
         return None
@@ -744,11 +744,15 @@ def cpu_processes(config: Config, n_hosts: int = 1) -> int:
     if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
         return 1
     shares = config.batch_size // config.gradient_accumulation_steps
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a number for each nesting
-    threads = int(said) if said.isdecimal() else 1
-    at_once = min(available_cores() // max(1, threads), 8)
+    at_once = min(available_cores() // (threads_said() or 1), 8)
     fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
     return next(fits, 1)
+
+
+def threads_said() -> int:
+    """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(said) if said.isdecimal() else 0
 
 
 def spawn(container: Container, n_local: int) -> int:
@@ -2714,7 +2718,8 @@ class Trainer:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
             if self.chief:
                 self.unsaved_best = {
-                    name: weights.detach().clone() for name, weights in self.weights().items()
+                    name: weights.detach().to("cpu", copy=True)
+                    for name, weights in self.weights().items()
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
@@ -2860,7 +2865,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         device = torch.device("cuda", ranks.local_rank)
     else:
         device = torch.device(kind)
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not threads_said():
         torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
@@ -2885,8 +2890,8 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
     if trainer.chief:
-        hosts = ranks.world_size // ranks.local_world_size
         where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
         say(
             f"running on {hosts} host{'s' * (hosts > 1)} x"

@@ -435,12 +435,15 @@ def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint
     assert torch.equal(model.embed.weight, seen[1])
 
 
-def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(tmp_path: Path) -> None:
+def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = trainer_of(tmp_path, eval_interval=5, checkpoint_seconds=3600)
     trainer.step, trainer.checkpoint_cost = 4, 1.0
-    trainer.saved_at = time.monotonic() - 49
+    monkeypatch.setattr(train.time, "monotonic", lambda: 1000.0)
+    trainer.saved_at = 951.0
     assert trainer.wish() == train.NOTHING
-    trainer.saved_at -= 2
+    trainer.saved_at = 949.0
     assert trainer.wish() == train.CHECKPOINT
     trainer.step = 5  # the step that comes is not evaluated
     assert trainer.wish() == train.NOTHING

@@ -444,6 +444,7 @@ def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
     ]
     first, *_ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
     assert first.status == 0, first.output
+    assert "running on 2 hosts x 1 CPU = 3 processes in one group" in first.output
 
 
 @pytest.mark.parametrize("option", ["out", "validation"])

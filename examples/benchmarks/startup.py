@@ -131,7 +131,7 @@ def tokenising(
 
 def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
     """Adds what goes by between two steps' lines beyond the step, with a checkpoint after each."""
-    steps = 20
+    steps = 5 if args.quick else 20
     shape = {**SHAPES["quick" if args.quick else "baby"], "batch_size": 1, "device": "cpu"}
     words = {**shape, "max_steps": steps, "log_interval": 1, "checkpoint_seconds": 0, **args.ours}
 
