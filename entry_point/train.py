@@ -751,7 +751,7 @@ def cpu_processes(config: Config, n_hosts: int = 1) -> int:
 
 def threads_said() -> int:
     """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(said) if said.isdecimal() else 0
 
 
@@ -2893,9 +2893,9 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
     if trainer.chief:
         where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
+        each = f"{ranks.local_world_size} " * (hosts * ranks.local_world_size == ranks.world_size)
         say(
-            f"running on {hosts} host{'s' * (hosts > 1)} x"
-            f" {ranks.local_world_size} {where} = {ranks.world_size}"
+            f"running on {hosts} host{'s' * (hosts > 1)} x {each}{where} = {ranks.world_size}"
             f" process{'es' * (ranks.world_size > 1)} in one group"
             f" (launched by {ranks.launcher}; {trainer.machine};"
             f" {torch.get_num_threads()} CPU threads each)"

@@ -176,41 +176,54 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
 
 
-def last_upload(settings: Settings, offline: bool = False) -> str:
-    """The URI of the data set that was last uploaded from here to the store; else by anybody.
+def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
+    """The URI of the data set that was last uploaded from here; where none was, by anybody.
 
-    Others upload to a shared store too, so what they did counts only where nothing is noted here.
-    Once something went there from here, so does what stayed on this machine later, as it does where
-    the account cannot be asked. Where no store is set, any upload from here counts, as it may have
-    gone to a stack's. Offline, no remote store is asked.
+    From here means to the store, or to this machine's own, where text stays if the account cannot
+    be asked; and to any where no store is set, as it may have gone to a stack's. Others upload to a
+    shared store too: where nothing went there from here, what they did and what stayed here may
+    both be meant, unless the job is local. Offline, no remote store is asked.
 
     Raises:
-        InputError: nothing was uploaded yet, or it is no longer there.
+        InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
     """
     again = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
     here, there = place(settings.local_store), place(settings.data_store)
     noted = read_noted(settings)
-    counts = {here, there} if there in noted else set()
-    uris = [uri for store, uri in noted.items() if not settings.store or store in counts]
-    if uris:
-        uri = uris[-1]
+    mine = [uri for store, uri in noted.items() if not settings.store or store in (here, there)]
+    if mine and (not settings.store or there in noted or local or offline):
+        uri = mine[-1]
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
             f" what others have uploaded: {again}"
         )
     else:
-        pointer = storage.read_text(latest_uri(settings), settings)
-        if pointer is None and here not in noted:
+        theirs = last_of_store(settings)
+        if theirs and mine:
+            raise InputError(
+                f"{mine[-1]} was uploaded here, and {theirs} is the last upload to"
+                f" {settings.data_store}: name one of them with --data"
+            )
+        if not theirs and not mine:
             raise InputError(f"nothing was uploaded to {settings.data_store} yet: {again}")
-        try:
-            uri = noted[here] if pointer is None else str(json.loads(pointer)["uri"])
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"{latest_uri(settings)} cannot be read: {again}") from None
+        uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
     if asks and find_upload(uri, settings) is None:
         raise InputError(f"the last upload, {uri}, is no longer whole: {again}")
     return uri
+
+
+def last_of_store(settings: Settings) -> str | None:
+    """The last upload to the store, by anybody. Raises InputError if its pointer is damaged."""
+    pointer = storage.read_text(latest_uri(settings), settings)
+    try:
+        return None if pointer is None else str(json.loads(pointer)["uri"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{latest_uri(settings)} cannot be read: run `sm-nanogpt upload-data FILE`, or name the"
+            " text with --data"
+        ) from None
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:

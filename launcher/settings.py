@@ -97,12 +97,12 @@ class Settings(BaseSettings):
     def s3_options(self) -> dict[str, Any]:
         """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
 
-        What is said goes over fsspec's own configuration, of which boto3 knows nothing; None leaves
+        fsspec's own configuration of these is not taken, as boto3 knows nothing of it; None leaves
         it to AWS's.
         """
         encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
         return {
-            **dict.fromkeys(("key", "secret", "token", "endpoint_url")),
+            **dict.fromkeys(("key", "secret", "token", "username", "password", "endpoint_url")),
             "anon": False,
             "profile": self.profile or None,
             "client_kwargs": {"region_name": self.aws_region} if self.aws_region else {},

@@ -16,7 +16,7 @@ import launching
 import pytest
 from launching import Ran
 
-from launcher import corpus, upload_data
+from launcher import InputError, corpus, upload_data
 from launcher.corpus import find_upload, last_upload
 from launcher.settings import Settings, load_settings
 from launcher.storage import local_path
@@ -265,9 +265,12 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
 ) -> None:
     store = str(tmp_path / "shared")
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
-    upload_data(text_file, mine.model_copy(update={"store": ""}))  # stayed there
+    stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
+    assert last_upload(mine) == last_upload(mine, offline=True) == stayed
     theirs = upload_data(source, other).uri
-    assert last_upload(mine) == theirs
+    with pytest.raises(InputError, match=f"{stayed} .* {theirs} .*name one of them with --data"):
+        last_upload(mine)
+    assert last_upload(mine, local=True) == stayed
     ours = upload_data(text_file, mine).uri
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine, offline=True) == ours

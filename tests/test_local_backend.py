@@ -561,15 +561,14 @@ def test_numbers_at_the_edge_of_what_is_read_of_a_curve_are_told_all_the_same(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    evaluated = {"step": 1, "train_loss": 1.5, "val_loss": 1.25}
-    for rows in range(2, 700):
+    for rows in range(735, 765):  # the row with val_loss comes into what is read, byte by byte
         with path.open("w") as file:
             for step in range(1, rows):
                 row = {"step": step, "train_loss": 1.5}
-                file.write(json.dumps(row if step % 250 else {**evaluated, "step": step}) + "\n")
+                file.write(json.dumps(row if step != 250 else {**row, "val_loss": 1.25}) + "\n")
         read = last_metrics(path, rows)
         assert read is not None
-        assert ("val_loss" in read) == (rows > 250)
+        assert read["val_loss"] == 1.25
 
 
 def test_the_newest_numbers_of_a_long_curve_are_read_from_its_end(tmp_path: Path) -> None:

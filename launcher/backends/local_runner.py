@@ -193,7 +193,7 @@ class LocalRun:
                 kept["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in kept else every
             )
             kept["CUDA_VISIBLE_DEVICES"] = ",".join(chosen[index * gpus : (index + 1) * gpus])
-        if "OMP_NUM_THREADS" not in kept and len(self.hosts) > 1:
+        if not kept.get("OMP_NUM_THREADS") and len(self.hosts) > 1:
             # Each host of a job believes that the machine is its own.
             ranks = len(self.hosts) * self.record["processes_per_host"]
             kept["OMP_NUM_THREADS"] = str(max(1, available_cpus() // ranks))

@@ -290,9 +290,10 @@ class SageMakerBackend:
 
     def job(self, job_id: str) -> TrainingJob:
         files = self.files_of(job_id)
-        document = storage.read_text(storage.join(files, "job.json"), self.settings)
+        record = storage.join(files, "job.json")
+        document = storage.read_text(record, self.settings)
         if document is None:
-            raise ServiceError(f"job {job_id} was not launched by sm-nanogpt")
+            raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
         return TrainingJob(**json.loads(document))
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
@@ -302,7 +303,11 @@ class SageMakerBackend:
             return
         archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
         ran = read_script(archive, self.settings)
-        if not job.entry_point.is_file() or job.entry_point.read_bytes() != ran:
+        try:
+            same = job.entry_point.read_bytes() == ran
+        except OSError:
+            same = False
+        if not same:
             raise InputError(
                 f"job {job_id} did not run {job.entry_point} as it is now, but the train.py in"
                 f" {archive}: name a script with --entry-point"
@@ -313,7 +318,7 @@ class SageMakerBackend:
         raw = self.raw(job_id) or {}
         prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath")
         if not prefix:
-            raise ServiceError(f"job {job_id} was not launched by sm-nanogpt")
+            raise ServiceError(f"there is no job {job_id!r} {self.place}")
         return storage.join(prefix, job_id)
 
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
