@@ -25,12 +25,13 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_STEPS", "20")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are those of other tests too
     (tmp_path / "home").mkdir()
     return dict(os.environ)
 
 
 def run(
-    command: list[str | Path], cwd: Path, environment: dict[str, str], timeout: float = 120
+    command: list[str | Path], cwd: Path, environment: dict[str, str], timeout: float = 300
 ) -> str:
     """What a command prints on stdout; it has to succeed."""
     done = subprocess.run(
@@ -47,7 +48,7 @@ def test_the_script_of_the_local_loop_runs(tmp_path: Path, environment: dict[str
 
 def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
     notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     assert "val_loss" in str(notebook.cells)
 
