@@ -486,7 +486,12 @@ class Cluster:
         self.kill()
 
     def processes(self, index: int) -> list[list[str]]:
-        """The command line of each process of a host, followed by those of the ones above it."""
+        """The command line of each process of a host, followed by those of the ones above it.
+
+        There is none before all hosts are started.
+        """
+        if len(self.containers) < len(self.hosts):
+            return []
 
         def below(pid: int, above: list[str]) -> Iterator[list[str]]:
             with contextlib.suppress(OSError):  # gone meanwhile
