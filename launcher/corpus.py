@@ -33,6 +33,7 @@ CORPORA = ("shakespeare", "python-docs")
 # The shortest context of any preset: text that cannot fill one window of it, in its last tenth too,
 # trains nothing. A launch checks the context that was really asked for.
 SHORTEST_BLOCK_SIZE = 64
+AGAIN = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,6 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
     """
-    again = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
     here, there = place(settings.local_store), place(settings.data_store)
     noted = read_noted(settings)
     mine = [uri for store, uri in noted.items() if not settings.store or store in (here, there)]
@@ -196,7 +196,7 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" what others have uploaded: {again}"
+            f" what others have uploaded: {AGAIN}"
         )
     else:
         theirs = last_of_store(settings)
@@ -206,11 +206,11 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
                 f" {settings.data_store}: name one of them with --data"
             )
         if not theirs and not mine:
-            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {again}")
+            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {AGAIN}")
         uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
     if asks and find_upload(uri, settings) is None:
-        raise InputError(f"the last upload, {uri}, is no longer whole: {again}")
+        raise InputError(f"the last upload, {uri}, is no longer whole: {AGAIN}")
     return uri
 
 
@@ -220,10 +220,7 @@ def last_of_store(settings: Settings) -> str | None:
     try:
         return None if pointer is None else str(json.loads(pointer)["uri"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{latest_uri(settings)} cannot be read: run `sm-nanogpt upload-data FILE`, or name the"
-            " text with --data"
-        ) from None
+        raise InputError(f"{latest_uri(settings)} cannot be read: {AGAIN}") from None
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:
