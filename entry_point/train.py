@@ -3,7 +3,7 @@
 One file; it needs torch and the standard library alone. Copy it anywhere and run it:
 
     python train.py --data input.txt                                      # all GPUs of this machine
-    python train.py --data input.txt --processes 2                        # two processes on the CPU
+    python train.py --data input.txt --device cpu --processes 2           # two processes on the CPU
     torchrun --nproc_per_node 4 train.py --data input.txt --preset baby   # one host with four GPUs
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
         train.py --data input.txt                                          # the first of two hosts
@@ -159,7 +159,7 @@ class Config:
     )
     learning_rate: float = hyperparameter(
         0.0,
-        "peak, of the matrices (0: 0.02 with muon, 0.001 with adamw)",
+        "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
         group="schedule",
         least=0,
     )
@@ -167,7 +167,7 @@ class Config:
         0.1, "peak, of the embedding with muon", group="schedule", least=0
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak, of the head with muon", group="schedule", least=0
+        0.02, "peak, of the head with muon, also of a tied one", group="schedule", least=0
     )
     warmup_steps: int = hyperparameter(
         0, "steps of linear rise to the peak", group="schedule", least=0
@@ -506,8 +506,9 @@ def usage() -> str:
         if f.metadata["group"] != group:
             group = f.metadata["group"]
             lines += ["", f"hyperparameters of the {group}:"]
+        kept = "; as before with --resume" * f.metadata["fixed"]
         lines.append(
-            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)} (default: {f.default!r})"
+            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
         )
     return "\n".join(lines)
 
@@ -554,7 +555,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 
     Raises:
         TopologyError: the hosts cannot be learnt, or this one is not among them.
-        DataError: no text was named, or the `training` channel is missing.
+        DataError: the `training` channel is missing, or a channel is no directory.
+        ConfigError: --out or --validation, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
     config_file = base / "input/config/resourceconfig.json"

@@ -75,8 +75,8 @@ JOB_ID = click.argument("job_id", metavar="JOB-ID")
     "--store",
     metavar="URL",
     callback=a_place,
-    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else the stack's, else"
-    " ~/.sm-nanogpt/store).",
+    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else config.toml's, else"
+    " the stack's, else ~/.sm-nanogpt/store, or for SageMaker the account's default bucket).",
 )
 @click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
 @click.option("--profile", metavar="NAME", help="AWS profile.")
@@ -201,7 +201,8 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--preset",
     metavar="NAME",
-    help="cpu (a minute on a CPU; default there), laptop (three) or baby (a GPU; default there).",
+    help="cpu (a minute on a CPU; default of local), laptop (three) or baby (for GPUs; default of"
+    " SageMaker's).",
 )
 @click.option(
     "--set",
@@ -731,6 +732,7 @@ def infra_deploy_command(
 
     \b
     Example:
+      sm-nanogpt infra deploy --dry-run
       sm-nanogpt --region eu-west-1 infra deploy
     """
     from launcher.infra import Deployment
@@ -844,9 +846,10 @@ def can_ask(settled: bool) -> None:
 
 
 def agree(question: str, yes: bool) -> None:
-    """Goes on if the person agrees; else click.Abort ends the command."""
-    if not yes:
-        click.confirm(question, abort=True, err=True)
+    """Goes on if the person agrees; else click's Exit ends the command, with exit code 1."""
+    if not yes and not click.confirm(question, err=True):
+        note("not agreed to, and not done")
+        raise click.exceptions.Exit(1)
 
 
 def print_stack(stack: Stack) -> None:

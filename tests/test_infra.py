@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import click
@@ -95,17 +96,21 @@ def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
     assert account.described == 0
 
 
-@pytest.mark.parametrize("answer", [click.Abort, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([False], "not agreed to, and not done"),
+        (click.Abort, "interrupted"),
+        (KeyboardInterrupt, "interrupted"),
+    ],
+)
 def test_a_deployment_that_is_not_agreed_to_leaves_nothing_behind(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: Any
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
 ) -> None:
-    def confirm(*words: Any, **options: Any) -> None:
-        raise answer
-
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("click.confirm", confirm)
+    monkeypatch.setattr("click.confirm", Mock(side_effect=answer))
     ran = cli("infra", "deploy")
-    assert (ran.code, ran.err.splitlines()[-1]) == (1, "interrupted")
+    assert (ran.code, ran.err.splitlines()[-1]) == (1, said)
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
@@ -160,17 +165,11 @@ def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.refuse.clear()
-    asked = []
-
-    def confirm(question: str, **options: Any) -> None:
-        asked.append(question)
-        if not agreed:
-            raise click.Abort
-
+    confirm = Mock(return_value=agreed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", confirm)
     assert cli("infra", "deploy").code == (0 if agreed else 1)
-    assert asked[0] == "Delete stack sm-nanogpt in us-east-1?"
+    assert confirm.call_args_list[0].args == ("Delete stack sm-nanogpt in us-east-1?",)
     (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
     assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
 

@@ -767,16 +767,19 @@ def test_stop_waits_for_the_checkpoint_and_says_how_to_go_on(
 def test_a_job_stopped_before_its_first_step_is_stopped_without_a_checkpoint(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
-    job = detached(cli, home, data=text_file, **ENDLESS)
+    script = launching.edited(
+        home.parent / "train.py",
+        ("    corpus = load_corpus(container, config, group)\n", "    time.sleep(1000)\n"),
+    )
+    job = detached(cli, home, "--entry-point", str(script), data=text_file, **ENDLESS)
     assert cli("stop", job.job_id).code == 0
     assert state_of(job) == "Stopped"
-    if describe(job.job_id, launching.settings_of(home)).checkpoint_uri is None:
-        ran = cli("fetch-and-sample", job.job_id)
-        assert ran.code == 1
-        assert "is Stopped; it left neither a model nor a checkpoint" in ran.error
-        resumed = cli("launch", "--instance", "local", "--resume", job.job_id)
-        assert resumed.code == 1
-        assert "no checkpoint to resume from" in resumed.error
+    ran = cli("fetch-and-sample", job.job_id)
+    assert ran.code == 1
+    assert "is Stopped; it left neither a model nor a checkpoint" in ran.error
+    resumed = cli("launch", "--instance", "local", "--resume", job.job_id)
+    assert resumed.code == 1
+    assert "no checkpoint to resume from" in resumed.error
 
 
 def test_a_stop_at_the_last_step_completes_the_job_with_its_model(

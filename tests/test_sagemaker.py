@@ -863,7 +863,7 @@ def stopped(s3: Any, cli: Callable[..., Ran], text_file: Path, *words: str) -> s
     return job_id
 
 
-def test_a_model_is_fetched_from_where_describe_says_and_only_once(
+def test_a_model_is_fetched_when_its_job_is_done_and_anew_when_its_archive_is_another(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
 ) -> None:
     archive = finished.directory / "output" / "model.tar.gz"

@@ -528,7 +528,29 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, pass
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_dropout_is_a_function_of_seed_step_and_pass(tmp_path: Path) -> None:
+def test_dropout_is_a_function_of_seed_step_pass_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
+    weights = lively(config).state_dict()
+    seeds: list[int] = []
+    monkeypatch.setattr("torch.manual_seed", seeds.append)
+
+    def seeds_of(step: int, rank: int = 0, **values: Any) -> list[int]:
+        one = trainer_of(dataclasses.replace(config, **values), tmp_path)
+        one.model.load_state_dict(weights)
+        one.group.rank, one.group.world_size = rank, rank + 1
+        seeds.clear()
+        one.forward_backward(step)
+        return seeds.copy()
+
+    assert seeds_of(3) == seeds_of(3)
+    every = [*seeds_of(3), *seeds_of(4), *seeds_of(3, rank=1), *seeds_of(3, seed=5)]
+    every += seeds_of(5, gradient_accumulation_steps=2)
+    assert len(set(every)) == len(every) == 6
+
+
+def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     one = trainer_of(config, tmp_path)
     with torch.no_grad():

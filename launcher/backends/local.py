@@ -6,7 +6,9 @@ A job is a directory, HOME/jobs/JOB-ID:
     state.json              how it stands, written by its runner alone
     lock                    held by the runner as long as it lives
     stop                    there when somebody asked the job to stop
+    code/train.py           an edited script, which a job that goes on from this one runs too
     hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
+    runner.log              what the runner said, which tells why it could not start
     logs/algo-1.log         what each host printed; job.log has all of them in order
     output/model.tar.gz     where S3 would have them
     output/output.tar.gz

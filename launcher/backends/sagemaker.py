@@ -2,6 +2,7 @@
 
 A job keeps all it has below prefixes of its own in the store:
 
+    STORE/jobs/JOB-ID/job.json                    what was asked for, for --resume
     STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script and nothing else
     STORE/jobs/JOB-ID/output/model.tar.gz         what SageMaker packs of /opt/ml/model
     STORE/jobs/JOB-ID/output/output.tar.gz
@@ -106,7 +107,7 @@ class SageMakerBackend:
         """A prefix to S3. As ids are of one length, it begins that of no other job."""
         return storage.join(self.settings.data_store, "checkpoints", job_id)
 
-    def role(self, job: TrainingJob, required: bool) -> str:
+    def role(self, required: bool) -> str:
         if self.settings.role:
             return self.settings.role
         if required:
@@ -145,7 +146,7 @@ class SageMakerBackend:
         return Plan(
             job_name=job_id,
             region=self.region,
-            role=self.role(job, role_required),
+            role=self.role(role_required),
             instance_type=job.instance,
             instance_count=job.instance_count,
             launcher=job.launcher,

@@ -32,7 +32,6 @@ def when(operator: str, key: str, *values: str, action: Any = "*") -> dict[str, 
 GET = ("s3:GetObject", OBJECT)
 LIST = ("s3:ListBucket", BUCKET)
 PASS = ("iam:PassRole", ROLE)
-SEARCH = ("sagemaker:Search", "*")
 ADD_TAGS = ("sagemaker:AddTags", JOB)
 PASSED = {"iam:PassedToService": "sagemaker.amazonaws.com"}
 PREFIX = {"s3:prefix": "nanogpt/data"}
