@@ -76,7 +76,7 @@ def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
 
 
 def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
-    tmp_path: Path, text_file: Path, nanogpt: Path
+    text_file: Path, nanogpt: Path
 ) -> None:
     before = sorted(nanogpt.rglob("*"))
     ran = run("throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)

@@ -265,7 +265,7 @@ def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -
     assert re.search(r"^model: +file:///\S+/model\.tar\.gz$", ran.out, re.MULTILINE)
 
 
-def test_status_as_json_holds_the_same(finished: Finished, cli: Callable[..., Ran]) -> None:
+def test_status_as_json_holds_the_same(finished: Finished) -> None:
     told = json.loads(
         launching.command("status", finished.job_id, "--json", home=finished.home).out
     )

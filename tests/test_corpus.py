@@ -237,7 +237,7 @@ def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> N
     assert find_upload(uri, launching.settings_of(home)) is None
 
 
-def test_two_uploads_at_once_are_both_right(home: Path, source: Path, text_file: Path) -> None:
+def test_two_uploads_at_once_are_both_right(home: Path, source: Path) -> None:
     words = ["upload-data", str(source)]
     both = launching.all_ended([words, words], home)
     assert [ran.code for ran in both] == [0, 0], both
@@ -278,7 +278,7 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
 
 
 def test_one_store_is_known_by_all_its_spellings(
-    home: Path, cli: Callable[..., Ran], source: Path, text_file: Path, tmp_path: Path
+    home: Path, cli: Callable[..., Ran], source: Path, tmp_path: Path
 ) -> None:
     store = str(tmp_path / "the store")
     uri = cli("--store", store, "upload-data", str(source)).out.strip()

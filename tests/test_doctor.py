@@ -120,9 +120,7 @@ def test_what_is_no_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> 
     assert cli("doctor", "--instance", "g5.12xlarge").code == 2
 
 
-def test_local_training_is_tried_in_a_home_that_is_thrown_away(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_training_is_tried_in_a_home_that_is_thrown_away(home: Path) -> None:
     home.mkdir()
     assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
     assert not list(home.iterdir())

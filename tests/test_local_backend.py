@@ -433,7 +433,7 @@ def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
 
 
 def test_data_that_are_not_there_are_refused_before_anything_starts(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
+    home: Path, cli: Callable[..., Ran]
 ) -> None:
     ran = cli(*launching.launching(data="memory://nowhere/at/all"))
     assert ran.code == 2

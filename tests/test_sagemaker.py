@@ -920,7 +920,7 @@ def test_checkpoints_come_from_where_the_earlier_job_kept_them(
 
 
 def test_a_job_is_resumed_where_it_ran(
-    cloud: Emulator, cli: Callable[..., Ran], finished: Finished, text_file: Path
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     local = cli(*launching.launching(data=text_file)).out.strip()
     ran = cli(*LAUNCH, "--resume", local)
