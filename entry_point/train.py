@@ -33,6 +33,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -719,6 +720,18 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     return "mps" if mps and processes == 1 else "cpu"
 
 
+def check_kernels(device: torch.device) -> None:
+    """Raises TopologyError where this build of torch has no kernels for a GPU as old as this."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    oldest = min((int(arch[3:].rstrip("af")) for arch in known), default=0)  # of sm_90a: 90
+    if 10 * major + minor < oldest:
+        raise TopologyError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
+            f" (sm_{major}{minor}), only from sm_{oldest} on; use an older image, or a newer GPU"
+        )
+
+
 def local_processes(config: Config, container: Container, options: Options) -> int:
     """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
     device = choose_device(config, container, options.processes or 1)
@@ -1232,6 +1245,16 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    elif device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
+
+
 class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 
@@ -1442,9 +1465,11 @@ FEW_SEQUENCES = 4
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
     B, H, T, D = q.shape
-    sampled = T == 1 and q.dtype == torch.float32 and not torch.is_grad_enabled()
-    if q.device.type == "cpu" and sampled and B > FEW_SEQUENCES:
-        # Over a full context a token of 8 or 16 sequences takes a tenth longer by torch's kernel.
+    # Over a full context a token of 8 or 16 sequences takes a CPU a tenth longer by torch's kernel.
+    # On a GPU that may be cuDNN's, which is planned anew for each number of keys, for 20 ms or
+    # more, and has been wrong for single queries (github.com/pytorch/pytorch/issues/193893).
+    by_products = {"cpu": q.dtype == torch.float32 and B > FEW_SEQUENCES, "cuda": True}
+    if T == 1 and by_products.get(q.device.type) and not torch.is_grad_enabled():
         return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v
     costly = bool(dropout) or q.dtype == torch.bfloat16
     if q.device.type == "cpu" and torch.is_grad_enabled() and costly:
@@ -1477,7 +1502,8 @@ class Attention(nn.Module):
         (q, k), v = rotate(norm(heads[:2]), cos, sin), heads[2]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        y = attend(q, k, v, causal=T > 1, dropout=self.dropout if self.training else 0.0)
+        causal = cache is None or T > 1  # a constant where it is compiled, for any T
+        y = attend(q, k, v, causal, dropout=self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -1547,19 +1573,25 @@ class GPT(nn.Module):
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
+    def angles(self, T: int) -> tuple[Tensor, Tensor]:
+        """rotary of the first T positions."""
+        positions = torch.arange(T, device=self.embed.weight.device)
+        return rotary(positions, self.config.head_dim, self.compute_dtype)
+
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
-        With a cache, idx continues what the cache has seen.
+        With a cache, idx continues what the cache has seen. angles are those of self.angles(T), for
+        who has them: a compiled graph would compute them anew for each number of q and k.
         """
         T = idx.size(1)
-        if cache is not None:
-            cos, sin = cache.rotary(T)
-        else:
-            positions = torch.arange(T, device=idx.device)
-            cos, sin = rotary(positions, self.config.head_dim, self.compute_dtype)
+        cos, sin = cache.rotary(T) if cache is not None else angles or self.angles(T)
         x = self.embed(idx).to(self.compute_dtype)
         x = drop(x, self.config.dropout if self.training else 0.0)
         for block in self.blocks:
@@ -1586,8 +1618,19 @@ POLAR_EXPRESS = (
 )
 
 
-# Below this many parameters sending the updates takes longer than computing them on every rank.
-SHARED_FROM = 1 << 22
+SHARED_FROM = 1 << 22  # parameters
+
+
+def sharing_pays(stacks: Sequence[Tensor]) -> bool:
+    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
+
+    On CPUs that was measured. On GPUs it is arithmetic: two bytes of a number are sent, and some 15
+    operations for each of a matrix's columns are saved, for which narrow matrices are too narrow
+    on any link between GPUs.
+    """
+    if stacks[0].device.type == "cuda":
+        return max(stack.size(2) for stack in stacks) >= 768
+    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1656,7 +1699,7 @@ class Muon:
     def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Each stack [n, rows, columns] orthogonalised, alone or by all ranks together."""
         group = self.group
-        if group.world_size == 1 or sum(stack.numel() for stack in stacks) < SHARED_FROM:
+        if group.world_size == 1 or not sharing_pays(stacks):
             return [orthogonalize(stack, dtype) for stack in stacks]
         shares, mine = [], []
         for stack in stacks:
@@ -1784,17 +1827,23 @@ def window_length(step: int, config: Config) -> int:
     return config.block_size >> 3 - min(3, int(3 * part))
 
 
-def compiling_pays(model: nn.Module, config: Config, device: torch.device) -> bool:
+def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
     """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
 
-    The bound is on the training's arithmetic, 6 operations per parameter and token
+    The bound is on each rank's arithmetic, 6 operations per parameter and token
     (arXiv:2001.08361, section 2.1): some ten seconds of a current GPU.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
         return False
     parameters = sum(p.numel() for p in model.parameters())
     tokens = config.max_steps * config.batch_size * config.block_size
-    return 6 * parameters * tokens > 1e15
+    return 6 * parameters * tokens / world_size > 1e15
+
+
+def has_c_compiler() -> bool:
+    """Whether what Triton builds on a host can be built: with a C compiler and Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -2501,6 +2550,7 @@ class Trainer:
         self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
         self.checkpoint_cost = 0.0  # seconds that the newest one took
         self.metrics: list[dict[str, Any]] = []
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
         # Since the last metric line: this rank's losses, and the steps they are of. In float64
         # (which MPS has not) a sum of float32 is exact, so that interruptions do not round it.
@@ -2512,12 +2562,16 @@ class Trainer:
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
-        compiled = config.compile == "on" or (
-            config.compile == "auto" and compiling_pays(self.model, config, device)
-        )
+        pays = compiling_pays(self.model, config, device, group.world_size)
+        compiled = config.compile == "on" or (config.compile == "auto" and pays)
+        if compiled and config.compile == "auto" and not has_c_compiler():
+            compiled = False
+            if self.chief:
+                say("note: not compiled, as there is no C compiler here or no Python.h")
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
-        net: nn.Module = torch.compile(self.model) if compiled else self.model  # type: ignore[assignment]
-        self.ddp = net
+        # Each length of windows gets a graph of its own; one for all would be slower.
+        net: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.ddp: nn.Module = net
         if group.world_size > 1:
             self.ddp = DistributedDataParallel(
                 net,
@@ -2612,15 +2666,18 @@ class Trainer:
         x, y = self.batches.rows(step, group.rank, group.world_size)
         length = window_length(step, config)
         x, y = x.reshape(-1, length), y.reshape(-1, length)
+        if length not in self.angles:
+            self.angles[length] = self.model.angles(length)
         passes = config.gradient_accumulation_steps
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
             if config.dropout:
-                torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
+                seed = derive_seed(config.seed, "dropout", step, index, group.rank)
+                seed_draws(group.device, seed)
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys) / passes
+                loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
                 loss.backward()
             total += loss.detach()
         return total
@@ -2630,7 +2687,8 @@ class Trainer:
 
         DDP lays its buckets out anew after its first step, and the order in which gradients are
         added up follows the layout; after this, a resumed run adds in the same order as one that
-        was never interrupted. Compilation happens here too, outside the measured time.
+        was never interrupted (on CPUs: on GPUs some kernels add in no fixed order). Compilation
+        happens here too, outside the measured time.
         """
         steps, block_size = range(self.config.max_steps), self.config.block_size
         found = {
@@ -2642,7 +2700,9 @@ class Trainer:
             try:
                 self.forward_backward(step)
             except Exception as error:
-                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                if not type(error).__module__.startswith(
+                    ("torch._dynamo", "torch._inductor", "triton")
+                ):
                     raise
                 first = str(error).strip().splitlines()[0]
                 raise ConfigError(
@@ -2865,6 +2925,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
             )
         torch.cuda.set_device(ranks.local_rank)
         device = torch.device("cuda", ranks.local_rank)
+        check_kernels(device)
     else:
         device = torch.device(kind)
     if not threads_said():

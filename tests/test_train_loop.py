@@ -499,8 +499,9 @@ def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
         dict(precision="bfloat16", dropout=0.1),
         dict(precision="float32"),
         dict(precision="bfloat16", short_windows=0.5),
+        dict(precision="float32", short_windows=0.5),
     ],
-    ids=["attention by products", "fused attention", "four lengths of windows"],
+    ids=["attention by products", "fused attention", "four lengths", "four lengths, fused"],
 )
 def test_nothing_is_compiled_after_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
@@ -522,9 +523,19 @@ def test_nothing_is_compiled_after_the_warm_up(
     assert len(graphs) == compiled
 
 
+def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "compiling_pays", lambda *_: True)
+    monkeypatch.setattr(train, "has_c_compiler", lambda: False)
+    assert "compiled" not in trainer_of(tmp_path, compile="auto").machine
+    assert "no C compiler here" in capsys.readouterr().out
+    assert "compiled" in trainer_of(tmp_path, compile="on").machine
+
+
 def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> None:
     """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
-    graph_only = ("torch.compile(self.model)", 'torch.compile(self.model, backend="aot_eager")')
+    graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
     eager, compiled = (
         losses_of(tmp_path / str(index), text, 1, 2, **how, **more)

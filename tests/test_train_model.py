@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from entry_point import train
 from entry_point.train import GPT, Config, KeyValueCache, generate
@@ -82,6 +83,15 @@ def test_attention_in_training_is_that_of_torch(
     torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
     ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
+
+
+def test_on_a_gpu_no_kernel_is_planned_for_each_number_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    with FakeTensorMode(), torch.no_grad():
+        q, k = (torch.empty(1, 3, T, 8, device="cuda", dtype=torch.bfloat16) for T in (1, 5))
+        assert train.attend(q, k, k, causal=False, dropout=0.0).shape == q.shape
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.95])
@@ -412,6 +422,22 @@ def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("device", "shape", "pays"),
+    [
+        ("cpu", (12, 384, 384), False),
+        ("cpu", (72, 384, 384), True),
+        ("cuda", (72, 384, 384), False),
+        ("cuda", (12, 768, 768), True),
+    ],
+)
+def test_orthogonalising_is_shared_where_it_is_more_work_than_sending(
+    device: str, shape: tuple[int, ...], pays: bool
+) -> None:
+    with FakeTensorMode():
+        assert train.sharing_pays([torch.empty(shape, device=device)]) is pays
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
     world_size: int, monkeypatch: pytest.MonkeyPatch
@@ -534,7 +560,7 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     weights = lively(config).state_dict()
     seeds: list[int] = []
-    monkeypatch.setattr("torch.manual_seed", seeds.append)
+    monkeypatch.setattr(train, "seed_draws", lambda device, seed: seeds.append(seed))
 
     def seeds_of(step: int, rank: int = 0, **values: Any) -> list[int]:
         one = trainer_of(dataclasses.replace(config, **values), tmp_path)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,26 @@ def test_mps_asked_for_is_never_answered_with_cuda(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
         train.choose_device(Config(device="mps"), some_container(), 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "known"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90a", "compute_120"], False),
+        ((7, 5), ["sm_75", "sm_80", "sm_90a"], True),
+        ((12, 1), ["sm_75", "sm_120"], True),
+        ((9, 0), ["gfx90a", "gfx942"], True),  # ROCm's names
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: list[str], known: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    refused = pytest.raises(TopologyError, match=r"no kernels for Tesla V100 \(sm_70\), only from")
+    with nullcontext() if known else refused:
+        train.check_kernels(torch.device("cuda", 0))
 
 
 def test_each_gpu_gets_a_process(gpus: Any) -> None:
