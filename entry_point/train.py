@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -721,14 +723,18 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Raises TopologyError where this build of torch has no kernels for a GPU as old as this."""
+    """Raises TopologyError where this build of torch has no kernels for the GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    known = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
-    oldest = min((int(arch[3:].rstrip("af")) for arch in known), default=0)  # of sm_90a: 90
-    if 10 * major + minor < oldest:
+    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    fitting = (
+        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
+        for kind, number in known  # compute is compiled for the GPU when it is used
+    )
+    if known and not any(fitting):
         raise TopologyError(
             f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
-            f" (sm_{major}{minor}), only from sm_{oldest} on; use an older image, or a newer GPU"
+            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
+            " image or another GPU"
         )
 
 
@@ -1465,11 +1471,9 @@ FEW_SEQUENCES = 4
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
     B, H, T, D = q.shape
-    # Over a full context a token of 8 or 16 sequences takes a CPU a tenth longer by torch's kernel.
-    # On a GPU that may be cuDNN's, which is planned anew for each number of keys, for 20 ms or
-    # more, and has been wrong for single queries (github.com/pytorch/pytorch/issues/193893).
-    by_products = {"cpu": q.dtype == torch.float32 and B > FEW_SEQUENCES, "cuda": True}
-    if T == 1 and by_products.get(q.device.type) and not torch.is_grad_enabled():
+    sampled = T == 1 and q.dtype == torch.float32 and not torch.is_grad_enabled()
+    if q.device.type == "cpu" and sampled and B > FEW_SEQUENCES:
+        # Over a full context a token of 8 or 16 sequences takes a tenth longer by torch's kernel.
         return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v
     costly = bool(dropout) or q.dtype == torch.bfloat16
     if q.device.type == "cpu" and torch.is_grad_enabled() and costly:
@@ -1502,8 +1506,7 @@ class Attention(nn.Module):
         (q, k), v = rotate(norm(heads[:2]), cos, sin), heads[2]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        causal = cache is None or T > 1  # a constant where it is compiled, for any T
-        y = attend(q, k, v, causal, dropout=self.dropout if self.training else 0.0)
+        y = attend(q, k, v, causal=T > 1, dropout=self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -1624,9 +1627,9 @@ SHARED_FROM = 1 << 22  # parameters
 def sharing_pays(stacks: Sequence[Tensor]) -> bool:
     """Whether sending orthogonalised matrices takes less than to compute them on every rank.
 
-    On CPUs that was measured. On GPUs it is arithmetic: two bytes of a number are sent, and some 15
-    operations for each of a matrix's columns are saved, for which narrow matrices are too narrow
-    on any link between GPUs.
+    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
+    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
+    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
     """
     if stacks[0].device.type == "cuda":
         return max(stack.size(2) for stack in stacks) >= 768
@@ -1831,19 +1834,22 @@ def compiling_pays(model: nn.Module, config: Config, device: torch.device, world
     """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
 
     The bound is on each rank's arithmetic, 6 operations per parameter and token
-    (arXiv:2001.08361, section 2.1): some ten seconds of a current GPU.
+    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
+    each length of windows.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
         return False
     parameters = sum(p.numel() for p in model.parameters())
     tokens = config.max_steps * config.batch_size * config.block_size
-    return 6 * parameters * tokens / world_size > 1e15
+    lengths = 4 if config.short_windows else 1
+    return 6 * parameters * tokens / world_size > 3e15 * lengths
 
 
-def has_c_compiler() -> bool:
-    """Whether what Triton builds on a host can be built: with a C compiler and Python's headers."""
+def can_compile() -> bool:
+    """Whether Triton is here, and what it builds its host code with."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return bool(compiler) and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(find_spec("triton") and compiler and header.is_file())
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -2447,6 +2453,22 @@ def generate(
         yield ids[:, 0]
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keeps attention from cuDNN's kernel, which newer GPUs prefer.
+
+    It is planned anew for each number of keys, for 20 ms or more, and has corrupted generated text
+    (github.com/pytorch/pytorch/issues/193893).
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@without_cudnn_attention()
 def sample_text(model: GPT, vocabulary: str, length: int) -> str:
     """A text of `length` characters that begins after a line's end."""
     start = max(0, vocabulary.find("\n"))
@@ -2564,12 +2586,12 @@ class Trainer:
         self.optimizer = Optimizer(self.model, config, group)
         pays = compiling_pays(self.model, config, device, group.world_size)
         compiled = config.compile == "on" or (config.compile == "auto" and pays)
-        if compiled and config.compile == "auto" and not has_c_compiler():
+        if compiled and config.compile == "auto" and not can_compile():
             compiled = False
             if self.chief:
-                say("note: not compiled, as there is no C compiler here or no Python.h")
+                say("note: not compiled: it takes Triton, a C compiler and Python.h")
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
-        # Each length of windows gets a graph of its own; one for all would be slower.
+        # A graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.ddp: nn.Module = net
         if group.world_size > 1:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -527,10 +528,59 @@ def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "compiling_pays", lambda *_: True)
-    monkeypatch.setattr(train, "has_c_compiler", lambda: False)
-    assert "compiled" not in trainer_of(tmp_path, compile="auto").machine
-    assert "no C compiler here" in capsys.readouterr().out
-    assert "compiled" in trainer_of(tmp_path, compile="on").machine
+    monkeypatch.setattr(train, "can_compile", lambda: False)
+    trainer = trainer_of(tmp_path, compile="auto", max_steps=2)
+    assert "compiled" not in trainer.machine
+    assert trainer.run()
+    assert "note: not compiled: it takes Triton, a C compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers"])
+def test_compiling_takes_triton_a_compiler_and_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
+    (tmp_path / "Python.h").touch()
+    here = "/nowhere" if missing == "headers" else str(tmp_path)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": here})
+    monkeypatch.setattr(train, "find_spec", lambda name: missing != "triton" or None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None if missing == "compiler" else name)
+    assert train.can_compile() is (missing is None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "how", "world_size", "pays"),
+    [
+        ((8, 6), {}, 1, True),
+        ((6, 1), {}, 1, False),  # Triton knows no Pascal
+        ((8, 6), {}, 8, False),
+        ((8, 6), {"short_windows": 0.5}, 1, False),
+        ((8, 6), {"max_steps": 10}, 1, False),
+    ],
+)
+def test_only_a_long_training_is_compiled_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    how: dict[str, Any],
+    world_size: int,
+    pays: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = torch.nn.Linear(1000, 10_000, bias=False)
+    config = Config(**{"batch_size": 64, "block_size": 1000, "max_steps": 1000, **how})
+    found = train.compiling_pays(model, config, torch.device("cuda", 0), world_size)
+    assert found is pays
+
+
+@pytest.mark.parametrize("module", ["torch._inductor.exc", "triton.runtime.errors"])
+def test_a_compiler_that_fails_is_one_line_that_says_how_to_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    failure = type("Failure", (Exception,), {"__module__": module})
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer, "forward_backward", Mock(side_effect=failure("out of\nroom")))
+    with pytest.raises(train.ConfigError, match=r"does not work here \(out of\); set compile=off"):
+        trainer.warm_up()
 
 
 def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> None:

@@ -85,15 +85,6 @@ def test_attention_in_training_is_that_of_torch(
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
 
 
-def test_on_a_gpu_no_kernel_is_planned_for_each_number_of_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
-    with FakeTensorMode(), torch.no_grad():
-        q, k = (torch.empty(1, 3, T, 8, device="cuda", dtype=torch.bfloat16) for T in (1, 5))
-        assert train.attend(q, k, k, causal=False, dropout=0.0).shape == q.shape
-
-
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.95])
 def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
     torch.manual_seed(1)
@@ -558,13 +549,11 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
-    weights = lively(config).state_dict()
     seeds: list[int] = []
     monkeypatch.setattr(train, "seed_draws", lambda device, seed: seeds.append(seed))
 
     def seeds_of(step: int, rank: int = 0, **values: Any) -> list[int]:
         one = trainer_of(dataclasses.replace(config, **values), tmp_path)
-        one.model.load_state_dict(weights)
         one.group.rank, one.group.world_size = rank, rank + 1
         seeds.clear()
         one.forward_backward(step)
@@ -586,6 +575,20 @@ def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path: Path) -> None:
     torch.manual_seed(2)
     assert torch.equal(first, one.forward_backward(3))
     assert not torch.equal(first, one.forward_backward(4))
+
+
+def test_text_is_sampled_without_cudnns_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def generated(*_: Any) -> list[torch.Tensor]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return []
+
+    monkeypatch.setattr(train, "generate", generated)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    train.sample_text(lively(), "\nabcdefghij", 5)
+    assert seen == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # -- the schedule ----------------------------------------------------------------------------------
