@@ -306,15 +306,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         eval_interval=500,
         device="cpu",
     ),
-    # nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU.
+    # As large as nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU. Its
+    # words are for a megabyte of text, which it learns by heart without weight decay.
     "baby": dict(
         n_layer=6,
-        n_head=6,
+        n_head=3,
         n_embd=384,
         block_size=256,
         batch_size=64,
-        max_steps=5000,
-        momentum=0.95,
+        max_steps=1000,
+        learning_rate=0.03,
+        weight_decay=0.6,
         dropout=0.2,
         log_interval=10,
     ),
@@ -408,7 +410,10 @@ def make_config(
             f"{nearest_name(preset, list(PRESETS))}"
         )
     known = {f.name: f for f in dataclasses.fields(Config)}
-    chosen = {**(base or {}), **(PRESETS[preset] if preset else {})}
+    words = PRESETS[preset].copy() if preset else {}
+    if values.get("optimizer") == "adamw":
+        words.pop("learning_rate", None)  # is Muon's
+    chosen = {**(base or {}), **words}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:

@@ -69,7 +69,8 @@ def test_typed_values_are_taken_as_they_are() -> None:
 
 
 def test_every_value_survives_its_way_through_argv() -> None:
-    config = Config(**train.PRESETS["baby"], learning_rate=1e-5, tie_embeddings=True, seed=2**40)
+    others = dict(learning_rate=1e-5, tie_embeddings=True, seed=2**40)
+    config = Config(**{**train.PRESETS["baby"], **others})
     argv = [w for k, v in dataclasses.asdict(config).items() for w in (f"--{k}", str(v))]
     assert config_of(*argv) == config
 
@@ -224,6 +225,13 @@ def test_without_a_preset_all_but_the_device_is_as_in_the_cpu_preset() -> None:
 def test_values_go_over_the_preset_and_the_preset_over_the_base() -> None:
     config = make_config({"n_layer": "2"}, "baby", {"n_embd": 12, "seed": 5})
     assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)
+
+
+def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
+    assert make_config({}, "baby").peak_learning_rate == 0.03
+    assert make_config({"optimizer": "adamw"}, "baby").peak_learning_rate == 0.001
+    both = {"optimizer": "adamw", "learning_rate": "0.002"}
+    assert make_config(both, "baby").peak_learning_rate == 0.002
 
 
 def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
