@@ -962,7 +962,10 @@ class Group:
         if self.world_size == 1:
             return tensor[None]
         gathered = tensor.new_empty(self.world_size * len(tensor))
-        dist.all_gather_into_tensor(gathered, tensor)
+        # torch has renamed it, and warns of the old name.
+        new = hasattr(dist, "all_gather_single")
+        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+        gather(gathered, tensor)
         return gathered.view(self.world_size, -1)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:

@@ -65,6 +65,7 @@ def losses_of(tmp_path: Path, text: str, n_hosts: int, per_host: int, **how: Any
     ends = run_hosts(arguments, cwd=tmp_path, envs=envs, command=command)
     assert all(end.status == 0 for end in ends), "".join(end.output for end in ends)
     assert f"= {n_hosts * per_host} process" in ends[0].output
+    assert not any("note: " in end.output for end in ends)  # as torch's warnings are told
     losses = [row["train_loss"] for row in metrics(base / "algo-1/output/data")]
     printed = printed_losses(ends[0])
     assert list(printed) == list(range(1, 51))
