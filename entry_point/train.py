@@ -56,6 +56,7 @@ with warnings.catch_warnings():
     import torch.nn as nn
     import torch.nn.functional as F
     from torch import Tensor
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.adamw import adamw
 
@@ -410,10 +411,10 @@ def make_config(
             f"{nearest_name(preset, list(PRESETS))}"
         )
     known = {f.name: f for f in dataclasses.fields(Config)}
-    words = PRESETS[preset].copy() if preset else {}
-    if values.get("optimizer") == "adamw":
+    base, words = base or {}, PRESETS[preset].copy() if preset else {}
+    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
         words.pop("learning_rate", None)  # is Muon's
-    chosen = {**(base or {}), **words}
+    chosen = {**base, **words}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -2461,27 +2462,15 @@ def generate(
         yield ids[:, 0]
 
 
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Keeps attention from cuDNN's kernel, which newer GPUs prefer.
-
-    It is planned anew for each number of keys, for 20 ms or more, and has corrupted generated text
-    (github.com/pytorch/pytorch/issues/193893).
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-@without_cudnn_attention()
 def sample_text(model: GPT, vocabulary: str, length: int) -> str:
     """A text of `length` characters that begins after a line's end."""
     start = max(0, vocabulary.find("\n"))
     prompt = torch.tensor([[start]], device=model.embed.weight.device)
-    steps = list(generate(model, prompt, length))
+    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
+    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(others):
+        steps = list(generate(model, prompt, length))
     ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
     return "".join(vocabulary[i] for i in ids)
 
@@ -2592,11 +2581,11 @@ class Trainer:
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
+        compiled = config.compile == "on"
         pays = compiling_pays(self.model, config, device, group.world_size)
-        compiled = config.compile == "on" or (config.compile == "auto" and pays)
-        if compiled and config.compile == "auto" and not can_compile():
-            compiled = False
-            if self.chief:
+        if config.compile == "auto" and pays:
+            compiled = can_compile()
+            if not compiled and self.chief:
                 say("note: not compiled: it takes Triton, a C compiler and Python.h")
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
         # A graph for all lengths of windows would break at each attention.

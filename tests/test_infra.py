@@ -402,16 +402,13 @@ def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
 def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_jobs_the_role(
     deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def confirm(*words: Any, **options: Any) -> None:
-        raise click.Abort
-
     iam = boto3.client("iam")
     iam.create_user(UserName="ci")
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
     monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
     job_id = cli("launch", "--data", str(text_file)).out.strip()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("click.confirm", confirm)
+    monkeypatch.setattr("click.confirm", Mock(side_effect=click.Abort))
     ran = cli("infra", "destroy")
     assert ran.code == 1
     assert "detach   the launcher policy from user ci" in ran.err

@@ -230,6 +230,7 @@ def test_values_go_over_the_preset_and_the_preset_over_the_base() -> None:
 def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
     assert make_config({}, "baby").peak_learning_rate == 0.03
     assert make_config({"optimizer": "adamw"}, "baby").peak_learning_rate == 0.001
+    assert make_config({}, "baby", {"optimizer": "adamw"}).peak_learning_rate == 0.001
     both = {"optimizer": "adamw", "learning_rate": "0.002"}
     assert make_config(both, "baby").peak_learning_rate == 0.002
 
