@@ -221,9 +221,14 @@ class TrainingJob(BaseModel):
     def hyperparameter_names(self) -> set[str]:
         return {f.name for f in fields(self.script_module().Config)}
 
-    def explicit_hyperparameters(self) -> dict[str, Scalar]:
-        """The preset's values and those given over them, under the fields' names."""
-        config = self.config(1)
+    def explicit_hyperparameters(
+        self, base: Mapping[str, Scalar] | None = None
+    ) -> dict[str, Scalar]:
+        """The preset's values and those given over them, under the fields' names.
+
+        With a base, all of a Config, the preset goes over that, as in the script.
+        """
+        config = self.config(1, base)
         given = {
             name.replace("-", "_"): value
             for name, value in self.hyperparameters.items()
@@ -232,8 +237,8 @@ class TrainingJob(BaseModel):
         preset = self.script_module().PRESETS[self.preset] if self.preset else {}
         return {name: getattr(config, name) for name in {**preset, **given}}
 
-    def config(self, world_size: int) -> Any:
-        """The script's Config of this job.
+    def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
+        """The script's Config of this job, over a base in place of the defaults.
 
         Raises:
             InputError: an unknown or impossible hyperparameter, or a batch that world_size
@@ -241,7 +246,7 @@ class TrainingJob(BaseModel):
         """
         module = self.script_module()
         try:
-            config = module.make_config(self.hyperparameters, self.preset)
+            config = module.make_config(self.hyperparameters, self.preset, base)
             config.check_world_size(world_size)
         except module.ConfigError as error:
             raise InputError(str(error)) from None

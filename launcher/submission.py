@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def take_over(
     before = before.model_copy(
         update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}
     )
-    hyperparameters = {**sent, **job.explicit_hyperparameters()}
+    hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
     own = {"resume", "preset", "hyperparameters", "affordable_run"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone

@@ -895,6 +895,16 @@ def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_versi
     assert taken.hyperparameters["momentum"] == 0.5
 
 
+def test_a_preset_over_a_resumed_job_leaves_its_adamw_the_learning_rate(job: Finished) -> None:
+    file = job.directory / "job.json"
+    record = json.loads(file.read_text())
+    record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
+    file.write_text(json.dumps(record))
+    asked = TrainingJob(instance="local", resume=job.job_id, preset="baby")
+    taken, _, _ = take_over(asked, launching.settings_of(job.home))
+    assert taken.hyperparameters["learning_rate"] == 0.002
+
+
 def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
     job: Finished,
 ) -> None:
