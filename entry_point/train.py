@@ -15,8 +15,9 @@ In a SageMaker container it needs no arguments but hyperparameters: it reads the
 /opt/ml/checkpoints, and leaves a Hugging Face model directory in /opt/ml/model.
 `python train.py --help` lists the rest.
 
-The parts, in order: configuration, the container, the group of processes, text, batches, the model,
-its optimizers, safetensors files, checkpoints, the artefact, sampling, and the training loop.
+The parts, in order: configuration, the container, choices by device, the group of processes, text,
+batches, the model, its optimizers, safetensors files, checkpoints, the artefact, sampling, and the
+training loop.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ class Config:
         300, "characters sampled after training (a third before)", group="report", least=0
     )
     checkpoint_seconds: float = hyperparameter(
-        60.0,
-        "between checkpoints; evaluations write more of them in up to 2 % of the time",
+        0.0,
+        "between checkpoints (0: 60, or more so that they take 2 % of the time at most)",
         group="report",
         least=0,
     )
@@ -292,6 +293,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         block_size=64,
         batch_size=12,
         max_steps=2000,
+        device="cpu",
+    ),
+    # What nanoGPT's configuration for a CPU learns in a minute, in a twentieth of that: in so few
+    # steps two wide layers learn more than four.
+    "quick": dict(
+        n_layer=2,
+        n_head=2,
+        n_embd=176,
+        n_hidden=480,
+        block_size=64,
+        batch_size=12,
+        max_steps=180,
+        learning_rate=0.05,
+        momentum=0.85,
+        short_windows=0.3,
         device="cpu",
     ),
     # The best model that two CPU cores make of a megabyte of text in three minutes.
@@ -639,67 +655,9 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 
 
 # ------------------------------------------------------------------------------------------------
-# The group: one process per GPU, over all hosts, or failure; never two groups
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process in the group, as its launcher gave it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
-
-
-def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
-    """torchrun's variables, else Open MPI's; None when nothing launched this process.
-
-    Raises:
-        TopologyError: the variables contradict themselves or the number of hosts.
-    """
-
-    def number(name: str) -> int:
-        try:
-            return int(env[name])
-        except (KeyError, ValueError):
-            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
-
-    if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = number("WORLD_SIZE")
-        local_size = next(
-            (n for n in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE") if n in env), None
-        )
-        ranks = Ranks(
-            rank=number("RANK"),
-            world_size=world_size,
-            local_rank=number("LOCAL_RANK"),
-            local_world_size=number(local_size) if local_size else max(1, world_size // n_hosts),
-            # smddprun, between mpirun and this script, sets both kinds.
-            launcher=env.get(
-                "SM_NANOGPT_LAUNCHER", "mpirun" if "OMPI_COMM_WORLD_SIZE" in env else "torchrun"
-            ),
-        )
-    elif "OMPI_COMM_WORLD_SIZE" in env:
-        ranks = Ranks(
-            rank=number("OMPI_COMM_WORLD_RANK"),
-            world_size=number("OMPI_COMM_WORLD_SIZE"),
-            local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
-        )
-    else:
-        return None
-    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
-        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
-    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
-        raise TopologyError(
-            f"{ranks.launcher} made a group of {ranks.world_size} with"
-            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
-            " each would train a model of its own"
-        )
-    return ranks
+# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
+# not, by which operations, with the text where, and what the ranks share. A training says what it
+# chose; device, precision, compile, --processes and OMP_NUM_THREADS say otherwise.
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
@@ -780,6 +738,205 @@ def threads_said() -> int:
     """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
     said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(said) if said.isdecimal() else 0
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once.
+
+    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
+    halted, and some builds take 1 when Open MPI's variables are there.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
+
+
+def cpu_quota(root: Path) -> float:
+    """CPU seconds a second that this process's control groups allow, infinite where they say none.
+
+    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
+    controller `cpu` with two files. A container sees its own group at the top of the tree.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
+    """
+    quota = math.inf
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        own = top / path.lstrip("/")
+        for directory in (own, *own.parents):  # each of them limits those within
+            with suppress(OSError):
+                said = " ".join((directory / name).read_text() for name in names).split()
+                if said[0] not in ("max", "-1"):
+                    quota = min(quota, int(said[0]) / int(said[1]))
+    return quota
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep the memory of freed tensors for the next ones.
+
+    It would give large blocks back to the system, which clears every page anew when they are
+    asked for again: in some runs, as the heap happened to lie, a fifth of a step.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if mallopt is not None:
+        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
+        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type of matrix products; also switches TF32 on where it was chosen.
+
+    Raises:
+        ConfigError: TF32 was chosen, and the device has none.
+    """
+    if config.precision == "tf32":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            raise ConfigError("precision='tf32' needs a GPU of NVIDIA's Ampere or later")
+        torch.set_float32_matmul_precision("high")
+    fast = config.precision == "auto" and has_fast_bfloat16(device)
+    return torch.bfloat16 if fast or config.precision == "bfloat16" else torch.float32
+
+
+def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
+    """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
+
+    The bound is on each rank's arithmetic, 6 operations per parameter and token
+    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
+    each length of windows.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = config.max_steps * config.batch_size * config.block_size
+    lengths = 4 if config.short_windows else 1
+    return 6 * parameters * tokens / world_size > 3e15 * lengths
+
+
+def can_compile() -> bool:
+    """Whether Triton is here, and what it builds its host code with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(find_spec("triton") and compiler and header.is_file())
+
+
+def plain_operations(x: Tensor) -> bool:
+    """Whether norms and dropout are our own operations, not torch's.
+
+    On a CPU torch's take several times as long, but where a compiler makes one of many.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def near_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """The tokens on a GPU that has room for them, where batches are cut without the host.
+
+    A tenth of what is free then leaves the rest to the model.
+    """
+    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
+        return tokens.to(device)
+    return tokens
+
+
+SHARED_FROM = 1 << 22  # parameters
+
+
+def sharing_pays(stacks: Sequence[Tensor]) -> bool:
+    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
+
+    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
+    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
+    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
+    """
+    if stacks[0].device.type == "cuda":
+        return max(stack.size(2) for stack in stacks) >= 768
+    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
+
+
+# ------------------------------------------------------------------------------------------------
+# The group: one process per GPU, over all hosts, or failure; never two groups
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
+    """torchrun's variables, else Open MPI's; None when nothing launched this process.
+
+    Raises:
+        TopologyError: the variables contradict themselves or the number of hosts.
+    """
+
+    def number(name: str) -> int:
+        try:
+            return int(env[name])
+        except (KeyError, ValueError):
+            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
+
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = number("WORLD_SIZE")
+        local_size = next(
+            (n for n in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE") if n in env), None
+        )
+        ranks = Ranks(
+            rank=number("RANK"),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number(local_size) if local_size else max(1, world_size // n_hosts),
+            # smddprun, between mpirun and this script, sets both kinds.
+            launcher=env.get(
+                "SM_NANOGPT_LAUNCHER", "mpirun" if "OMPI_COMM_WORLD_SIZE" in env else "torchrun"
+            ),
+        )
+    elif "OMPI_COMM_WORLD_SIZE" in env:
+        ranks = Ranks(
+            rank=number("OMPI_COMM_WORLD_RANK"),
+            world_size=number("OMPI_COMM_WORLD_SIZE"),
+            local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
+        )
+    else:
+        return None
+    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
+    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
+        raise TopologyError(
+            f"{ranks.launcher} made a group of {ranks.world_size} with"
+            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
+            " each would train a model of its own"
+        )
+    return ranks
 
 
 def spawn(container: Container, n_local: int) -> int:
@@ -1313,16 +1470,6 @@ class Batches:
         return gather_windows(self.tokens, starts, self.block_size, self.device)
 
 
-def near_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens on a GPU that has room for them, where batches are cut without the host.
-
-    A tenth of what is free then leaves the rest to the model.
-    """
-    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
-        return tokens.to(device)
-    return tokens
-
-
 def gather_windows(
     tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -1330,7 +1477,7 @@ def gather_windows(
     places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
     windows = tokens[places]
     if windows.device != device:
-        # From pinned memory, and whole, a GPU fetches them while it computes.
+        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
         pinned = device.type == "cuda"
         windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
     windows = windows.long()
@@ -1376,7 +1523,7 @@ class Norm(torch.autograd.Function):
 
 def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not plain_operations(x):
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     # To call a Function takes almost as long as the norm of one token.
     return Norm.apply(x) if torch.is_grad_enabled() else x * norm_scale(x)
@@ -1390,7 +1537,7 @@ def drop(x: Tensor, p: float) -> Tensor:
     """
     if not p:
         return x
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not plain_operations(x):
         return F.dropout(x, p)
     n, kept = x.numel(), round(256 * (1 - p))
     words = torch.empty((n + 7) // 8, dtype=torch.int64).random_(-(1 << 63), None)
@@ -1630,21 +1777,6 @@ POLAR_EXPRESS = (
 )
 
 
-SHARED_FROM = 1 << 22  # parameters
-
-
-def sharing_pays(stacks: Sequence[Tensor]) -> bool:
-    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
-
-    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
-    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
-    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
-    """
-    if stacks[0].device.type == "cuda":
-        return max(stack.size(2) for stack in stacks) >= 768
-    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
-
-
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
     x = matrices.to(dtype)
@@ -1679,6 +1811,7 @@ class Muon:
             count = sum(n_fused for _, _, n_fused in members)
             buffer = torch.zeros(count, rows, columns, device=members[0][1].device)
             self.groups.append((members, buffer))
+        self.shares = group.world_size > 1 and sharing_pays([buffer for _, buffer in self.groups])
 
     @torch.no_grad()
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
@@ -1711,7 +1844,7 @@ class Muon:
     def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Each stack [n, rows, columns] orthogonalised, alone or by all ranks together."""
         group = self.group
-        if group.world_size == 1 or not sharing_pays(stacks):
+        if not self.shares:
             return [orthogonalize(stack, dtype) for stack in stacks]
         shares, mine = [], []
         for stack in stacks:
@@ -1837,28 +1970,6 @@ def window_length(step: int, config: Config) -> int:
     """
     part = step / (config.short_windows * config.max_steps) if config.short_windows else 1.0
     return config.block_size >> 3 - min(3, int(3 * part))
-
-
-def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
-
-    The bound is on each rank's arithmetic, 6 operations per parameter and token
-    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
-    each length of windows.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
-        return False
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = config.max_steps * config.batch_size * config.block_size
-    lengths = 4 if config.short_windows else 1
-    return 6 * parameters * tokens / world_size > 3e15 * lengths
-
-
-def can_compile() -> bool:
-    """Whether Triton is here, and what it builds its host code with."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return bool(find_spec("triton") and compiler and header.is_file())
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -2503,28 +2614,6 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
 
 
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16."""
-    if device.type == "cpu":
-        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type of matrix products; also switches TF32 on where it was chosen.
-
-    Raises:
-        ConfigError: TF32 was chosen, and the device has none.
-    """
-    if config.precision == "tf32":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            raise ConfigError("precision='tf32' needs a GPU of NVIDIA's Ampere or later")
-        torch.set_float32_matmul_precision("high")
-    fast = config.precision == "auto" and has_fast_bfloat16(device)
-    return torch.bfloat16 if fast or config.precision == "bfloat16" else torch.float32
-
-
 @torch.no_grad()
 def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> float:
     """Mean loss in nats per character over fixed windows of the validation part.
@@ -2548,8 +2637,8 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
 
 
 NOTHING, CHECKPOINT, STOP = range(3)
-# The part of the time that the checkpoints of evaluations may take. On a GPU evaluations may come
-# every few seconds, and their checkpoints would then take a twentieth of the time.
+# The part of the time that checkpoints may take, where nothing else is said. On a GPU evaluations
+# may come every few seconds; and a model of GPT-2's size takes some seconds to write.
 CHECKPOINT_SHARE = 0.02
 
 
@@ -2597,8 +2686,17 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-        precision = "tf32" if config.precision == "tf32" else str(dtype).removeprefix("torch.")
-        self.machine = f"{precision}{', compiled' * compiled}"
+        muon = self.optimizer.muon
+        plain = device.type == "cpu" and not compiled
+        self.choices = [
+            "tf32" if config.precision == "tf32" else str(dtype).removeprefix("torch."),
+            "compiled" if compiled else "eager",
+            f"norms and dropout by {'plain operations' if plain else 'kernels of torch'}",
+            f"text {'in memory' if self.batches.tokens.device.type == 'cpu' else 'on the GPU'}",
+        ]
+        if muon is not None and group.world_size > 1:
+            who = "shared out" if muon.shares else "by each rank"
+            self.choices.append(f"orthogonalisation {who}")
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -2734,7 +2832,8 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
-        self.warm_up()
+        if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
+            self.warm_up()
         self.restore()
         self.saved_at = time.monotonic()
         self.rewrite_metrics()
@@ -2813,10 +2912,11 @@ class Trainer:
         if self.stop_signal:
             return STOP
         passed = time.monotonic() - self.saved_at
-        late = passed > self.config.checkpoint_seconds
-        cheap = passed * CHECKPOINT_SHARE >= self.checkpoint_cost
+        cheap_after = self.checkpoint_cost / CHECKPOINT_SHARE
+        late = passed > (self.config.checkpoint_seconds or max(60.0, cheap_after))
         evaluates = (self.step + 1) % self.config.eval_interval == 0
-        return CHECKPOINT if self.chief and (late or (evaluates and cheap)) else NOTHING
+        due = late or (evaluates and passed >= cheap_after)
+        return CHECKPOINT if self.chief and due else NOTHING
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -2873,64 +2973,6 @@ class Trainer:
         say(f"model written to {model_dir}")
 
 
-def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once.
-
-    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
-    halted, and some builds take 1 when Open MPI's variables are there.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
-
-
-def cpu_quota(root: Path) -> float:
-    """CPU seconds a second that this process's control groups allow, infinite where they say none.
-
-    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
-    controller `cpu` with two files. A container sees its own group at the top of the tree.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
-    """
-    quota = math.inf
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        own = top / path.lstrip("/")
-        for directory in (own, *own.parents):  # each of them limits those within
-            with suppress(OSError):
-                said = " ".join((directory / name).read_text() for name in names).split()
-                if said[0] not in ("max", "-1"):
-                    quota = min(quota, int(said[0]) / int(said[1]))
-    return quota
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep the memory of freed tensors for the next ones.
-
-    It would give large blocks back to the system, which clears every page anew when they are
-    asked for again: in some runs, as the heap happened to lie, a fifth of a step.
-    """
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
-    if mallopt is not None:
-        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
-        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
-
-
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
     kind = choose_device(config, container, ranks.world_size)
@@ -2979,9 +3021,9 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         say(
             f"running on {hosts} host{'s' * (hosts > 1)} x {each}{where} = {ranks.world_size}"
             f" process{'es' * (ranks.world_size > 1)} in one group"
-            f" (launched by {ranks.launcher}; {trainer.machine};"
-            f" {torch.get_num_threads()} CPU threads each)"
+            f" (launched by {ranks.launcher}; {torch.get_num_threads()} CPU threads each)"
         )
+        say(f"chosen: {', '.join(trainer.choices)}")
         parameters = sum(p.numel() for p in trainer.model.parameters())
         say(
             f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"

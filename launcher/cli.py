@@ -201,8 +201,8 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--preset",
     metavar="NAME",
-    help="cpu (a minute on a CPU; its sizes are the default), laptop (three) or baby (default of"
-    " SageMaker's GPU types).",
+    help="cpu (a minute on a CPU; its sizes are the default), quick (seconds), laptop (three"
+    " minutes) or baby (default of SageMaker's GPU types).",
 )
 @click.option(
     "--set",

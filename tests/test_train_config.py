@@ -237,7 +237,7 @@ def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
 
 def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"preset='babe': .*cpu, laptop, baby.*did you mean baby\?"
+        ConfigError, match=r"preset='babe': .*cpu, quick, laptop, baby.*did you mean baby\?"
     ):
         config_of("--preset", "babe")
 

@@ -233,7 +233,7 @@ def test_a_training_may_be_told_to_end_where_it_was_stopped(tmp_path: Path, text
 def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) -> None:
     """As orphans they would go on writing checkpoints beside whoever is started next."""
     env = make_hosts(tmp_path, text)[0]
-    how = {**SMALL, "log_interval": 1, "max_steps": 100_000, "checkpoint_seconds": 0}
+    how = {**SMALL, "log_interval": 1, "max_steps": 100_000, "checkpoint_seconds": 1e-6}
     with started(words(**how, processes=2), cwd=tmp_path, env=env) as process:
         wait_for_line(process, "step=5/")
         process.send_signal(signal.SIGKILL)
@@ -247,7 +247,9 @@ def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) 
 
 def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
-    end = run(words(**{**SMALL, "eval_interval": 10}, checkpoint_seconds=0), cwd=tmp_path, env=env)
+    end = run(
+        words(**{**SMALL, "eval_interval": 10}, checkpoint_seconds=1e-6), cwd=tmp_path, env=env
+    )
     assert end.status == 0, end.output
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint") == [10, 9]
 
@@ -333,7 +335,7 @@ def test_a_metric_is_the_same_when_its_steps_were_interrupted(
 ) -> None:
     """Checkpoints after every step, and an end between two metric lines."""
     how = {**SMALL, "log_interval": 60, "eval_interval": 60, "max_steps": 60}
-    how["checkpoint_seconds"] = 0
+    how["checkpoint_seconds"] = 1e-6
     curves = []
     for name in ("whole", "interrupted"):
         env = make_hosts(tmp_path / name, text)[0]
@@ -414,7 +416,7 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
 
 @pytest.mark.parametrize(
     ("share", "steps"),
-    [(0.0, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
+    [(1e-9, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
 )
 def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, steps: list[int]
@@ -449,6 +451,21 @@ def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
     assert trainer.wish() == train.CHECKPOINT
     trainer.step = 5  # the step that comes is not evaluated
     assert trainer.wish() == train.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("said", "cost", "seconds"), [(0.0, 0.1, 60), (0.0, 2.0, 100), (30.0, 2.0, 30)]
+)
+def test_the_timer_is_a_minute_or_as_long_as_checkpoints_are_cheap_or_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: float, cost: float, seconds: float
+) -> None:
+    trainer = trainer_of(tmp_path, eval_interval=1000, checkpoint_seconds=said)
+    trainer.checkpoint_cost = cost
+    monkeypatch.setattr(train.time, "monotonic", lambda: 1000.0)
+    trainer.saved_at = 1000.0 - seconds + 1
+    assert trainer.wish() == train.NOTHING
+    trainer.saved_at = 1000.0 - seconds - 1
+    assert trainer.wish() == train.CHECKPOINT
 
 
 def test_a_disk_too_full_for_the_model_is_told_with_what_is_kept(
@@ -531,7 +548,7 @@ def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
     monkeypatch.setattr(train, "compiling_pays", lambda *_: True)
     monkeypatch.setattr(train, "can_compile", lambda: False)
     trainer = trainer_of(tmp_path, compile="auto", max_steps=2)
-    assert "compiled" not in trainer.machine
+    assert "eager" in trainer.choices
     assert trainer.run()
     assert "note: not compiled: it takes Triton, a C compiler" in capsys.readouterr().out
 
@@ -819,13 +836,17 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 
 
-def test_the_first_line_says_what_it_runs_on(tmp_path: Path, text_file: Path) -> None:
+def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
+    tmp_path: Path, text_file: Path
+) -> None:
     arguments = words(**SMALL, data=text_file, precision="float32", processes=2)
     end = run(arguments, cwd=tmp_path)
-    assert end.output.splitlines()[0] == (
+    assert end.output.splitlines()[:2] == [
         "running on 1 host x 2 CPU = 2 processes in one group"
-        " (launched by train.py; float32; 1 CPU threads each)"
-    )
+        " (launched by train.py; 1 CPU threads each)",
+        "chosen: float32, eager, norms and dropout by plain operations, text in memory,"
+        " orthogonalisation by each rank",
+    ]
 
 
 def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) -> None:

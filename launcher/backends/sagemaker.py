@@ -407,14 +407,14 @@ def check_checkpoints(job: TrainingJob) -> None:
     if not job.spot:
         return
     config = job.config(1)
-    timer = getattr(config, "checkpoint_seconds", math.inf)
+    timer = getattr(config, "checkpoint_seconds", math.inf) or 60.0
     evaluations = getattr(config, "eval_interval", math.inf)
     if timer >= job.time_limit and evaluations >= config.max_steps:
         raise InputError(
             "--spot: an interrupted job would begin anew, for it writes no checkpoint before its"
             f" end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
             f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
-            " checkpoint_seconds (60 is the default)"
+            " checkpoint_seconds (by default it is a minute)"
         )
 
 
