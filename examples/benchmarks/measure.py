@@ -221,7 +221,10 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "OMP_", "MKL_"))}
     # This checkout comes before an installed one.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **process.env}
+    # One GPU, which is what nanoGPT takes by itself.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": gpu, **process.env}
     popen = subprocess.Popen(
         process.command, cwd=process.cwd, env=env, start_new_session=True, **streams
     )

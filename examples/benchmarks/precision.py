@@ -26,7 +26,7 @@ BUDGET = {"preset": "cpu", "max_steps": 500}
 def benchmark(args: Namespace, scratch: Path) -> Report:
     words = args.ours or BUDGET
     if args.quick:
-        words = SHAPES["quick"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
+        words = SHAPES["smoke"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
     plain = shlex.join(measure.told(args.against))
 
     def trained(more: dict[str, str], index: int) -> tuple[float, float]:

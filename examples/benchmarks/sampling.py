@@ -25,11 +25,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import measure
 from measure import CLI, Failed, Process, Report, lines, output, started, told
-from trainers import SHAPES, NanoGPT
+from trainers import SHAPES, NanoGPT, our_shape
 
 GENERATE = """
 import sys, time, torch
@@ -54,9 +53,9 @@ with torch.no_grad():
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    shape = SHAPES["quick" if args.quick else args.shape] | {"batch_size": 2}
+    name = "smoke" if args.quick else args.shape
     length = 40 if args.quick else args.characters
-    job = our_job(args, scratch, shape)
+    job = our_job(args, scratch, name)
     one, many = "ours, 1 sample", f"ours, {args.samples} at once"
     sides: dict[str, Callable[[int], float]] = {
         one: lambda index: our_rate(job, 1, length),
@@ -65,7 +64,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     looks: dict[str, float] = {}
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, args.text, scratch)
-        out = their_checkpoint(nanogpt, shape, scratch)
+        out = their_checkpoint(nanogpt, name, scratch)
         ways = their_ways(nanogpt, out, args)
         for way, rate in ways.items():
             measure.note(f"{way}: a first look")
@@ -102,11 +101,13 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 # Ours
 
 
-def our_job(args: Namespace, scratch: Path, shape: dict[str, Any]) -> Process:
+def our_job(args: Namespace, scratch: Path, name: str) -> Process:
     """The command that samples from a finished job, less the words on what to make."""
-    words = {**shape, "max_steps": 1, "eval_windows": 4, "sample_length": 1, "device": "cpu"}
-    sets = [part for word in told({**words, **args.ours}) for part in ("--set", word[2:])]
-    launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *sets]
+    words = {**our_shape(name), "batch_size": 2, "max_steps": 1}
+    words |= {"eval_windows": 4, "sample_length": 1, "device": "cpu", **args.ours}
+    preset = told({"preset": words.pop("preset")}) if "preset" in words else []
+    sets = [part for word in told(words) for part in ("--set", word[2:])]
+    launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *preset, *sets]
     env = {"SM_NANOGPT_HOME": str(scratch / "home")}
     printed = output(Process(launch, env=env))
     job_id = next(line for line in printed.splitlines() if re.fullmatch(r"sm-nanogpt-[\w-]+", line))
@@ -134,8 +135,8 @@ def our_rate(job: Process, samples: int, length: int) -> float:
 # nanoGPT
 
 
-def their_checkpoint(nanogpt: NanoGPT, shape: dict[str, Any], scratch: Path) -> Path:
-    words = {**shape, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
+def their_checkpoint(nanogpt: NanoGPT, name: str, scratch: Path) -> Path:
+    words = {**SHAPES[name], "batch_size": 2, "max_iters": 1, "eval_interval": 1, "eval_iters": 1}
     words |= {"device": "cpu", "compile": False, "always_save_checkpoint": True}
     out = scratch / "nanogpt-out"
     output(nanogpt.training("nanoGPT", {**words, "out_dir": out}).process)

@@ -16,24 +16,25 @@ from pathlib import Path
 
 import measure
 from measure import Report
-from trainers import NEVER, SHAPES, NanoGPT, ours, pace
+from trainers import NEVER, SHAPES, NanoGPT, our_shape, ours, pace
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
-    shape = SHAPES["quick" if args.quick else args.shape]
+    size = "smoke" if args.quick else args.shape
+    shape = SHAPES[size]
     seconds = 0.2 if args.quick else args.seconds
-    common = {**shape, "log_interval": 10 if args.shape == "cpu" else 1, "eval_interval": NEVER}
-    common["device"] = "cpu"
+    common = {"log_interval": 10 if size == "cpu" else 1, "eval_interval": NEVER, "device": "cpu"}
     nanogpt = NanoGPT(args.nanogpt, args.text, scratch) if args.nanogpt else None
 
     def our_speed(processes: int, threads: int, index: int) -> float:
-        words = {**common, "max_steps": NEVER, "processes": processes, **args.ours}
+        words = {**our_shape(size), **common, "max_steps": NEVER, "processes": processes}
+        words |= args.ours
         out = scratch / f"{processes}-{threads}-{index}"
         return pace(ours(args.text, out, words, threads), shape, seconds).tokens_per_second
 
     def their_speed(processes: int, threads: int, index: int) -> float:
         assert nanogpt
-        words = {**common, "max_iters": NEVER, "eval_iters": 1, "compile": False}
+        words = {**shape, **common, "max_iters": NEVER, "eval_iters": 1, "compile": False}
         words["out_dir"] = scratch / "out"
         training = nanogpt.training("nanoGPT", words, threads, processes)
         return pace(training, shape, seconds).tokens_per_second

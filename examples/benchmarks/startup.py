@@ -26,7 +26,7 @@ from typing import Any
 
 import measure
 from measure import CLI, Failed, Process, Report, cost
-from trainers import SHAPES, NanoGPT, Training, ours
+from trainers import SHAPES, NanoGPT, Training, our_shape, ours
 
 IMPORT = (sys.executable, "-c", "import torch")
 MIXED = str.maketrans("etaw", "éт漢🙂")
@@ -57,17 +57,24 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 
 def first_steps(args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report: Report) -> None:
-    shape = {**SHAPES["quick" if args.quick else "cpu"], "device": "cpu", "log_interval": 1}
+    name = "smoke" if args.quick else "cpu"
+    common = {"device": "cpu", "log_interval": 1}
     mine, other = "first step, ours", "first step, nanoGPT eager"
     sides: dict[str, Callable[[int], float]] = {
         "python -c 'import torch'": lambda index: cost(Process(IMPORT))[0],
         "sm-nanogpt --help": lambda index: cost(Process([*CLI, "--help"]))[0],
         mine: lambda index: first_step(
-            ours(args.text, scratch / f"first-{index}", {**shape, **args.ours})
+            ours(args.text, scratch / f"first-{index}", {**our_shape(name), **common, **args.ours})
         ),
     }
     if nanogpt:
-        words = {**shape, "compile": False, "eval_iters": 1, "out_dir": scratch / "out"}
+        words = {
+            **SHAPES[name],
+            **common,
+            "compile": False,
+            "eval_iters": 1,
+            "out_dir": scratch / "out",
+        }
         sides[other] = lambda index: first_step(nanogpt.training("nanoGPT", words))
     found = measure.alternate(args.rounds, sides)
     report.rows += [{"": name, "seconds": seconds} for name, seconds in found.items()]
@@ -132,8 +139,9 @@ def tokenising(
 def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
     """Adds what goes by between two steps' lines beyond the step, with a checkpoint after each."""
     steps = 5 if args.quick else 20
-    shape = {**SHAPES["quick" if args.quick else "baby"], "batch_size": 1, "device": "cpu"}
-    words = {**shape, "max_steps": steps, "log_interval": 1, "checkpoint_seconds": 0, **args.ours}
+    name = "smoke" if args.quick else "baby"
+    words = {**our_shape(name), "batch_size": 1, "device": "cpu", "max_steps": steps}
+    words |= {"log_interval": 1, "checkpoint_seconds": 1e-6, **args.ours}
 
     def one(index: int) -> float:
         training = ours(args.text, scratch / f"checkpoints-{index}", words)
@@ -143,7 +151,7 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
             if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
         )
         moments, paces = zip(*list(said)[:-1], strict=True)  # the last holds an evaluation
-        in_steps = sum(shape["block_size"] / pace for pace in paces[1:])
+        in_steps = sum(SHAPES[name]["block_size"] / pace for pace in paces[1:])
         return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
 
     side = "a checkpoint, ours"

@@ -3,7 +3,8 @@
 Example:
   python examples/benchmarks/throughput.py --text input.txt --nanogpt ../nanoGPT --shape baby
 
-Both train as many parameters, with the same context, batch and dropout; ours by its preset.
+Both train as many parameters, with the same context, batch and dropout; ours by its preset, and on
+a GPU compiled, as in time_to_loss.py.
 nanoGPT is looked at once in each way to run it; the fastest then runs in alternation with ours, and
 each ratio is of two runs that followed each other. The clock counts data, forward, backward,
 optimizer and communication. On a GPU the share of its peak is shown too (MFU).
@@ -12,33 +13,43 @@ optimizer and communication. On a GPU the share of its peak is shown too (MFU).
 from __future__ import annotations
 
 import random
+import re
+import statistics
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import measure
 from measure import Failed, Report
-from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, ours, pace
+from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
 # Dense bfloat16 operations per second, in units of 10**12, as their makers publish them.
-PEAKS = {"H200": 989, "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121}
+PEAKS = {
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "A10G": 70,
+    "L40S": 362,
+    "L4": 121,
+}
 GPT2_SYMBOLS = 50304
 
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     _, gpu = measure.torch_and_gpu()
-    top = peak(gpu, args.peak) if gpu else None
     name = args.shape or ("baby" if gpu else "cpu")
-    shape = SHAPES["quick" if args.quick else name]
+    shape = SHAPES["smoke" if args.quick else name]
+    gpu = "" if shape.get("device") == "cpu" else gpu
+    top = peak(gpu, args.peak) if gpu else None
     seconds = 0.2 if args.quick else args.seconds
     text = many_symbols(scratch) if name == "gpt2" else args.text
     log_interval = 10 if gpu or name == "cpu" else 1
-    common = {**shape, "log_interval": log_interval, "eval_interval": NEVER}
-    if name in ("cpu", "baby") and not args.quick:  # the shipped recipe is a preset
-        ours_alone = {k: v for k, v in common.items() if k not in shape} | {"preset": name}
-    else:
-        ours_alone = {**common, "tie_embeddings": name == "gpt2"}
-    words = {**ours_alone, "max_steps": NEVER, **args.ours}
+    rare = {"log_interval": log_interval, "eval_interval": NEVER}
+    words = {**our_shape("smoke" if args.quick else name), **rare, "max_steps": NEVER}
+    words |= {"tie_embeddings": True} if name == "gpt2" else {}
+    words |= {"compile": "on"} if gpu else {}
+    words |= args.ours
 
     def our_pace(index: int) -> Pace:
         threads = 1 if args.quick else None
@@ -47,7 +58,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     sides, looks = {"ours": our_pace}, []
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
-        theirs = {**common, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
+        theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
         looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
         best = looks[0][0]
         sides[best.name] = lambda index: pace(best, shape, seconds)
@@ -65,7 +76,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         }
     for variant, look in looks[1:]:
         report.rows.append(row(f"{variant.name} (one look)", [look], shape, top))
-        if look.tokens_per_second > max(p.tokens_per_second for p in other):
+        if look.tokens_per_second > statistics.median(p.tokens_per_second for p in other):
             report.findings["NOT nanoGPT's best"] = f"{variant.name} was faster; measure again"
     return report
 
@@ -82,7 +93,7 @@ def row(who: str, paces: list[Pace], shape: dict[str, Any], peak: float | None) 
 
 
 def peak(gpu: str, said: float | None) -> float:
-    known = next((value for part, value in PEAKS.items() if part in gpu), None)
+    known = next((value for part, value in PEAKS.items() if re.search(rf"\b{part}\b", gpu)), None)
     if found := said or known:
         return found
     raise Failed(f"the peak of {gpu} is not known here; say --peak TFLOPS")

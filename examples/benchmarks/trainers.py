@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,14 +18,23 @@ from measure import ROOT, Failed, Process, cores, lines, note, output, told, tor
 
 Words = Mapping[str, Any]
 
-# Shapes that both can be told in the same words. cpu is nanoGPT's for a CPU, baby its
+# nanoGPT's shapes, in words that ours understands too. cpu is the one for a CPU, baby its
 # train_shakespeare_char, gpt2 its train_gpt2.
 SHAPES: dict[str, dict[str, Any]] = {
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0),
+    "cpu": dict(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        block_size=64,
+        batch_size=12,
+        dropout=0.0,
+        device="cpu",
+    ),
     "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, dropout=0.0),
-    "quick": dict(n_layer=1, n_head=2, n_embd=16, block_size=32, batch_size=4, dropout=0.0),
+    "smoke": dict(n_layer=1, n_head=2, n_embd=16, block_size=32, batch_size=4, dropout=0.0),
 }
+PRESETS = ("cpu", "baby")  # ours for the same size
 NEVER = 10**9  # steps
 
 
@@ -49,6 +57,11 @@ def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Tra
     command = [sys.executable, script, "--data", str(text), "--out", str(out), *told(words)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return Training("ours", Process(command, env=env), re.compile(r"step=(\d+)/"))
+
+
+def our_shape(name: str) -> dict[str, Any]:
+    """The words for ours of a shape: the shipped preset, where there is one."""
+    return {"preset": name} if name in PRESETS else SHAPES[name]
 
 
 def our_seconds(out: Path) -> float:
@@ -105,7 +118,7 @@ class NanoGPT:
 
     def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
         """Each way to run its train.py on this machine; in a smoke run, one."""
-        if torch_and_gpu()[1]:
+        if torch_and_gpu()[1] and words.get("device") != "cpu":
             for compiled in (True, False):
                 name = f"nanoGPT bfloat16, {'compiled' if compiled else 'eager'}"
                 yield self.training(name, {**words, "compile": compiled, "dtype": "bfloat16"})
@@ -145,22 +158,24 @@ class NanoGPT:
         parameters.
         """
         started = time.perf_counter()
-        more = told({**words, "out_dir": out, "log_interval": 1})
+        more = told({**words, "out_dir": out})
         process = replace(training.process, command=[*training.process.command, *more])
-        seconds, evaluated = {}, False
-        for _, line in lines(process):
-            if found := re.match(r"iter (\d+):.* time ([\d.]+)ms", line):
-                if not evaluated:  # an iteration's time holds the evaluation before it
-                    seconds[int(found[1])] = float(found[2]) / 1000
-                evaluated = False
-            evaluated |= line.startswith("step ")
+        seconds, before, iterations = 0.0, None, 0
+        for moment, line in lines(process):
+            if line.startswith("step "):
+                before = None  # what goes by until the next line holds an evaluation
+            elif found := training.step_line.match(line):
+                step = int(found[1])
+                if before:
+                    seconds += moment - before[0]
+                    iterations += step - before[1]
+                before = moment, step
         whole = time.perf_counter() - started
         import torch
 
         checkpoint = torch.load(out / "ckpt.pt", map_location="cpu")
         steps = checkpoint["iter_num"]
-        training_seconds = statistics.mean(seconds[i] for i in seconds if i < steps) * steps
-        return training_seconds, whole, *self.result(checkpoint)
+        return seconds / iterations * steps, whole, *self.result(checkpoint)
 
     def result(self, checkpoint: Mapping[str, Any]) -> tuple[float, int]:
         """As our_result, of its model."""
