@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -59,10 +60,17 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert not modules_after("import launcher") & HEAVY
 
 
-def test_looking_after_jobs_imports_neither_torch_nor_aws(finished: Finished) -> None:
-    words = ["status", finished.job_id]
-    code = f"import os\nos.environ['SM_NANOGPT_HOME'] = {str(finished.home)!r}\n"
-    loaded = modules_after(f"{code}from launcher.cli import run\nassert run({words}) == 0")
+@pytest.mark.parametrize(
+    "words", ["status {job}", "logs {job}", "wait {job}", "upload-data {text}"]
+)
+def test_what_trains_and_samples_nothing_here_imports_neither_torch_nor_aws(
+    finished: Finished, tmp_path: Path, text_file: Path, words: str
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(finished.home, home)
+    said = words.format(job=finished.job_id, text=text_file).split()
+    code = f"import os\nos.environ['SM_NANOGPT_HOME'] = {str(home)!r}\n"
+    loaded = modules_after(f"{code}from launcher.cli import run\nassert run({said}) == 0")
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
 
 
