@@ -210,7 +210,7 @@ class Config:
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
-        "between checkpoints (0: 60, or more so that they take 2 % of the time at most)",
+        "between checkpoints, beside evaluations' (0: 60; more where that is over 2 % of the time)",
         group="report",
         least=0,
     )
@@ -843,11 +843,21 @@ def can_compile() -> bool:
 
 
 def plain_operations(x: Tensor) -> bool:
-    """Whether norms and dropout are our own operations, not torch's.
+    """Whether norms and dropout are made of few plain operations, not torch's own.
 
     On a CPU torch's take several times as long, but where a compiler makes one of many.
     """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def plain_attention(q: Tensor, dropout: float) -> bool:
+    """Whether attention that is trained is made of plain batched products, not torch's kernel.
+
+    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
+    as long as two products.
+    """
+    costly = bool(dropout) or q.dtype == torch.bfloat16
+    return q.device.type == "cpu" and torch.is_grad_enabled() and costly
 
 
 def near_device(tokens: Tensor, device: torch.device) -> Tensor:
@@ -1631,10 +1641,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Ten
     if q.device.type == "cpu" and sampled and B > FEW_SEQUENCES:
         # Over a full context a token of 8 or 16 sequences takes a tenth longer by torch's kernel.
         return (q * D**-0.5 @ k.mT).softmax(dim=-1) @ v
-    costly = bool(dropout) or q.dtype == torch.bfloat16
-    if q.device.type == "cpu" and torch.is_grad_enabled() and costly:
-        # torch's fused kernel draws its dropout number by number on the CPU, and in bf16 its
-        # backward is several times slower than two plain batched products.
+    if plain_attention(q, dropout):
         q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
         parts = []
         for begin in range(0, T, QUERIES_AT_ONCE):
@@ -2637,9 +2644,11 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
 
 
 NOTHING, CHECKPOINT, STOP = range(3)
-# The part of the time that checkpoints may take, where nothing else is said. On a GPU evaluations
-# may come every few seconds; and a model of GPT-2's size takes some seconds to write.
+# The part of the time that checkpoints may take, where nothing else is said: a model of the size of
+# GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
+# that was slow once must not cost an hour of work.
 CHECKPOINT_SHARE = 0.02
+LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
 
 
 class Trainer:
@@ -2691,12 +2700,11 @@ class Trainer:
         self.choices = [
             "tf32" if config.precision == "tf32" else str(dtype).removeprefix("torch."),
             "compiled" if compiled else "eager",
-            f"norms and dropout by {'plain operations' if plain else 'kernels of torch'}",
+            f"{'plain' if plain else 'fused'} operations",
             f"text {'in memory' if self.batches.tokens.device.type == 'cpu' else 'on the GPU'}",
         ]
         if muon is not None and group.world_size > 1:
-            who = "shared out" if muon.shares else "by each rank"
-            self.choices.append(f"orthogonalisation {who}")
+            self.choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -2912,7 +2920,7 @@ class Trainer:
         if self.stop_signal:
             return STOP
         passed = time.monotonic() - self.saved_at
-        cheap_after = self.checkpoint_cost / CHECKPOINT_SHARE
+        cheap_after = min(self.checkpoint_cost / CHECKPOINT_SHARE, LONGEST_WITHOUT_CHECKPOINT)
         late = passed > (self.config.checkpoint_seconds or max(60.0, cheap_after))
         evaluates = (self.step + 1) % self.config.eval_interval == 0
         due = late or (evaluates and passed >= cheap_after)

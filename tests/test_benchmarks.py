@@ -86,6 +86,22 @@ def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
     assert sorted(nanogpt.rglob("*")) == before
 
 
+def test_nanogpts_time_leaves_out_what_holds_an_evaluation(measure: ModuleType) -> None:
+    import trainers
+
+    said = [
+        "step 0: train",
+        "iter 0: a",
+        "iter 10: b",
+        "step 20: train",
+        "iter 20: c",
+        "iter 30: d",
+    ]
+    moments = [0.0, 5.0, 6.0, 8.0, 9.0, 11.0]
+    found = trainers.seconds_of_iteration(zip(moments, said, strict=True))
+    assert found == pytest.approx((1.0 + 2.0) / 20)
+
+
 def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -> None:
     ran = run("throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1

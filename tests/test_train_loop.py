@@ -454,9 +454,10 @@ def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
 
 
 @pytest.mark.parametrize(
-    ("said", "cost", "seconds"), [(0.0, 0.1, 60), (0.0, 2.0, 100), (30.0, 2.0, 30)]
+    ("said", "cost", "seconds"),
+    [(0.0, 0.1, 60), (0.0, 2.0, 100), (0.0, 60.0, 600), (30.0, 2.0, 30)],
 )
-def test_the_timer_is_a_minute_or_as_long_as_checkpoints_are_cheap_or_as_said(
+def test_the_timer_is_a_minute_or_up_to_ten_while_checkpoints_are_dear_or_as_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: float, cost: float, seconds: float
 ) -> None:
     trainer = trainer_of(tmp_path, eval_interval=1000, checkpoint_seconds=said)
@@ -540,6 +541,17 @@ def test_nothing_is_compiled_after_the_warm_up(
     assert compiled
     assert trainer.run()
     assert len(graphs) == compiled
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_process_warms_up_where_something_is_compiled_and_not_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: functools.partial(model))
+    trainer = trainer_of(tmp_path, max_steps=2, compile="on" if compiled else "off")
+    monkeypatch.setattr(trainer, "warm_up", Mock())
+    assert trainer.run()
+    assert trainer.warm_up.call_count == compiled
 
 
 def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
@@ -844,8 +856,7 @@ def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
     assert end.output.splitlines()[:2] == [
         "running on 1 host x 2 CPU = 2 processes in one group"
         " (launched by train.py; 1 CPU threads each)",
-        "chosen: float32, eager, norms and dropout by plain operations, text in memory,"
-        " orthogonalisation by each rank",
+        "chosen: float32, eager, plain operations, text in memory, muon on each rank",
     ]
 
 

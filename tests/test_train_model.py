@@ -433,12 +433,11 @@ def test_orthogonalising_is_shared_where_it_is_more_work_than_sending(
 def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "SHARED_FROM", 0)
     generator = torch.Generator().manual_seed(1)
     stacks = [torch.randn(shape, generator=generator) for shape in ((5, 8, 4), (2, 4, 4))]
     expected = [train.orthogonalize(stack, torch.float32) for stack in stacks]
     group, muon = alone(), train.Muon({}, SMALL, alone())
-    muon.group, group.world_size = group, world_size
+    muon.group, muon.shares, group.world_size = group, True, world_size
     sent: list[torch.Tensor] = []
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -449,6 +448,7 @@ def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
     for rank in range(world_size):
         group.rank = rank
         updates = muon.orthogonalize(stacks, torch.float32)
+    assert len(sent) == world_size
     for update, one in zip(updates, expected, strict=True):
         torch.testing.assert_close(update, one)
 

@@ -10,7 +10,7 @@ large texts are the given one over and over, as ASCII, and with characters of tw
 every line (mixed). prepare.py holds it all in lists, so it gets less (--nanogpt-megabytes).
 
 A checkpoint is what goes by between two steps of `baby`, on batches of one sequence, with a
-checkpoint after each. By default a minute goes by between two of them.
+checkpoint after each. By default a minute or more goes by between two of them.
 """
 
 from __future__ import annotations

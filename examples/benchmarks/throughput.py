@@ -25,7 +25,9 @@ from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, our
 
 # Dense bfloat16 operations per second, in units of 10**12, as their makers publish them.
 PEAKS = {
+    "H200 NVL": 836,
     "H200": 989,
+    "H100 NVL": 836,
     "H100 PCIe": 756,
     "H100": 989,
     "A100": 312,

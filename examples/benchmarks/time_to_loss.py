@@ -35,7 +35,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
 # that its checkpoint is its last step; on a GPU it keeps its best, as shipped.
 RECIPES: dict[str, dict[str, Any]] = {
     "cpu": SHAPES["cpu"]
-    | dict(eval_iters=20, eval_interval=2000, max_iters=2000, lr_decay_iters=2000),
+    | dict(eval_iters=20, eval_interval=2000, max_iters=2000, lr_decay_iters=2000, log_interval=1),
     "baby": SHAPES["baby"] | dict(eval_iters=200),
 }
 COLUMNS = ("training s", "whole command s", "loss", "parameters")

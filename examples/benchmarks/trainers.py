@@ -32,9 +32,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, dropout=0.0),
-    "smoke": dict(n_layer=1, n_head=2, n_embd=16, block_size=32, batch_size=4, dropout=0.0),
+    "smoke": dict(
+        n_layer=1,
+        n_head=2,
+        n_embd=16,
+        block_size=32,
+        batch_size=4,
+        dropout=0.0,
+        device="cpu",
+    ),
 }
-PRESETS = ("cpu", "baby")  # ours for the same size
 NEVER = 10**9  # steps
 
 
@@ -61,7 +68,7 @@ def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Tra
 
 def our_shape(name: str) -> dict[str, Any]:
     """The words for ours of a shape: the shipped preset, where there is one."""
-    return {"preset": name} if name in PRESETS else SHAPES[name]
+    return {"preset": name} if name in ("cpu", "baby") else SHAPES[name]
 
 
 def our_seconds(out: Path) -> float:
@@ -160,22 +167,13 @@ class NanoGPT:
         started = time.perf_counter()
         more = told({**words, "out_dir": out})
         process = replace(training.process, command=[*training.process.command, *more])
-        seconds, before, iterations = 0.0, None, 0
-        for moment, line in lines(process):
-            if line.startswith("step "):
-                before = None  # what goes by until the next line holds an evaluation
-            elif found := training.step_line.match(line):
-                step = int(found[1])
-                if before:
-                    seconds += moment - before[0]
-                    iterations += step - before[1]
-                before = moment, step
+        each = seconds_of_iteration(lines(process))
         whole = time.perf_counter() - started
         import torch
 
         checkpoint = torch.load(out / "ckpt.pt", map_location="cpu")
         steps = checkpoint["iter_num"]
-        return seconds / iterations * steps, whole, *self.result(checkpoint)
+        return each * steps, whole, *self.result(checkpoint)
 
     def result(self, checkpoint: Mapping[str, Any]) -> tuple[float, int]:
         """As our_result, of its model."""
@@ -196,6 +194,27 @@ class NanoGPT:
         block_size = checkpoint["model_args"]["block_size"]
         loss = whole_loss(lambda x, y: model(x, y)[1], ids.tolist(), block_size)
         return loss, sum(p.numel() for p in model.parameters())
+
+
+def seconds_of_iteration(said: Iterable[tuple[float, str]]) -> float:
+    """The mean of the iterations between two lines of nanoGPT's with no evaluation between them.
+
+    Raises:
+        Failed: there are none.
+    """
+    seconds, iterations, before = 0.0, 0, None
+    for moment, line in said:
+        if line.startswith("step "):  # an evaluation, which began after the line before
+            before = None
+        elif found := re.match(r"iter (\d+):", line):
+            step = int(found[1])
+            if before:
+                seconds += moment - before[0]
+                iterations += step - before[1]
+            before = moment, step
+    if not iterations:
+        raise Failed("nanoGPT logged no two iterations without an evaluation between them")
+    return seconds / iterations
 
 
 # ------------------------------------------------------------------------------------------------
