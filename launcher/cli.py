@@ -190,7 +190,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     "--data",
     metavar="URI|PATH",
     callback=a_place,
-    help="Text to train on (default: the last upload).",
+    help="Text to train on, on S3 or here (default: the last upload).",
 )
 @click.option(
     "--validation",

@@ -29,7 +29,7 @@ Progress = Callable[[int], object]  # told the number of bytes that were moved s
 
 
 def to_uri(location: str | Path) -> str:
-    """A URI for a path; a remote URI stays as it is."""
+    """A URI for a path; one on S3 stays as it is. Raises InputError as local_path."""
     path = local_path(str(location))
     return str(location) if path is None else path.as_uri()
 
@@ -51,10 +51,20 @@ def path_of(word: str | Path) -> Path:
 
 
 def local_path(location: str) -> Path | None:
-    """The path behind a local location, or None for a remote one. Raises InputError as path_of."""
+    """The path behind a local location, or None for one on S3.
+
+    Raises:
+        InputError: it is neither, or as path_of.
+    """
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
-    return None if "://" in location else path_of(location).absolute()
+    if location.startswith("s3://"):
+        return None
+    protocol, remote, _ = location.partition("://")
+    if remote:
+        how = " (download it first)" if protocol in ("http", "https") else ""
+        raise InputError(f"{location}: use s3://bucket/prefix or a local directory or file{how}")
+    return path_of(location).absolute()
 
 
 def join(location: str, *parts: str) -> str:
@@ -68,8 +78,6 @@ def reported(uri: str) -> Iterator[None]:
     """Turns what a file system raises into one line about `uri`."""
     try:
         yield
-    except ImportError as error:
-        raise InputError(f"{uri}: {error}") from None
     except UnicodeDecodeError as error:
         raise ServiceError(f"{uri}: is damaged, as it is no text ({error})") from None
     except ValueError as error:
@@ -91,20 +99,15 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     fsspec would take `::` in a URI for a chain of several; here it belongs to the name.
 
     Raises:
-        InputError: the kind of store is not known, or a setting of AWS cannot be used.
+        InputError: as local_path, or a setting of AWS cannot be used.
     """
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
-    protocol = uri.partition("://")[0]
-    options = (settings or load_settings()).s3_options if protocol == "s3" else {}
+    options = (settings or load_settings()).s3_options
     max_attempts()  # which the file system reads as well
-    try:
-        with reported(uri):
-            kind = fsspec.get_filesystem_class(protocol)
-            return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
-    except InputError as error:
-        raise InputError(f"{error}; use s3://bucket/prefix or a local directory") from None
+    kind = fsspec.get_filesystem_class("s3")
+    return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
 
 
 @contextmanager

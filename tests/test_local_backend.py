@@ -435,10 +435,10 @@ def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
 def test_data_that_are_not_there_are_refused_before_anything_starts(
     home: Path, cli: Callable[..., Ran]
 ) -> None:
-    ran = cli(*launching.launching(data="memory://nowhere/at/all"))
+    ran = cli(*launching.launching(data=str(home / "nowhere.txt")))
     assert ran.code == 2
     assert not (home / "jobs").exists()
-    assert "memory://nowhere/at/all: nothing is there" in ran.error
+    assert f"{home / 'nowhere.txt'}: no such file" in ran.error
 
 
 def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(

@@ -148,12 +148,24 @@ def test_a_store_cannot_make_a_fetch_write_elsewhere(
     assert not (tmp_path / "deep/file").exists()
 
 
-def test_an_unknown_kind_of_store_is_refused_with_those_that_are_known(
-    cli: Callable[..., Ran], text_file: Path
+@pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
+def test_another_kind_of_store_is_refused_with_those_that_there_are(
+    cli: Callable[..., Ran], text_file: Path, uri: str
 ) -> None:
-    ran = cli("--store", "ftpx://host/x", "upload-data", str(text_file))
+    ran = cli("--store", uri, "upload-data", str(text_file))
     assert ran.code == 2
-    assert "s3://bucket/prefix" in ran.error
+    assert uri in ran.error
+    assert "s3://bucket/prefix or a local directory" in ran.error
+
+
+def test_a_web_page_is_no_data_and_is_to_be_downloaded_first(
+    home: Path, cli: Callable[..., Ran]
+) -> None:
+    ran = cli(*launching.launching(data="https://127.0.0.1:9/input.txt"))
+    assert ran.code == 2
+    assert ran.error.startswith("https://127.0.0.1:9/input.txt: ")
+    assert "download it first" in ran.error
+    assert not (home / "jobs").exists()
 
 
 def test_a_store_below_a_file_is_one_line_about_it(
