@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -281,8 +281,8 @@ def launch_command(
 ) -> None:
     """Start a training and print its id.
 
-    Ctrl-C while following stops a local job, which leaves a checkpoint to go on from; a job on
-    SageMaker goes on.
+    Ctrl-C or SIGTERM while following stops a local job, which leaves a checkpoint to go on from; a
+    job on SageMaker goes on.
 
     \b
     Example:
@@ -317,21 +317,23 @@ def launch_command(
     if dry_run:
         print_json(backend.dry_run(job_id, ready))
         return
-    with sigterm_as_ctrl_c(), naming(job_id):
-        backend.submit(job_id, ready)
-        click.echo(job_id)
-        sys.stdout.flush()
-    if link := backend.console_link(job_id):
-        note(f"console: {link}")
-    if follow or (follow is None and local):
-        follow_job(job_id, settings, stops=local)
-    else:
-        note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
+    with sigterm_as_ctrl_c():
+        with naming(job_id):
+            backend.submit(job_id, ready)
+            click.echo(job_id)
+            sys.stdout.flush()
+        if link := backend.console_link(job_id):
+            note(f"console: {link}")
+        if follow or (follow is None and local):
+            follow_job(job_id, settings, stops=local)
+        else:
+            note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM, as a CI sends it, would end this process without a word."""
+    """SIGTERM, as `timeout` and a CI send it, would end this process without a word, and leave a
+    followed job behind."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -344,13 +346,16 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
-    """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing."""
+    """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing, and so
+    does it when the log's reader leaves."""
     from launcher.tracking import describe, explain, logs, stop, wait
 
     try:
         for line in logs(job_id, follow=True, settings=settings):
             note(line)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        if isinstance(error, BrokenPipeError):
+            silence(sys.stderr)
         if not stops:
             note(f"the job goes on; {RECONNECT.format(id=job_id)}")
             return
@@ -886,14 +891,18 @@ def run(arguments: list[str] | None = None) -> int:
         note(": ".join(["interrupted", *map(str, error.args)]))
         return 1
     except BrokenPipeError:
-        # The reader of our output has left, as `| head` does; that is no failure.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)  # that is no failure
         return 0
     except Exception as error:
         if debug and not isinstance(error, click.ClickException):
             traceback.print_exc()
         note(f"error: {' '.join(told(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+def silence(stream: TextIO) -> None:
+    """Lets nothing more fail that is said to a reader who has left, as `| head` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def told(error: Exception) -> str:

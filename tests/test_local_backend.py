@@ -703,13 +703,16 @@ def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished)
 # -- stopping -------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_while_following_stops_the_job_cleanly(home: Path, text_file: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_sigterm_while_following_stops_the_job_cleanly(
+    home: Path, text_file: Path, sign: signal.Signals
+) -> None:
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
         job = Finished(home, process.stdout.readline().strip())
         launching.wait_for_step(job.directory)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, sign)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Traceback" not in err
@@ -720,6 +723,20 @@ def test_ctrl_c_while_following_stops_the_job_cleanly(home: Path, text_file: Pat
     log = (job.directory / "logs/job.log").read_text()
     assert "stopped by a signal; the checkpoint of step" in log
     assert not launching.processes_below(job.directory)
+
+
+def test_a_job_that_is_followed_stops_when_the_reader_of_its_log_has_left(
+    home: Path, text_file: Path
+) -> None:
+    words = launching.launching(data=text_file, **ENDLESS)
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        job = Finished(home, process.stdout.readline().strip())
+        launching.wait_for_step(job.directory)
+        process.stderr.close()  # as `2>&1 | head` does
+        assert process.wait(timeout=60) == 1
+    assert state_of(job) == "Stopped"
 
 
 def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(

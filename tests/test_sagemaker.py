@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import click
 import launching
 import pytest
 import sagemaker_service
@@ -556,6 +558,29 @@ def test_a_launch_that_is_interrupted_names_the_job_that_may_run(
     assert told.startswith("interrupted: ")
     assert f"`sm-nanogpt status {job_id}`" in told
     assert f"`sm-nanogpt stop {job_id}`" in told
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_launch_whose_id_cannot_be_printed_names_it_all_the_same(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    echo = click.echo
+
+    def fail(text: str, err: bool = False) -> None:
+        if not err:
+            raise OSError(number, os.strerror(number))
+        echo(text, err=True)
+
+    monkeypatch.setattr(click, "echo", fail)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    (job_id,) = cloud.sagemaker.jobs
+    assert ran.error.startswith(os.strerror(number))
+    assert f"`sm-nanogpt stop {job_id}`" in ran.error
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
