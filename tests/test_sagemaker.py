@@ -1122,6 +1122,20 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     assert utils.validate_sagemaker_config is mine
 
 
+@pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
+def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another_is_said(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "config").write_text("[profile me]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv(name, "gone")
+    job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/text/")
+    settings = Settings(home=home, profile="me", store="s3://bucket/some/prefix")
+    request = SageMakerBackend(settings).dry_run("a-job", job)
+    assert request["TrainingJobName"] == "a-job"
+    assert os.environ[name] == "gone"
+
+
 @pytest.mark.parametrize("name", ["ADMIN", "USER"])
 def test_no_configuration_of_the_sdk_changes_the_request(
     dry: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

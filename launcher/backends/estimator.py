@@ -60,8 +60,9 @@ CONFIG = "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOu
 
 @contextmanager
 def quiet_sdk(home: Path) -> Iterator[None]:
-    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries, and
-    defaults for the request from configuration files of the user and of the machine.
+    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries, defaults
+    for the request from configuration files of the user and of the machine, and a look at the
+    profile of the environment, which may be gone where the settings name another.
 
     Who launches from Python may use the SDK too, so the process is left as it was.
     """
@@ -72,25 +73,32 @@ def quiet_sdk(home: Path) -> Iterator[None]:
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
+        "AWS_PROFILE": None,
+        "AWS_DEFAULT_PROFILE": None,
     }
     before = {name: os.environ.get(name) for name in said}
     root, *of_sdk = (logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config"))
     levels = {logger: logger.level for logger in (root, *of_sdk)}
     handlers = root.handlers[:]
     try:
-        os.environ.update(said)
+        set_variables(said)
         for logger in of_sdk:
             logger.setLevel(logging.WARNING)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_variables(before)
         for logger, level in levels.items():
             logger.setLevel(level)
         root.handlers[:] = handlers
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Of the environment; None is for one that is not there."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:
