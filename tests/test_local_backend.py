@@ -441,6 +441,32 @@ def test_data_that_are_not_there_are_refused_before_anything_starts(
     assert f"{home / 'nowhere.txt'}: no such file" in ran.error
 
 
+@pytest.mark.parametrize(
+    "failing",
+    ["launcher.backends.local.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
+)
+def test_a_job_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    home: Path,
+    text_file: Path,
+    cli: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = launching.launching("--detach", data=text_file)
+    assert cli(*words).code == 0  # so that the text is there, and the directories
+    before = list((home / "jobs").iterdir())
+    with monkeypatch.context() as context:
+        context.setattr(failing, full)
+        ran = cli(*words)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.error.startswith(f"{home / 'jobs'}")
+    assert "No space left on device, so the job was not started; " in ran.error
+    assert list((home / "jobs").iterdir()) == before
+
+
 def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
     tmp_path: Path, text_file: Path
 ) -> None:

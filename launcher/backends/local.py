@@ -25,6 +25,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -76,8 +77,24 @@ class LocalBackend:
             "max_steps": config.max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
-        (directory / "code").mkdir(parents=True)
-        (directory / "code" / "train.py").write_bytes(job.script.read_bytes())
+        script = job.script.read_bytes()
+        try:
+            directory.mkdir(parents=True)
+            try:
+                self.start(directory, script, record)
+            except OSError:  # what no command would list
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise ServiceError(
+                f"{directory}: {error.strerror or error}, so the job was not started; delete old"
+                " jobs, or SM_NANOGPT_HOME names another place"
+            ) from None
+
+    def start(self, directory: Path, script: bytes, record: dict[str, Any]) -> None:
+        """Writes down what the job is, and starts its runner."""
+        (directory / "code").mkdir()
+        (directory / "code" / "train.py").write_bytes(script)
         # The lock is taken here, before the job can be seen, and handed on: held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
