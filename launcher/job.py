@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from launcher.errors import InputError
+from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.prices import Price
@@ -266,6 +266,22 @@ class TrainingJob(BaseModel):
         max_steps = self.config(1).max_steps
         if step > max_steps:
             raise InputError(f"max_steps={max_steps}: the earlier job came to step {step} already")
+
+
+@contextlib.contextmanager
+def read_from(record: object) -> Iterator[None]:
+    """Turns what is wrong with the record of an earlier launch into one line about it.
+
+    Raises:
+        ServiceError: it lacks something, or holds what this version does not know.
+    """
+    try:
+        yield
+    except (InputError, KeyError, TypeError, ValueError) as error:
+        raise ServiceError(
+            f"{record} is damaged, or of another version of sm-nanogpt, which then can read it"
+            f" ({type(error).__name__}: {error})"
+        ) from None
 
 
 @lru_cache(maxsize=8)  # a launch asks for it a dozen times

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import launching
@@ -297,7 +298,7 @@ def test_jobs_are_listed_newest_first(job: Finished, cli: Callable[..., Ran]) ->
 
 
 @pytest.mark.parametrize("file", ["state.json", "job.json"])
-@pytest.mark.parametrize("content", ["", "null", "{"])
+@pytest.mark.parametrize("content", ["", "null", "{", "[]"])
 def test_a_job_that_cannot_be_read_hides_no_other(
     job: Finished, cli: Callable[..., Ran], file: str, content: str
 ) -> None:
@@ -313,6 +314,29 @@ def test_a_job_that_cannot_be_read_hides_no_other(
     ran = cli("status", broken.name)
     assert ran.code == 1
     assert ran.error.startswith(f"{broken / file} is empty or damaged")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"job": {}},
+        {"job": []},
+        {"created": "yesterday"},
+        {"hyperparameters": None},
+    ],
+)
+def test_a_job_whose_record_lacks_something_hides_no_other(
+    job: Finished, cli: Callable[..., Ran], changed: dict[str, Any]
+) -> None:
+    odd = job.home / "jobs/sm-nanogpt-20990101-000000-abcdef"
+    odd.mkdir()
+    record = json.loads((job.directory / "job.json").read_text())
+    (odd / "job.json").write_text(json.dumps({**record, **changed}))
+    ran = cli("jobs")
+    assert ran.code == 0
+    assert [row.split()[0] for row in ran.out.splitlines()[1:]] == [job.job_id]
+    assert ran.err.count("\n") == 1
+    assert ran.err.startswith(f"job {odd.name} is left out: {odd / 'job.json'} is damaged, or of")
 
 
 def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:

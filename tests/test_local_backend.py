@@ -1027,6 +1027,20 @@ def test_impossible_words_on_resuming_are_refused_and_nothing_is_started(
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    "changed", [{"field_of_tomorrow": 1}, {"instance_count": "many"}, {"resume": 5}]
+)
+def test_a_job_whose_record_cannot_be_read_cannot_be_resumed(
+    job: Finished, cli: Callable[..., Ran], changed: dict[str, Any]
+) -> None:
+    record = json.loads((job.directory / "job.json").read_text())
+    record["job"].update(changed)
+    (job.directory / "job.json").write_text(json.dumps(record))
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
+    assert ran.code == 1
+    assert ran.error.startswith(f"{job.directory / 'job.json'} is damaged, or of another version")
+
+
 def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
     ran = cli("launch", "--instance", "local", "--resume", "nope")
     assert ran.code == 1

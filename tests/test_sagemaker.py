@@ -815,6 +815,20 @@ def test_code_from_the_store_is_not_executed_here(
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"instance": "ml.g5.12xlarge", "field_of_tomorrow": 1}']
+)
+def test_a_record_in_s3_that_cannot_be_read_is_one_line_on_resuming(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, content: bytes
+) -> None:
+    earlier = stopped(s3, cli, text_file)
+    record = f"some/prefix/jobs/{earlier}/job.json"
+    s3.put_object(Bucket=s3.bucket, Key=record, Body=content)
+    ran = cli("launch", "--resume", earlier)
+    assert ran.code == 1
+    assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
+
+
 def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:

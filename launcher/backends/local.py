@@ -36,7 +36,14 @@ from typing import Any
 
 from launcher import storage
 from launcher.errors import InputError, ServiceError
-from launcher.job import CLOUD_FIELDS, RUNNING, JobDescription, TrainingJob, newest_checkpoint
+from launcher.job import (
+    CLOUD_FIELDS,
+    RUNNING,
+    JobDescription,
+    TrainingJob,
+    newest_checkpoint,
+    read_from,
+)
 from launcher.settings import Settings, Tell
 
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
@@ -138,33 +145,39 @@ class LocalBackend:
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
         step = own_checkpoint(checkpoints, state.get("started"))
-        job = record["job"]
+        with read_from(directory / "job.json"):
+            job, max_steps = record["job"], int(record["max_steps"])
+            submitted: dict[str, Any] = {
+                "instance": job["instance"],
+                "instance_count": job["instance_count"],
+                "created": float(record["created"]),
+                "data": job["data"],
+                "hyperparameters": dict(record["hyperparameters"]),
+            }
         return JobDescription(
             job_id=job_id,
             status=status,
             secondary_status=state.get("secondary", "Starting") if status in RUNNING else status,
-            instance=job["instance"],
-            instance_count=job["instance_count"],
-            created=record["created"],
-            data=job["data"],
-            hyperparameters=record["hyperparameters"],
+            **submitted,
             failure_reason=reason,
             started=state.get("started"),
             ended=state.get("ended"),
-            metrics=last_metrics(checkpoints / "metrics.jsonl", record["max_steps"]),
+            metrics=last_metrics(checkpoints / "metrics.jsonl", max_steps),
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
             checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
             checkpoint_step=step,
         )
 
     def job(self, job_id: str) -> TrainingJob:
-        record = read_json(self.jobs_dir / job_id / "job.json")
+        path = self.jobs_dir / job_id / "job.json"
+        record = read_json(path)
         if record is None:
             raise ServiceError(f"there is no job {job_id!r}")
-        values = record["job"]
-        if values["entry_point"] is not None:  # the copy that was run, not what became of the file
-            values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
-        return TrainingJob(**values)
+        with read_from(path):
+            values = record["job"]
+            if values["entry_point"] is not None:  # the copy that was run, not what became of it
+                values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
+            return TrainingJob(**values)
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """It is the copy that was run."""

@@ -30,7 +30,7 @@ from launcher import money, storage
 from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
-from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint
+from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint, read_from
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
@@ -295,7 +295,8 @@ class SageMakerBackend:
         document = storage.read_text(record, self.settings)
         if document is None:
             raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
-        return TrainingJob(**json.loads(document))
+        with read_from(record):
+            return TrainingJob(**json.loads(document))
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """Compares with the archive that was sent; code from there, which others may write to, is
