@@ -24,24 +24,18 @@ if TYPE_CHECKING:
 
 Scalar = bool | int | float | str
 
-CLOUD_FIELDS = (
-    "affordable_run",
-    "environment",
-    "image_uri",
-    "keep_alive",
-    "kms_key",
-    "launcher",
-    "max_cost",
-    "max_run",
-    "max_wait",
-    "network_isolation",
-    "pytorch_version",
-    "security_group_ids",
-    "spot",
-    "subnets",
-    "tags",
-    "volume_size",
-)
+# What a local job has too; every other field is for SageMaker alone.
+LOCAL_FIELDS = {
+    "instance",
+    "instance_count",
+    "processes_per_instance",
+    "data",
+    "validation",
+    "preset",
+    "hyperparameters",
+    "entry_point",
+    "resume",
+}
 
 TAG = re.compile(r"[\w\s.:/=+\-@]*")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
@@ -76,7 +70,7 @@ class TrainingJob(BaseModel):
     entry_point: Path | None = None  # None: the script of this package
     resume: str | None = None  # id of the job whose checkpoints this one goes on from
 
-    # What only SageMaker has. Times are in seconds.
+    # What only SageMaker has, as LOCAL_FIELDS leaves it out. Times are in seconds.
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
     pytorch_version: str = "2.8.0"
     image_uri: str | None = None  # None: AWS's image of that version
@@ -111,7 +105,7 @@ class TrainingJob(BaseModel):
     def _refuse_what_aws_refuses(self) -> TrainingJob:
         local = self.instance == "local"
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
-        cloud = said & set(CLOUD_FIELDS)  # what is switched off is asked of nobody
+        cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody
         problem = None
         if local and cloud:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"

@@ -93,6 +93,15 @@ def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
 # -- the rest of a job ----------------------------------------------------------------------------
 
 
+def test_a_field_that_is_new_is_for_sagemaker_unless_it_is_named_as_one_of_local_jobs() -> None:
+    class Later(TrainingJob):
+        field_of_tomorrow: int = 0
+
+    with pytest.raises(InputError, match=r"--field-of-tomorrow is for SageMaker"):
+        Later(instance="local", field_of_tomorrow=1)
+    assert Later(instance="ml.g5.xlarge", field_of_tomorrow=1).field_of_tomorrow == 1
+
+
 def test_a_local_job_may_say_that_it_is_without_what_only_sagemaker_has() -> None:
     job = TrainingJob(instance="local", spot=False, network_isolation=False)
     assert not job.spot

@@ -37,7 +37,7 @@ from typing import Any
 from launcher import storage
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
-    CLOUD_FIELDS,
+    LOCAL_FIELDS,
     RUNNING,
     JobDescription,
     TrainingJob,
@@ -76,7 +76,7 @@ class LocalBackend:
         config = job.config(job.instance_count * processes)
         directory = self.jobs_dir / job_id
         record = {
-            "job": job.model_dump(mode="json", exclude=set(CLOUD_FIELDS)),
+            "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
             "hyperparameters": job.all_hyperparameters(),
             "created": time.time(),
             "processes_per_host": processes,
