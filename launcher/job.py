@@ -246,8 +246,11 @@ class TrainingJob(BaseModel):
             raise InputError(str(error)) from None
         return config
 
-    def check_resumable(self, before: TrainingJob, step: int) -> None:
-        """Raises InputError unless this job can go on from `before`, which came to `step`."""
+    def check_resumable(self, before: TrainingJob, earlier: JobDescription) -> None:
+        """Raises InputError unless this job can go on from `before`, which stands as `earlier`.
+
+        One that ended at its last step goes on as long as it has no model, to write that.
+        """
         module = self.script_module()
         jobs = [
             {"config": asdict(job.config(1)), "corpus_sha256": (job.data, job.validation)}
@@ -257,9 +260,12 @@ class TrainingJob(BaseModel):
             module.check_resumable(*jobs)
         except module.CheckpointError as error:
             raise InputError(str(error)) from None
-        max_steps = self.config(1).max_steps
-        if step > max_steps:
-            raise InputError(f"max_steps={max_steps}: the earlier job came to step {step} already")
+        step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
+        if step > max_steps or (step == max_steps and earlier.model_uri is not None):
+            raise InputError(
+                f"max_steps={max_steps}: the earlier job came to step {step} already;"
+                " --set max_steps=N goes on from there, up to a larger N"
+            )
 
 
 @contextlib.contextmanager

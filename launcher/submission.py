@@ -13,7 +13,7 @@ from typing import Any
 from launcher import corpus, storage
 from launcher.errors import InputError, ServiceError
 from launcher.instances import has_local_storage, looks_like_gpu
-from launcher.job import TrainingJob
+from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
 from launcher.tracking import backend_for, find
@@ -87,9 +87,10 @@ def prepare(
     Raises:
         InputError, ServiceError: as launch.
     """
-    before, step = None, 0
+    taken = None
     if job.resume is not None:
-        job, before, step = take_over(job, settings, tell)
+        taken = take_over(job, settings, tell)
+        job = taken[0]
     if job.entry_point is not None:
         script = storage.path_of(job.entry_point).absolute()
         job = job.model_copy(update={"entry_point": script})
@@ -108,8 +109,8 @@ def prepare(
         channels["validation"] = find_channel(job.validation, near, dry_run)
     check_length(channels, config)
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
-    if before is not None:
-        job.check_resumable(before, step)
+    if taken is not None:
+        job.check_resumable(*taken[1:])
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
             corpus.send(channel.upload, channel.sources, near, progress)
@@ -118,12 +119,12 @@ def prepare(
 
 def take_over(
     job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
-) -> tuple[TrainingJob, TrainingJob, int]:
+) -> tuple[TrainingJob, TrainingJob, JobDescription]:
     """The job on top of the one it resumes: what it does not say itself is as it was there.
 
     Hyperparameters that the script does not have, another one or another version, are told.
 
-    Returns it, the earlier job, and the step that the earlier one came to.
+    Returns it, the earlier job, and how that one stands.
     """
     assert job.resume is not None
     backend, earlier = find(job.resume, settings)
@@ -162,7 +163,7 @@ def take_over(
     if before.max_cost is not None and settings.max_cost is not None:
         kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
-    return after, before, earlier.checkpoint_step or 0
+    return after, before, earlier
 
 
 @dataclass(frozen=True)

@@ -956,9 +956,9 @@ def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
     record["hyperparameters"]["gone"] = 1
     file.write_text(json.dumps(record))
     told: list[str] = []
-    asked = TrainingJob(instance="local", resume=job.job_id)
-    taken, before, _ = take_over(asked, launching.settings_of(job.home), told.append)
-    taken.check_resumable(before, 0)
+    asked = TrainingJob(resume=job.job_id, hyperparameters={"max_steps": 15})
+    taken, before, earlier = take_over(asked, launching.settings_of(job.home), told.append)
+    taken.check_resumable(before, earlier)
     assert len(told) == 1 and "has no gone;" in told[0]
 
 
@@ -988,6 +988,28 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
     assert ran.code == 2
     assert "max_steps=5" in ran.error
+
+
+def test_a_job_that_has_its_model_cannot_be_resumed_without_more_steps(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    words = ("launch", "--instance", "local", "--resume", job.job_id)
+    ran = cli(*words)
+    assert ran.code == 2
+    assert "max_steps=10: " in ran.error
+    assert "--set max_steps=" in ran.error
+    assert len(list((job.home / "jobs").iterdir())) == 1
+
+
+def test_a_job_that_ended_at_its_last_step_without_a_model_can_be_resumed(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    file = job.directory / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "status": "Failed"}))
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
+    assert ran.code == 0, ran.err
+    resumed = Finished(job.home, ran.out.strip())
+    assert (resumed.directory / "output/model.tar.gz").exists()
 
 
 def test_a_running_job_cannot_be_resumed(

@@ -774,6 +774,22 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     assert "n_embd was 384 and is 192" in refused.error
 
 
+def test_a_job_that_has_its_model_is_not_resumed_without_more_steps(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    """It would be billed for its start and its upload, and make the same model."""
+    ran = cli(*LAUNCH, "--data", str(text_file), *launching.sets(max_steps=10))
+    job_id = ran.out.strip()
+    key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("wait", job_id).code == 0
+    refused = cli("launch", "--resume", job_id)
+    assert refused.code == 2
+    assert "--set max_steps=" in refused.error
+    assert list(cloud.sagemaker.jobs) == [job_id]
+    assert cli("launch", "--resume", job_id, *launching.sets(max_steps=11)).code == 0
+
+
 def test_a_resumed_job_runs_the_edited_script_as_it_was_run_unless_another_is_named(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
