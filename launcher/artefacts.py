@@ -79,20 +79,27 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
 
 
 def fetch_checkpoint(description: JobDescription, settings: Settings, progress: Progress) -> Path:
-    """Fetches the newest checkpoint and writes it out as a model directory."""
+    """Fetches the newest checkpoint and writes it out as a model directory.
+
+    It is the one before where the newest is broken.
+    """
     from entry_point import train
 
+    def place(step: int) -> Path:
+        return settings.models_dir / description.job_id / f"step-{step:08d}"
+
     assert description.checkpoint_uri is not None
-    parent = settings.models_dir / description.job_id
+    assert description.checkpoint_step is not None
+    if (newest := place(description.checkpoint_step)).exists():
+        return newest
     with scratch(settings.models_dir) as directory:
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
             step = train.export_checkpoint(directory / "checkpoints", directory / "model")
         except train.TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
-        target = parent / f"step-{step:08d}"
-        keep(directory / "model", target)
-    return target
+        keep(directory / "model", place(step))
+    return place(step)
 
 
 @contextmanager

@@ -417,6 +417,14 @@ def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
     assert len(ran.out) == 21
 
 
+def test_a_checkpoint_that_is_here_is_not_fetched_again(job: Finished) -> None:
+    end_as(job, status="Stopped")
+    directory = fetch_model(job.job_id)
+    fetched: list[int] = []
+    assert fetch_model(job.job_id, progress=fetched.append) == directory
+    assert fetched == []
+
+
 def test_a_failed_job_without_a_checkpoint_gives_its_state_its_reason_and_the_next_command(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
