@@ -19,7 +19,7 @@ REMEDIES = {
     "CUDA out of memory": "a smaller batch_size, or more gradient_accumulation_steps, needs less",
     "CapacityError": CAPACITY,
     "Data download failed": "the execution role has to be allowed to read the store",
-    "MaxRuntimeExceeded": "--max-run gives more time",
+    "MaxRuntimeExceeded": "--max-run gives more time, a larger --max-cost where that set the limit",
     "MaxWaitTimeExceeded": "--max-wait gives more time, --on-demand waits for no spot capacity",
 }
 

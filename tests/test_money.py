@@ -29,6 +29,7 @@ from launcher.money import (
 )
 from launcher.prices import Price
 from launcher.quotas import read_quota
+from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
@@ -128,6 +129,13 @@ def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
     assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).time_limit == longest_run(3.0, HOURLY)
     with pytest.raises(InputError, match=r"4\.00 USD of the earlier jobs"):
         limited(job(max_cost=5), HOURLY, ceiling, 4.0)
+
+
+def test_a_job_that_ran_out_of_time_is_told_of_the_ceiling_too() -> None:
+    """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
+    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"))
+    assert "--max-run" in told
+    assert "--max-cost" in told
 
 
 def test_a_configured_ceiling_refuses_a_limit_that_was_asked_for_and_is_above_it() -> None:

@@ -137,7 +137,11 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
 @pytest.mark.parametrize(
     ("words", "state", "remedy"),
     [
-        (("--max-run", "7200"), "MaxRuntimeExceeded", "--max-run gives more time"),
+        (
+            ("--max-run", "7200"),
+            "MaxRuntimeExceeded",
+            "--max-run gives more time, a larger --max-cost where that set the limit",
+        ),
         (
             ("--spot", "--max-run", "7200", "--max-wait", "7200"),
             "MaxWaitTimeExceeded",
