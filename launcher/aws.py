@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.settings import Settings
+    from launcher.settings import Settings, Tell
+
+T = TypeVar("T")
 
 RENEW = "renew them: `aws sso login` or `aws configure`"
 
@@ -80,6 +84,8 @@ CLOCK = "the clock here is wrong, so AWS does not take what is signed by it; set
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
 NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
 CAPACITY = "AWS has no such machine free now; try later, or another --instance"
+PATIENCE_SECONDS = 300.0  # without an answer, until a job is no longer watched
+AGAIN_SECONDS = 5.0
 
 
 def aws_session(settings: Settings) -> Any:
@@ -151,6 +157,43 @@ class Missing(ServiceError):
     """What was asked for does not exist."""
 
 
+class Unreachable(ServiceError):
+    """No answer came."""
+
+
+def failure(what: str, error: BaseException) -> ServiceError:
+    """The error of one line for what boto3 or s3fs raised in `what`.
+
+    No answer is told by names, as importing botocore would cost local commands a quarter of a
+    second.
+    """
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
+    return (Unreachable if names & lost else ServiceError)(f"{what}: {why(error)}")
+
+
+def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = math.inf) -> T:
+    """What `ask` answers about a job that is watched: an outage of minutes ends no watching.
+
+    Raises:
+        ServiceError: no answer came for PATIENCE_SECONDS, or until the deadline, by time.monotonic.
+    """
+    until = None
+    while True:
+        try:
+            return ask()
+        except Unreachable as error:
+            if until is None:
+                until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+                tell(f"{error}; a job on SageMaker goes on meanwhile, and it is tried again")
+            if time.monotonic() >= until:
+                raise ServiceError(
+                    f"{error}; a job on SageMaker goes on all the same, and is billed:"
+                    f" `sm-nanogpt logs {job_id} --follow` follows it"
+                ) from None
+        time.sleep(AGAIN_SECONDS)
+
+
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
     """Turns what boto3 raises in `call` into a ServiceError of one line that says what to do.
@@ -159,6 +202,7 @@ def service_errors(call: str) -> Iterator[None]:
 
     Raises:
         Missing: AWS says that the thing does not exist.
+        Unreachable: AWS says nothing.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -171,7 +215,7 @@ def service_errors(call: str) -> Iterator[None]:
             raise Missing(f"{call}: {message}") from None
         raise ServiceError(f"{call}: {why(error)}") from None
     except (BotoCoreError, ResponseParserError, KeyError) as error:
-        raise ServiceError(f"{call}: {why(error)}") from None
+        raise failure(call, error) from None
 
 
 def is_missing(code: str, message: str) -> bool:

@@ -351,7 +351,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     from launcher.tracking import describe, explain, logs, stop, wait
 
     try:
-        for line in logs(job_id, follow=True, settings=settings):
+        for line in logs(job_id, follow=True, settings=settings, tell=note):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError):
@@ -362,7 +362,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
-    description = wait(job_id, settings)
+    description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description))
     note(f"next: sm-nanogpt fetch-and-sample {job_id}")
@@ -623,7 +623,7 @@ def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
     from launcher.tracking import logs
 
     try:
-        for line in logs(job_id, follow, settings_of(context)):
+        for line in logs(job_id, follow, settings_of(context), tell=note):
             click.echo(line)
     except KeyboardInterrupt:
         note("the job goes on")
@@ -641,7 +641,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     """
     from launcher.tracking import explain, wait
 
-    description = wait(job_id, settings_of(context))
+    description = wait(job_id, settings_of(context), tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description))
     note(f"job {job_id} completed")
@@ -662,7 +662,7 @@ def stop_command(context: click.Context, job_id: str) -> None:
     settings = settings_of(context)
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
-    description = wait(job_id, settings)
+    description = wait(job_id, settings, tell=note)
     if description.status == "Failed":
         raise ServiceError(explain(description))
     note(explain(description))

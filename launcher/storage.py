@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import fsspec
 
-from launcher.aws import max_attempts, why
+from launcher.aws import failure, max_attempts
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 
@@ -83,14 +83,15 @@ def reported(uri: str) -> Iterator[None]:
     except ValueError as error:
         raise InputError(f"{uri}: {error}") from None
     except OSError as error:
-        reason = why(error) if error.__cause__ else error.strerror or why(error)
-        raise ServiceError(f"{uri}: {reason}") from None
+        if error.strerror and not error.__cause__:
+            raise ServiceError(f"{uri}: {error.strerror}") from None
+        raise failure(uri, error) from None
     except Exception as error:
         # botocore's errors share no base with anything in fsspec, and importing botocore to name
         # it would cost every local command a quarter of a second.
         if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
             raise
-        raise ServiceError(f"{uri}: {why(error)}") from None
+        raise failure(uri, error) from None
 
 
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:

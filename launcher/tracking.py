@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from launcher import money
-from launcher.aws import CAPACITY, aws_session, check_region
+from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.errors import ServiceError
 from launcher.instances import check_instance, has_local_storage
@@ -112,10 +114,20 @@ def with_costs(
     return told
 
 
-def logs(job_id: str, follow: bool = False, settings: Settings | None = None) -> Iterator[str]:
-    """The lines of a job's log. Raises ServiceError when there is no such job."""
-    backend, _ = find(job_id, settings or load_settings())
-    return backend.logs(job_id, follow)
+def logs(
+    job_id: str,
+    follow: bool = False,
+    settings: Settings | None = None,
+    tell: Tell = lambda line: None,
+) -> Iterator[str]:
+    """The lines of a job's log; to follow it, an outage of the network is told and waited out.
+
+    Raises:
+        ServiceError: there is no such job.
+    """
+    ask = partial(find, job_id, settings or load_settings())
+    backend, _ = patiently(ask, job_id, tell) if follow else ask()
+    return backend.logs(job_id, follow, tell)
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -135,21 +147,25 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
 
 
 def wait(
-    job_id: str, settings: Settings | None = None, timeout: float | None = None
+    job_id: str,
+    settings: Settings | None = None,
+    timeout: float | None = None,
+    tell: Tell = lambda line: None,
 ) -> JobDescription:
-    """Waits for a job's end and returns what became of it.
+    """Waits for a job's end and returns what became of it; tells of an outage of the network.
 
     Raises:
-        ServiceError: there is no such job, or no longer, or it still runs after `timeout` seconds.
+        ServiceError: there is no such job, or no longer, it still runs after `timeout` seconds, or
+            SageMaker could not be asked for minutes.
     """
-    settings = settings or load_settings()
-    deadline = None if timeout is None else time.monotonic() + timeout
-    backend, description = find(job_id, settings)
+    deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+    ask = partial(find, job_id, settings or load_settings())
+    backend, description = patiently(ask, job_id, tell, deadline)
     while description.is_running:
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        now = backend.describe(job_id)
+        now = patiently(partial(backend.describe, job_id), job_id, tell, deadline)
         if now is None:
             raise ServiceError(
                 f"job {job_id} was deleted before its end: `sm-nanogpt jobs` lists those there are"

@@ -35,7 +35,7 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import InputError, Settings, TrainingJob
+from launcher import InputError, ServiceError, Settings, TrainingJob, wait
 from launcher.aws import why
 from launcher.backends.estimator import training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
@@ -736,6 +736,110 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     assert ran.code == 0
     assert "the job goes on" in ran.err
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
+
+
+class Outage:
+    """A network that loses requests to SageMaker and CloudWatch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begin(0)
+        send = URLLib3Session.send
+
+        def lose(session: Any, request: Any) -> Any:
+            if self.operation in request.headers.get("X-Amz-Target", b""):
+                self.before -= 1
+                if self.before < 0 and self.lost < self.length:
+                    self.lost += 1
+                    raise EndpointConnectionError(endpoint_url="https://api.sagemaker")
+            return send(session, request)
+
+        monkeypatch.setattr(URLLib3Session, "send", lose)
+
+    def begin(self, length: int, operation: bytes = b"Training", after: int = 0) -> None:
+        """Loses `length` requests for an operation, after some that still get through."""
+        self.operation, self.before, self.length, self.lost = operation, after, length, 0
+
+
+@pytest.fixture
+def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("launcher.aws.AGAIN_SECONDS", 0.1)
+    return Outage(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "operation", "after"),
+    [
+        (("wait",), b"DescribeTrainingJob", 0),
+        (("wait",), b"DescribeTrainingJob", 1),
+        (("logs", "--follow"), b"DescribeTrainingJob", 0),
+        (("logs", "--follow"), b"DescribeLogStreams", 1),
+        (("logs", "--follow"), b"GetLogEvents", 1),
+    ],
+)
+def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    outage: Outage,
+    words: tuple[str, ...],
+    operation: bytes,
+    after: int,
+) -> None:
+    lines = [(0.1 * i, "algo-1", f"line {i}") for i in range(10)]
+    cloud.sagemaker.next_script = {"log": lines}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    outage.begin(3, operation, after)
+    ran = cli(words[0], job_id, *words[1:])
+    assert ran.code == 0, ran.err
+    assert outage.lost == 3
+    (told,) = [line for line in ran.err.splitlines() if "Could not connect" in line]
+    assert "tried again" in told
+    if words[0] == "logs":
+        assert ran.out.splitlines() == [line for _, _, line in lines]
+
+
+def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
+    cli: Callable[..., Ran], launched: str, outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
+    for words in (("wait", launched), ("logs", launched, "--follow")):
+        outage.begin(1000, after=1)
+        ran = cli(*words)
+        assert ran.code == 1
+        assert "DescribeTrainingJob: Could not connect" in ran.error
+        assert "goes on" in ran.error
+        assert f"`sm-nanogpt logs {launched} --follow`" in ran.error
+
+
+@pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
+def test_a_refusal_ends_the_watching_at_once(
+    cloud: Emulator, cli: Callable[..., Ran], launched: str, words: tuple[str, ...]
+) -> None:
+    cloud.refuse["DescribeTrainingJob"] = ("AccessDeniedException", "no")
+    ran = cli(words[0], launched, *words[1:])
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
+    assert "not allowed" in ran.error
+
+
+def test_a_time_to_wait_holds_in_an_outage_too(launched: str, outage: Outage) -> None:
+    outage.begin(1000)
+    began = time.monotonic()
+    with pytest.raises(ServiceError, match="Could not connect"):
+        wait(launched, timeout=0.5)
+    assert time.monotonic() - began < 10
+
+
+def test_a_command_that_asks_once_fails_at_once_in_an_outage(
+    cli: Callable[..., Ran], launched: str, outage: Outage
+) -> None:
+    for command in ("status", "logs", "stop"):
+        outage.begin(1000)
+        ran = cli(command, launched)
+        assert ran.code == 1
+        assert ran.err.count("\n") == 1
+        assert "check the region's name and the network" in ran.error
 
 
 def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(

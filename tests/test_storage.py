@@ -11,8 +11,10 @@ import fsspec
 import launching
 import pytest
 from launching import Ran
+from s3fs import S3FileSystem
 
 from launcher import InputError, ServiceError, storage, upload_data
+from launcher.aws import Unreachable
 from launcher.corpus import last_upload
 from launcher.settings import load_settings
 
@@ -303,6 +305,20 @@ def test_text_that_others_put_on_s3_is_trained_on_by_its_uri(
     s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/their"))
     assert ran.code == 0, ran.err
+
+
+def test_a_store_that_gives_no_answer_is_told_from_one_that_refuses(
+    s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is watched goes on over the one and not over the other."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(ServiceError) as refused:
+        storage.write_text("s3://there-is-no-such-bucket/file", "text")
+    assert not isinstance(refused.value, Unreachable)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(Unreachable, match=r"^s3://bucket/prefix: .*the network"):
+        storage.list_files("s3://bucket/prefix")
 
 
 def test_a_uri_behind_which_nothing_is_is_refused_in_one_line(

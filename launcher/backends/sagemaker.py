@@ -21,13 +21,20 @@ import re
 import tarfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from launcher import money, storage
-from launcher.aws import Missing, aws_session, check_region, retrying, service_errors
+from launcher.aws import (
+    Missing,
+    aws_session,
+    check_region,
+    patiently,
+    retrying,
+    service_errors,
+)
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint, read_from
@@ -349,15 +356,15 @@ class SageMakerBackend:
         with service_errors("StopTrainingJob"):
             self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
-    def logs(self, job_id: str, follow: bool) -> Iterator[str]:
+    def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
         hosts, heard = 1, time.monotonic()
         while True:
-            raw = self.raw(job_id)
+            ask = partial(self.news, job_id, seen)
+            raw, events, seen = patiently(ask, job_id, tell) if follow else ask()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
             hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
-            events = sorted(self.new_events(job_id, seen), key=lambda event: event[0])
             for _, host, message in events:
                 yield f"{host}: {message}" if hosts > 1 else message
             if events or not ended:
@@ -365,6 +372,16 @@ class SageMakerBackend:
             if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
                 return
             time.sleep(POLL_SECONDS)
+
+    def news(
+        self, job_id: str, seen: dict[str, str]
+    ) -> tuple[dict[str, Any] | None, Sequence[tuple[int, str, str]], dict[str, str]]:
+        """How a job stood, its events since `seen` in order of time, and how far that is.
+
+        `seen` stays as it is: what an outage cuts off is asked for again, and no line is lost.
+        """
+        raw, seen = self.raw(job_id), dict(seen)
+        return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
 
     def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
         """(time in ms, host, message) of each event since the last call; `seen` remembers where."""
