@@ -484,17 +484,10 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.tracking import all_backends, with_costs
+    from launcher.tracking import jobs_and_failure, with_costs
 
     settings = settings_of(context)
-    found: list[JobDescription] = []
-    failure = None
-    try:
-        for backend in all_backends(settings):
-            found += backend.list(note)
-    except (InputError, ServiceError) as error:  # this machine's jobs are shown all the same
-        failure = error
-    found.sort(key=lambda description: description.created, reverse=True)
+    found, failure = jobs_and_failure(settings, note)
     try:
         found = with_costs(found, settings, note)
     except (InputError, ServiceError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 from launcher import money
 from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 from launcher.instances import check_instance, has_local_storage
 from launcher.job import JobDescription
 from launcher.prices import Price, Prices
@@ -83,9 +84,28 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
 
 
 def jobs(settings: Settings | None = None, tell: Tell = lambda line: None) -> list[JobDescription]:
-    """All jobs, newest first; tells which on this machine cannot be read."""
-    found = [d for backend in all_backends(settings or load_settings()) for d in backend.list(tell)]
-    return sorted(found, key=lambda description: description.created, reverse=True)
+    """All jobs, newest first; tells which on this machine cannot be read.
+
+    Warns where SageMaker cannot be asked, and lists the others.
+    """
+    found, failure = jobs_and_failure(settings or load_settings(), tell)
+    if failure is not None:
+        warnings.warn(f"not all jobs are listed: {failure}", stacklevel=2)
+    return found
+
+
+def jobs_and_failure(
+    settings: Settings, tell: Tell
+) -> tuple[list[JobDescription], InputError | ServiceError | None]:
+    """The jobs of all places up to one that cannot be asked, and why that cannot."""
+    found: list[JobDescription] = []
+    failure = None
+    try:
+        for backend in all_backends(settings):
+            found += backend.list(tell)
+    except (InputError, ServiceError) as error:
+        failure = error
+    return sorted(found, key=lambda description: description.created, reverse=True), failure
 
 
 def with_costs(

@@ -35,7 +35,7 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import InputError, ServiceError, Settings, TrainingJob, wait
+from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, wait
 from launcher.aws import why
 from launcher.backends.estimator import training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
@@ -695,6 +695,14 @@ def test_local_jobs_are_listed_when_aws_cannot_be_asked(
     assert local in ran.out
     assert ran.code == 1
     assert "Search: not allowed" in ran.err
+
+
+def test_from_python_too_local_jobs_are_listed_when_aws_cannot_be_asked(
+    cloud: Emulator, job: Finished
+) -> None:
+    cloud.refuse["Search"] = ("AccessDeniedException", "no")
+    with pytest.warns(UserWarning, match="Search: not allowed"):
+        assert [description.job_id for description in jobs()] == [job.job_id]
 
 
 def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
