@@ -289,31 +289,18 @@ def launch_command(
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
     """
-    from launcher.instances import remark
     from launcher.job import TrainingJob, read_hyperparameters
-    from launcher.submission import cloud_settings, naming, new_job_id, prepare
-    from launcher.tracking import backend_for, describe
+    from launcher.submission import naming, new_job_id, prepare
 
     from_file = read_hyperparameters(Path(config_file)) if config_file else {}
     said = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
-    if "instance" not in said:
-        earlier = fields["resume"] and describe(fields["resume"], settings)
-        said["instance"] = earlier.instance if earlier else "ml.g5.12xlarge"
+    if "resume" not in said:
+        said.setdefault("instance", "ml.g5.12xlarge")
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
-    local = job.instance == "local"
-    if not local:
-        settings = cloud_settings(settings, dry_run, tell=note)
-    backend = backend_for(job.instance, settings)
-    if not local:
-        note(remark(job.instance))
     with byte_progress("upload") as progress:
-        ready = prepare(job, settings, progress, dry_run, tell=note)
-    last = job.data is None and job.resume is None
-    note(f"data: {ready.data}{' (the last upload)' if last else ''}")
-    if ready.preset and not job.preset:
-        note(f"preset: {ready.preset}")
-    job_id = new_job_id()
+        ready, backend, settings = prepare(job, settings, progress, dry_run, tell=note)
+    local, job_id = ready.instance == "local", new_job_id()
     if dry_run:
         print_json(backend.dry_run(job_id, ready))
         return

@@ -60,7 +60,7 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"
+    instance: str = "local"  # with `resume`, unless it is said, as the earlier job's
     instance_count: int = Field(default=1, ge=1, le=100)
     processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
     data: str | None = None  # URI or path; None: the last upload
@@ -107,7 +107,7 @@ class TrainingJob(BaseModel):
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
         cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody
         problem = None
-        if local and cloud:
+        if local and cloud and not self.instance_is_open:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
         elif not local and self.processes_per_instance is not None:
             problem = (
@@ -139,6 +139,11 @@ class TrainingJob(BaseModel):
         if problem:
             raise InputError(problem)
         return self
+
+    @property
+    def instance_is_open(self) -> bool:
+        """Whether the instance type is still to be found, from the job that this one resumes."""
+        return self.resume is not None and "instance" not in self.model_fields_set
 
     @property
     def limit_is_open(self) -> bool:

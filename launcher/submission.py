@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher import corpus, storage
+from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
-from launcher.instances import has_local_storage, looks_like_gpu
+from launcher.instances import has_local_storage, looks_like_gpu, remark
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
-from launcher.tracking import backend_for, find
+from launcher.tracking import backend_for, describe, find
 
 
 def launch(job: TrainingJob, settings: Settings | None = None) -> str:
@@ -30,11 +31,8 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         ServiceError: the store or the service refuses.
         KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
     """
-    settings = settings or load_settings()
-    if job.instance != "local":
-        settings = cloud_settings(settings)
-    backend = backend_for(job.instance, settings)
-    ready, job_id = prepare(job, settings), new_job_id()
+    ready, backend, _ = prepare(job, settings or load_settings())
+    job_id = new_job_id()
     with naming(job_id):
         backend.submit(job_id, ready)
     return job_id
@@ -79,15 +77,27 @@ def prepare(
     progress: storage.Progress = lambda n: None,
     dry_run: bool = False,
     tell: Tell = lambda line: None,
-) -> TrainingJob:
+) -> tuple[TrainingJob, Backend, Settings]:
     """The job with everything filled in: what it takes over from another, and data as URIs.
 
     A dry run sends nothing, and asks nobody whether what it would send is there already.
 
+    Returns it, the place to submit it to, and the settings with the store and role that hold there.
+
     Raises:
         InputError, ServiceError: as launch.
     """
-    taken = None
+    asked, taken = job, None
+    if job.resume is not None and job.instance_is_open:
+        # Anew, so that it is held against what such an instance has.
+        said = {name: getattr(job, name) for name in job.model_fields_set}
+        job = TrainingJob(**said, instance=describe(job.resume, settings).instance)
+    local = job.instance == "local"
+    if not local:
+        settings = cloud_settings(settings, dry_run, tell)
+    backend = backend_for(job.instance, settings)
+    if not local:
+        tell(remark(job.instance))
     if job.resume is not None:
         taken = take_over(job, settings, tell)
         job = taken[0]
@@ -97,11 +107,9 @@ def prepare(
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     # All is checked before anything is uploaded.
-    backend = backend_for(job.instance, settings)
     config = backend.check(job, dry_run)
     job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
-    local = job.instance == "local"
     near = settings.model_copy(update={"store": ""}) if local else settings
     data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
     channels = {"data": find_channel(data, near, dry_run)}
@@ -111,10 +119,14 @@ def prepare(
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if taken is not None:
         job.check_resumable(*taken[1:])
+    last = asked.data is None and asked.resume is None
+    tell(f"data: {job.data}{' (the last upload)' if last else ''}")
+    if job.preset and not asked.preset:
+        tell(f"preset: {job.preset}")
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
             corpus.send(channel.upload, channel.sources, near, progress)
-    return job
+    return job, backend, settings
 
 
 def take_over(

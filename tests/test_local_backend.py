@@ -910,7 +910,8 @@ def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
 def test_a_resumed_job_goes_on_with_what_it_was_told_before(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=15")
+    words = ("--resume", job.job_id, "--set", "max_steps=15", "--processes-per-instance", "1")
+    ran = cli("launch", *words)
     assert ran.code == 0, ran.err
     assert "resumed from the checkpoint of step 10" in ran.err
     assert "step=15/15" in ran.err

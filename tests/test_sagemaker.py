@@ -35,7 +35,7 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, wait
+from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws import why
 from launcher.backends.estimator import training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
@@ -1094,6 +1094,23 @@ def test_a_job_is_resumed_where_it_ran(
     assert ran.code == 2
     assert "ran on local" in ran.error
     assert cli("launch", "--resume", local, "--set", "max_steps=12").code == 0
+
+
+def test_from_python_too_a_job_is_resumed_on_the_instance_that_it_ran_on(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    earlier = stopped(s3, cli, text_file)
+    resumed = launch(TrainingJob(resume=earlier, spot=True))
+    request = cloud.sagemaker.jobs[resumed].request
+    assert request["ResourceConfig"]["InstanceType"] == "ml.g5.12xlarge"
+    assert request["EnableManagedSpotTraining"]
+
+
+def test_what_only_sagemaker_has_is_refused_on_resuming_a_local_job(job: Finished) -> None:
+    more = {"max_steps": 12}
+    with pytest.raises(InputError, match="--spot is for SageMaker"):
+        launch(TrainingJob(resume=job.job_id, hyperparameters=more, spot=True))
+    assert len(list((job.home / "jobs").iterdir())) == 1
 
 
 def test_a_job_that_got_no_machine_tells_what_to_do(
