@@ -191,7 +191,7 @@ def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = m
                     f"{error}; a job on SageMaker goes on all the same, and is billed:"
                     f" `sm-nanogpt logs {job_id} --follow` follows it"
                 ) from None
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 
 
 @contextmanager

@@ -307,8 +307,15 @@ def launch_command(
     with sigterm_as_ctrl_c():
         with naming(job_id):
             backend.submit(job_id, ready)
-            click.echo(job_id)
-            sys.stdout.flush()
+            try:
+                click.echo(job_id)
+                sys.stdout.flush()
+            except OSError as error:
+                silence(sys.stdout)  # which would say the same again at the end
+                raise ServiceError(
+                    f"{error.strerror or error}: the id of the job cannot be printed; it is"
+                    f" {job_id}, and `sm-nanogpt stop {job_id}` stops it"
+                ) from None
         if link := backend.console_link(job_id):
             note(f"console: {link}")
         if follow or (follow is None and local):
@@ -323,6 +330,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
     followed job behind."""
 
     def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

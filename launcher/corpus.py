@@ -105,7 +105,7 @@ def read_noted(settings: Settings) -> dict[str, str]:
     text = storage.read_text(str(settings.last_uploads))
     try:
         return {place(store): uri for store, uri in json.loads(text or "{}").items()}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, InputError):  # of another version, it may be
         return {}
 
 

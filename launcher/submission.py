@@ -232,18 +232,14 @@ def check_length(channels: Mapping[str, Channel], config: Any) -> None:
 
 @contextmanager
 def naming(job_id: str) -> Iterator[None]:
-    """Whose submission is interrupted, or cannot print the id, is told the id: the job may run by
-    then, and cost."""
-    hint = (
-        f"`sm-nanogpt status {job_id}` tells whether the job was submitted all the same,"
-        f" `sm-nanogpt stop {job_id}` stops it"
-    )
+    """Who interrupts a submission is told the id: the job may run by then, and cost."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(hint) from None
-    except OSError as error:
-        raise ServiceError(f"{error.strerror or error}; {hint}") from None
+        raise KeyboardInterrupt(
+            f"`sm-nanogpt status {job_id}` tells whether the job was submitted all the same,"
+            f" `sm-nanogpt stop {job_id}` stops it"
+        ) from None
 
 
 def new_job_id() -> str:

@@ -145,8 +145,7 @@ def logs(
     Raises:
         ServiceError: there is no such job.
     """
-    ask = partial(find, job_id, settings or load_settings())
-    backend, _ = patiently(ask, job_id, tell) if follow else ask()
+    backend, _ = find(job_id, settings or load_settings())
     return backend.logs(job_id, follow, tell)
 
 
@@ -179,8 +178,7 @@ def wait(
             SageMaker could not be asked for minutes.
     """
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-    ask = partial(find, job_id, settings or load_settings())
-    backend, description = patiently(ask, job_id, tell, deadline)
+    backend, description = find(job_id, settings or load_settings())
     while description.is_running:
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")

@@ -124,7 +124,11 @@ def command(
 
 @contextlib.contextmanager
 def started(
-    *words: str, home: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *words: str,
+    home: Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: int = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running command, gone afterwards; jobs that it started are not its own processes."""
     process = subprocess.Popen(
@@ -132,7 +136,7 @@ def started(
         cwd=cwd or home.parent,
         env={**environment(home), **(env or {})},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",

@@ -28,7 +28,7 @@ import runs
 from launching import ENDLESS, Finished, Ran
 
 from entry_point import train
-from launcher import TrainingJob, describe, jobs, logs
+from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun, Rank
 from launcher.submission import take_over
@@ -763,6 +763,24 @@ def test_a_job_that_is_followed_stops_when_the_reader_of_its_log_has_left(
         process.stderr.close()  # as `2>&1 | head` does
         assert process.wait(timeout=60) == 1
     assert state_of(job) == "Stopped"
+
+
+def test_a_launch_whose_id_cannot_be_printed_names_it_in_its_one_line_of_error(
+    home: Path, text_file: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = launching.launching("--detach", data=text_file)
+    with launching.started(*words, home=home, stdout=writer) as process:
+        _, err = process.communicate(timeout=60)
+    os.close(writer)
+    assert process.returncode == 1
+    (job,) = (home / "jobs").iterdir()
+    assert err.splitlines()[-1] == (
+        f"error: Broken pipe: the id of the job cannot be printed; it is {job.name}, and"
+        f" `sm-nanogpt stop {job.name}` stops it"
+    )
+    wait(job.name, launching.settings_of(home))
 
 
 def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import logging
@@ -16,10 +15,10 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.session
-import click
 import launching
 import pytest
 import sagemaker_service
@@ -560,29 +559,6 @@ def test_a_launch_that_is_interrupted_names_the_job_that_may_run(
     assert f"`sm-nanogpt stop {job_id}`" in told
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
-def test_a_launch_whose_id_cannot_be_printed_names_it_all_the_same(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-) -> None:
-    echo = click.echo
-
-    def fail(text: str, err: bool = False) -> None:
-        if not err:
-            raise OSError(number, os.strerror(number))
-        echo(text, err=True)
-
-    monkeypatch.setattr(click, "echo", fail)
-    ran = cli(*LAUNCH, "--data", str(text_file))
-    assert (ran.code, ran.out) == (1, "")
-    (job_id,) = cloud.sagemaker.jobs
-    assert ran.error.startswith(os.strerror(number))
-    assert f"`sm-nanogpt stop {job_id}`" in ran.error
-
-
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
 def test_a_launch_that_is_refused_made_no_job_to_look_for(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, code: str
@@ -778,9 +754,8 @@ def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
 @pytest.mark.parametrize(
     ("words", "operation", "after"),
     [
-        (("wait",), b"DescribeTrainingJob", 0),
         (("wait",), b"DescribeTrainingJob", 1),
-        (("logs", "--follow"), b"DescribeTrainingJob", 0),
+        (("logs", "--follow"), b"DescribeTrainingJob", 1),
         (("logs", "--follow"), b"DescribeLogStreams", 1),
         (("logs", "--follow"), b"GetLogEvents", 1),
     ],
@@ -805,6 +780,29 @@ def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
     assert "tried again" in told
     if words[0] == "logs":
         assert ran.out.splitlines() == [line for _, _, line in lines]
+
+
+def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, now = SageMakerBackend(Settings()), [0.0]
+    # The module's own, as the service of other tests lives in threads of this process.
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr("launcher.backends.sagemaker.time", clock)
+    polls = iter(range(1000))
+
+    def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
+        poll = next(polls)
+        if poll == 1:
+            now[0] += 100  # the outage
+        raw = {"TrainingJobStatus": "Completed" if poll else "InProgress"}
+        late = [(0, "algo-1", "the end")] if poll == 2 else []
+        return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
+
+    monkeypatch.setattr(backend, "news", news)
+    assert list(backend.logs("job", follow=True)) == ["the end"]
 
 
 def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
@@ -832,7 +830,7 @@ def test_a_refusal_ends_the_watching_at_once(
 
 
 def test_a_time_to_wait_holds_in_an_outage_too(launched: str, outage: Outage) -> None:
-    outage.begin(1000)
+    outage.begin(1000, after=1)
     began = time.monotonic()
     with pytest.raises(ServiceError, match="Could not connect"):
         wait(launched, timeout=0.5)
@@ -842,9 +840,10 @@ def test_a_time_to_wait_holds_in_an_outage_too(launched: str, outage: Outage) ->
 def test_a_command_that_asks_once_fails_at_once_in_an_outage(
     cli: Callable[..., Ran], launched: str, outage: Outage
 ) -> None:
-    for command in ("status", "logs", "stop"):
+    asking = ("status", "logs", "stop", "wait", "logs --follow")  # the last two to begin with
+    for command, *words in (words.split() for words in asking):
         outage.begin(1000)
-        ran = cli(command, launched)
+        ran = cli(command, launched, *words)
         assert ran.code == 1
         assert ran.err.count("\n") == 1
         assert "check the region's name and the network" in ran.error

@@ -66,6 +66,8 @@ def quiet_sdk(home: Path) -> Iterator[None]:
 
     Who launches from Python may use the SDK too, so the process is left as it was.
     """
+    from botocore.session import Session
+
     config = str(home / "sagemaker-sdk.yaml")
     if storage.read_text(config) != CONFIG:
         storage.write_text(config, CONFIG)
@@ -73,32 +75,31 @@ def quiet_sdk(home: Path) -> Iterator[None]:
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
-        "AWS_PROFILE": None,
-        "AWS_DEFAULT_PROFILE": None,
     }
-    before = {name: os.environ.get(name) for name in said}
+    # One that is there stays: who launches from another thread at once may need it.
+    there = Session().available_profiles
+    named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+    gone = [name for name in named if name in os.environ and os.environ[name] not in there]
+    before = {name: os.environ.get(name) for name in {*said, *gone}}
     root, *of_sdk = (logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config"))
     levels = {logger: logger.level for logger in (root, *of_sdk)}
     handlers = root.handlers[:]
     try:
-        set_variables(said)
+        os.environ.update(said)
+        for name in gone:
+            del os.environ[name]
         for logger in of_sdk:
             logger.setLevel(logging.WARNING)
         yield
     finally:
-        set_variables(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         for logger, level in levels.items():
             logger.setLevel(level)
         root.handlers[:] = handlers
-
-
-def set_variables(values: Mapping[str, str | None]) -> None:
-    """Of the environment; None is for one that is not there."""
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:

@@ -359,16 +359,16 @@ class SageMakerBackend:
     def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
-        hosts, heard = 1, time.monotonic()
+        hosts, heard, ended = 1, time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
             raw, events, seen = patiently(ask, job_id, tell) if follow else ask()
-            ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
             hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
             for _, host, message in events:
                 yield f"{host}: {message}" if hosts > 1 else message
-            if events or not ended:
+            if events or not ended:  # when last asked; the last lines come after the end
                 heard = time.monotonic()
+            ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
             if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
                 return
             time.sleep(POLL_SECONDS)
