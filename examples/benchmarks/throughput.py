@@ -41,14 +41,15 @@ GPT2_SYMBOLS = 50304
 def benchmark(args: Namespace, scratch: Path) -> Report:
     _, gpu = measure.torch_and_gpu()
     name = args.shape or ("baby" if gpu else "cpu")
-    shape = SHAPES["smoke" if args.quick else name]
+    size = "smoke" if args.quick else name
+    shape = SHAPES[size]
     gpu = "" if shape.get("device") == "cpu" else gpu
     top = peak(gpu, args.peak) if gpu else None
     seconds = 0.2 if args.quick else args.seconds
     text = many_symbols(scratch) if name == "gpt2" else args.text
     log_interval = 10 if gpu or name == "cpu" else 1
     rare = {"log_interval": log_interval, "eval_interval": NEVER}
-    words = {**our_shape("smoke" if args.quick else name), **rare, "max_steps": NEVER}
+    words = {**our_shape(size), **rare, "max_steps": NEVER}
     words |= {"tie_embeddings": True} if name == "gpt2" else {}
     words |= {"compile": "on"} if gpu else {}
     words |= args.ours
