@@ -848,15 +848,17 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
-    tmp_path: Path, text_file: Path
+    tmp_path: Path, text_file: Path, precision: str
 ) -> None:
-    arguments = words(**SMALL, data=text_file, precision="float32", processes=2)
+    arguments = words(**SMALL, data=text_file, precision=precision, processes=2)
     end = run(arguments, cwd=tmp_path)
     assert end.output.splitlines()[:2] == [
         "running on 1 host x 2 CPU = 2 processes in one group"
         " (launched by train.py; 1 CPU threads each)",
-        "chosen: float32, eager, plain operations, text in memory, muon on each rank",
+        f"chosen: {precision}, eager, plain operations, text in memory,"
+        f" gradients averaged in {precision}, muon on each rank",
     ]
 
 
