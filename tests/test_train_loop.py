@@ -120,6 +120,67 @@ def test_accumulated_gradients_follow_the_same_losses(tmp_path: Path, text: str)
     assert furthest(alone, losses_of(tmp_path, text, 1, 2, **how)) < 1e-5
 
 
+def run_ranks(program: Path, world_size: int) -> list[Ended]:
+    """The program as each rank of a group on this machine, as a launcher would start it."""
+    port = str(free_port())
+    envs = [
+        environment(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
+        )
+        for rank in range(world_size)
+    ]
+    return run_hosts([], cwd=program.parent, envs=envs, command=(sys.executable, str(program)))
+
+
+def test_ranks_average_gradients_in_the_type_of_the_products(
+    tmp_path: Path, text_file: Path
+) -> None:
+    """In three steps, as DDP lays its buckets out anew after its first."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import hashlib, os, sys, torch\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
+        "ranks = train.read_ranks(os.environ, 1)\n"
+        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+        "for precision, error in (('float32', 2**-18), ('bfloat16', 2**-6)):\n"
+        "    config = train.Config(n_layer=2, n_embd=64, block_size=32, batch_size=12,\n"
+        "                          gradient_accumulation_steps=2, precision=precision)\n"
+        "    corpus = train.load_corpus(container, config, group)\n"
+        "    trainer = train.Trainer(config, container, group, corpus)\n"
+        "    generator = torch.Generator().manual_seed(1)\n"
+        "    for p in trainer.model.parameters():\n"
+        "        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.2)\n"
+        "    for step in range(3):\n"
+        "        with trainer.ddp.no_sync():\n"
+        "            trainer.forward_backward(step)\n"
+        "        own = [p.grad.clone() for p in trainer.model.parameters()]\n"
+        "        trainer.optimizer.zero_grad()\n"
+        "        trainer.forward_backward(step)\n"
+        "        digest = hashlib.sha256()\n"
+        "        for mine, p in zip(own, trainer.model.parameters(), strict=True):\n"
+        "            mean = group.sum_(mine) / group.world_size\n"
+        "            assert (p.grad - mean).abs().max() <= error * mean.abs().max(), step\n"
+        "            short = torch.equal(p.grad, p.grad.bfloat16().float())\n"
+        "            assert short == (precision == 'bfloat16'), step\n"
+        "            digest.update(train.raw_bytes(p.grad))\n"
+        "        trainer.optimizer.zero_grad()\n"
+        "        sys.stdout.write(digest.hexdigest() + '\\n')\n"
+        "group.close()\n"
+        "train.leave(0)\n"
+    )
+    for world_size in (2, 3):
+        ends = run_ranks(probe, world_size)
+        assert all(end.status == 0 for end in ends), ends
+        assert len({end.output for end in ends}) == 1, ends
+
+
 # -- killed and launched again ---------------------------------------------------------------------
 
 EXACT = {
@@ -701,24 +762,9 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
         "group.close()\n"
         "train.leave(0)\n"
     )
-    outputs = set()
-    for world_size in (1, 2, 4):
-        envs = [
-            environment(
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-                RANK=str(rank),
-                WORLD_SIZE=str(world_size),
-                LOCAL_RANK=str(rank),
-                LOCAL_WORLD_SIZE=str(world_size),
-            )
-            for port in [str(free_port())]
-            for rank in range(world_size)
-        ]
-        ends = run_hosts([], cwd=tmp_path, envs=envs, command=(sys.executable, str(probe)))
-        assert all(end.status == 0 for end in ends), ends
-        outputs |= {end.output for end in ends}
-    assert len(outputs) == 1, outputs
+    ends = [end for n in (1, 2, 4) for end in run_ranks(probe, n)]
+    assert all(end.status == 0 for end in ends), ends
+    assert len({end.output for end in ends}) == 1, ends
 
 
 # -- what it prints and leaves ---------------------------------------------------------------------

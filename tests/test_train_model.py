@@ -207,12 +207,13 @@ def test_decoding_with_a_cache_equals_the_whole_forward_pass(prefill: int, batch
         torch.testing.assert_close(torch.cat(parts, dim=1), model(x), atol=1e-5, rtol=1e-5)
 
 
-def test_a_context_of_one_layer_slides_like_a_cropped_one() -> None:
+@pytest.mark.parametrize("batch_size", [1, train.FEW_SEQUENCES + 1])
+def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> None:
     """With one layer no older position can speak through a newer one, so the two are equal."""
     model = lively(dataclasses.replace(SMALL, n_layer=1))
-    x = ids(1, 30)
+    x = ids(batch_size, 30)
     with torch.inference_mode():
-        cache = KeyValueCache(model, 1)
+        cache = KeyValueCache(model, batch_size)
         model(x[:, :5], cache=cache)
         for end in range(6, 31):
             logits = model(x[:, end - 1 : end], cache=cache)[:, -1]
