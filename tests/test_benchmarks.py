@@ -18,6 +18,7 @@ STUB_TRAIN = """
 import sys, time
 assert "--n_embd=16" in sys.argv, sys.argv
 print("num decayed parameter tensors: 6, with 4,000 parameters")
+print("[rank1] num decayed parameter tensors: 6, with 4,000 parameters")
 print("num non-decayed parameter tensors: 3, with 672 parameters")
 for step in range(10**9):
     print(f"iter {step}: loss 4.0000, time 1.00ms, mfu -100.00%")

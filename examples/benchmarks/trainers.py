@@ -245,12 +245,12 @@ def pace(training: Training, words: Words, seconds: float) -> Pace:
     The clock is ours and starts at its second line, so that reading the text, compiling and the
     first evaluation are not counted; the training is ended when it has been seen for long enough.
     """
-    counted: dict[str, int] = {}
+    counted = set()  # nanoGPT tells two numbers, which each rank may tell
     began = None
     passed = 0
     for moment, line in lines(training.process):
         if found := re.search(r"\b([\d,]+) parameters", line):
-            counted[line] = int(found[1].replace(",", ""))
+            counted.add(int(found[1].replace(",", "")))
         if not (found := training.step_line.match(line)):
             continue
         passed, step = passed + 1, int(found[1])
@@ -258,7 +258,7 @@ def pace(training: Training, words: Words, seconds: float) -> Pace:
             began = moment, step
         if began and passed >= 5 and moment - began[0] >= seconds:
             tokens = (step - began[1]) * words["batch_size"] * words["block_size"]
-            return Pace(tokens / (moment - began[0]), sum(counted.values()))
+            return Pace(tokens / (moment - began[0]), sum(counted))
     raise Failed(f"{training.name}: it ended before it was measured")
 
 
