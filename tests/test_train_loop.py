@@ -120,8 +120,20 @@ def test_accumulated_gradients_follow_the_same_losses(tmp_path: Path, text: str)
     assert furthest(alone, losses_of(tmp_path, text, 1, 2, **how)) < 1e-5
 
 
-def run_ranks(program: Path, world_size: int) -> list[Ended]:
-    """The program as each rank of a group on this machine, as a launcher would start it."""
+def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> list[Ended]:
+    """A probe with the group and the text, as each rank on this machine, as a launcher would."""
+    program = directory / "probe.py"
+    program.write_text(
+        "import hashlib, os, sys, torch\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import train\n"
+        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
+        "ranks = train.read_ranks(os.environ, 1)\n"
+        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+        f"{probe}"
+        "group.close()\n"
+        "train.leave(0)\n"
+    )
     port = str(free_port())
     envs = [
         environment(
@@ -134,21 +146,16 @@ def run_ranks(program: Path, world_size: int) -> list[Ended]:
         )
         for rank in range(world_size)
     ]
-    return run_hosts([], cwd=program.parent, envs=envs, command=(sys.executable, str(program)))
+    ends = run_hosts([], cwd=directory, envs=envs, command=(sys.executable, str(program)))
+    assert all(end.status == 0 for end in ends), ends
+    return ends
 
 
 def test_ranks_average_gradients_in_the_type_of_the_products(
     tmp_path: Path, text_file: Path
 ) -> None:
     """In three steps, as DDP lays its buckets out anew after its first."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import hashlib, os, sys, torch\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
-        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
-        "ranks = train.read_ranks(os.environ, 1)\n"
-        "group = train.Group(ranks, torch.device('cpu'), container)\n"
+    probe = (
         "for precision, error in (('float32', 2**-18), ('bfloat16', 2**-6)):\n"
         "    config = train.Config(n_layer=2, n_embd=64, block_size=32, batch_size=12,\n"
         "                          gradient_accumulation_steps=2, precision=precision)\n"
@@ -172,12 +179,9 @@ def test_ranks_average_gradients_in_the_type_of_the_products(
         "            digest.update(train.raw_bytes(p.grad))\n"
         "        trainer.optimizer.zero_grad()\n"
         "        sys.stdout.write(digest.hexdigest() + '\\n')\n"
-        "group.close()\n"
-        "train.leave(0)\n"
     )
     for world_size in (2, 3):
-        ends = run_ranks(probe, world_size)
-        assert all(end.status == 0 for end in ends), ends
+        ends = run_ranks(tmp_path, text_file, world_size, probe)
         assert len({end.output for end in ends}) == 1, ends
 
 
@@ -738,15 +742,8 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
     tmp_path: Path, text_file: Path
 ) -> None:
     """With as many threads each as a machine of four cores would give them."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
-        f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
-        "ranks = train.read_ranks(os.environ, 1)\n"
+    probe = (
         "torch.set_num_threads(4 // ranks.world_size)\n"
-        "group = train.Group(ranks, torch.device('cpu'), container)\n"
         "for precision in ('float32', 'bfloat16'):\n"
         "    config = train.Config(n_layer=2, n_embd=64, block_size=32, eval_windows=0,\n"
         "                          precision=precision)\n"
@@ -759,11 +756,8 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
         "    value = train.evaluate(model, corpus.val, config, group)\n"
         "    assert isinstance(value, float)\n"
         "    sys.stdout.write(value.hex() + '\\n')\n"
-        "group.close()\n"
-        "train.leave(0)\n"
     )
-    ends = [end for n in (1, 2, 4) for end in run_ranks(probe, n)]
-    assert all(end.status == 0 for end in ends), ends
+    ends = [end for n in (1, 2, 4) for end in run_ranks(tmp_path, text_file, n, probe)]
     assert len({end.output for end in ends}) == 1, ends
 
 
