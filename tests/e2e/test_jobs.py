@@ -19,26 +19,27 @@ from launcher import artefacts, storage
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 
-# A job in the middle of which something happens: it writes one checkpoint after 5 s and none before
-# its machines are gone, 3 s later, so that steps are lost and done again.
-STEPS = 300
+# A job that writes checkpoints after steps 20, 40 and 60, and with HOLD in its environment waits
+# after step 30 until its machines are gone, so that the same steps are always lost and done again.
+STEPS, HELD_AT = 60, 30
 LONG: dict[str, Any] = {
     **launching.TINY,
     "batch_size": 8,
     "max_steps": STEPS,
     "log_interval": 5,
-    "eval_interval": STEPS,
+    "eval_interval": 20,
     "dropout": 0.1,
-    "checkpoint_seconds": 5,
 }
-SLOWER = (
-    "            agreement = group.largest_soon(self.wish())\n",
-    """\
-            time.sleep(max(0.0, getattr(self, "began", 0.0) + 0.035 - time.monotonic()))
-            self.began = time.monotonic()
-            agreement = group.largest_soon(self.wish())
-""",
-)
+HOLD = ("--environment", "HOLD=1")
+LOOP = "        while self.step < config.max_steps:\n"
+HOLDING = f"""\
+        held = "HOLD" in os.environ and self.step == 0
+{LOOP}\
+            while held and self.step == {HELD_AT}:
+                time.sleep(0.1)
+"""
+SLOWER = f"{LOOP}            time.sleep(0.03)\n"
+ALL_CHECKPOINTS = ("CHECKPOINT_SHARE = 0.02", "CHECKPOINT_SHARE = 1")
 
 
 def names_and_times_apart(request: dict[str, Any]) -> str:
@@ -100,7 +101,7 @@ def launch_long(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> Callable[..., str]:
     """Launches the job, with some words more; returns its id."""
-    script = launching.edited(tmp_path / "train.py", SLOWER)
+    script = launching.edited(tmp_path / "train.py", (LOOP, HOLDING), ALL_CHECKPOINTS)
     fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
 
     def launch(*words: str) -> str:
@@ -111,9 +112,11 @@ def launch_long(
     return launch
 
 
-def wait_for_checkpoint(s3: Any, job_id: str) -> None:
+def wait_until_held(s3: Any, cli: Callable[..., Ran], job_id: str) -> None:
+    """Until the job waits, its checkpoint is in S3 and its log in CloudWatch."""
     prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
+    until(lambda: f"<stdout>:step={HELD_AT}/" in cli("logs", job_id).out)
 
 
 def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tuple[bytes, Any]:
@@ -148,18 +151,17 @@ def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
     every_fifth = list(range(5, STEPS + 1, 5))
     assert [row["step"] for row in rows] == every_fifth
 
-    spot = launch_long("--spot", *two)
-    wait_for_checkpoint(s3, spot)
+    spot = launch_long("--spot", *two, *HOLD)
+    wait_until_held(s3, cli, spot)
     aws.sagemaker.jobs[spot].interrupting.set()
     assert result_of(cli, s3, spot, tmp_path / "spot") == (weights, rows)
     states = [t["Status"] for t in aws.sagemaker.jobs[spot].transitions]
     start = ["Starting", "Downloading", "Training"]
     assert states == [*start, "Interrupted", *start, "Uploading", "Completed"]
     log = cli("logs", spot).out
-    assert 0 < resumed_from(log) < STEPS
-    done = steps_of(log)
-    assert set(done) == set(every_fifth)
-    assert len(done) > len(every_fifth)  # some of it was lost, and done again
+    assert resumed_from(log) == 20
+    lost = [step for step in every_fifth if 20 < step <= HELD_AT]  # and done again
+    assert sorted(steps_of(log)) == sorted([*every_fifth, *lost])
     described = json.loads(cli("status", spot, "--json").out)
     assert described["metrics"]["step"] == STEPS
     assert described["metrics"]["val_loss"] == pytest.approx(rows[-1]["val_loss"], abs=1e-4)
@@ -171,8 +173,8 @@ def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
 ) -> None:
     expected = result_of(cli, s3, launch_long(), tmp_path / "undisturbed")
 
-    stopped = launch_long()
-    wait_for_checkpoint(s3, stopped)
+    stopped = launch_long(*HOLD)
+    wait_until_held(s3, cli, stopped)
     ran = cli("stop", stopped)
     assert ran.code == 0, ran.err
     assert "state:       Stopped" in cli("status", stopped).out
@@ -183,15 +185,15 @@ def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
     resumed = ran.out.strip()
     assert result_of(cli, s3, resumed, tmp_path / "resumed") == expected
     log = cli("logs", resumed).out
-    assert max(steps_of(cli("logs", stopped).out)) < STEPS  # it was stopped
-    assert 0 < resumed_from(log) < STEPS
-    assert min(steps_of(log)) > resumed_from(log)
+    assert max(steps_of(cli("logs", stopped).out)) == HELD_AT  # it was stopped
+    assert resumed_from(log) == 20
+    assert min(steps_of(log)) > 20
 
 
 def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
     aws: Emulator, s3: Any, launch_long: Callable[..., str], cli: Callable[..., Ran]
 ) -> None:
-    spot = launch_long("--spot")
+    spot = launch_long("--spot", *HOLD)
     job = aws.sagemaker.jobs[spot]
     until(lambda: job.secondary == "Training")
     job.interrupting.set()
@@ -203,10 +205,9 @@ def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
 def test_after_a_job_s3_holds_the_checkpoints_that_its_container_does(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    often = ("CHECKPOINT_SHARE = 0.02", "CHECKPOINT_SHARE = 1")
-    script = launching.edited(tmp_path / "train.py", SLOWER, often)  # so that each of them is sent
-    values = {**LONG, "max_steps": 100, "eval_interval": 20}
-    words = ("--data", str(text_file), "--entry-point", str(script), *sets(**values))
+    slow = (LOOP, SLOWER)  # so that each of them is sent
+    script = launching.edited(tmp_path / "train.py", slow, ALL_CHECKPOINTS)
+    words = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
     ran = cli("launch", *INSTANCE, *words, "--follow")
     assert ran.code == 0, ran.err
     job_id = ran.out.strip()
@@ -227,6 +228,6 @@ def checkpoints_of(aws: Emulator, job_id: str) -> Path:
 def test_the_log_of_a_job_is_there_while_it_runs(
     aws: Emulator, launch_long: Callable[..., str], cli: Callable[..., Ran]
 ) -> None:
-    job_id = launch_long()
+    job_id = launch_long(*HOLD)
     until(lambda: "<stdout>:step=5/" in cli("logs", job_id).out)
     assert json.loads(cli("status", job_id, "--json").out)["status"] == "InProgress"
