@@ -89,6 +89,10 @@ class FormatError(TrainingError):
     """A file that is not what its name says: damaged, truncated or of another kind."""
 
 
+class OutOfMemory(TrainingError):
+    """The device, or the machine, has not the memory that a step takes."""
+
+
 class NonFiniteLossError(TrainingError):
     """The loss became infinite or not a number."""
 
@@ -483,7 +487,9 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         name = key.replace("-", "_")
-        if not word.startswith("--") or name not in known:
+        if not word.startswith("--"):
+            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
+        if name not in known:
             said = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
             raise ConfigError(f"{said}: there is no such option{nearest_name(name, known)}")
         if not equals:
@@ -506,6 +512,11 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     else:
         said_options.pop("processes", None)
     options = Options(**said_options)
+    if options.resume and options.out:
+        raise ConfigError(
+            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
+            " as it is, resume a copy"
+        )
     base: dict[str, Any] = {}
     if options.resume:
         saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
@@ -582,13 +593,14 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     Raises:
         TopologyError: the hosts cannot be learnt, or this one is not among them.
         DataError: the `training` channel is missing, or a channel is no directory.
-        ConfigError: --out or --validation, in a container.
+        ConfigError: --data, --resume, --out or --validation, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
     config_file = base / "input/config/resourceconfig.json"
+    by_hand = options.data or options.resume
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    inside = not options.data and not options.resume and (inside or config_file.exists())
-    for name in ("out", "validation"):
+    inside = inside or (config_file.exists() and not by_hand)
+    for name in ("data", "resume", "out", "validation"):
         if inside and getattr(options, name):
             raise ConfigError(f"--{name}: in a container SageMaker says where things are")
     if not inside:
@@ -950,6 +962,12 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     return ranks
 
 
+def words_of(error: RuntimeError) -> str:
+    """What torch says of a connection, in one line."""
+    # NCCL's cause stands in a later line; what follows this word are places in C++.
+    return " ".join(str(error).split("Exception raised from")[0].split())
+
+
 def spawn(container: Container, n_local: int) -> int:
     """Starts this script again as each of the host's ranks, and returns their exit status.
 
@@ -964,7 +982,13 @@ def spawn(container: Container, n_local: int) -> int:
         port = int(os.environ.get("MASTER_PORT", "7777"))
     store = None
     if container.host_index == 0:
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+        try:
+            store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise TopologyError(
+                f"cannot serve the ranks at {address}:{port}: {words_of(error)}"
+                " (MASTER_PORT names another port)"
+            ) from None
         port = store.port
     children = []
     lifeline, held = os.pipe()  # nobody writes: the children see its end when this process ends
@@ -992,14 +1016,12 @@ def spawn(container: Container, n_local: int) -> int:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
 
-    def forward(signum: int, frame: Any) -> None:
+    def forward(signum: int, frame: Any) -> None:  # of Ctrl-C they know, if a terminal sent it
         nonlocal told_to_stop
         told_to_stop = True
         terminate()
 
-    signal.signal(signal.SIGTERM, forward)
-    # Ctrl-C reaches the children by itself; the parent only has to outlive them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_stop_signals(forward)
     status, deadline = 0, math.inf
     while None in (codes := [child.poll() for child in children]):
         failed = [code for code in codes if code]
@@ -1019,8 +1041,20 @@ def spawn(container: Container, n_local: int) -> int:
         rank = next(i for i, child in enumerate(children) if child.returncode == status)
         name = f"rank {container.host_index * n_local + rank}"
         killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
+        if -status == signal.SIGKILL:
+            killed += ", as a machine does that runs out of memory"
         sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
     return 128 - status
+
+
+def on_stop_signals(handler: Callable[[int, Any], None]) -> None:
+    """Sets what is done when somebody ends this process, or the terminal that it runs in.
+
+    nohup has a process ignore the end of its terminal, and it goes on doing so.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def end_with_parent(env: Mapping[str, str]) -> None:
@@ -1098,12 +1132,10 @@ class Group:
                 # Flags travel on the host's side, so that asking never waits for a GPU.
                 self.flags = dist.new_group(backend="gloo") if cuda else None
         except RuntimeError as error:
-            # NCCL's cause stands in a later line; what follows this word are places in C++.
-            cause = " ".join(str(error).split("Exception raised from")[0].split())
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
-                f" {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface"
-                " to use)"
+                f" {words_of(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
+                " interface to use)"
             ) from None
         if named:
             self.check_hosts(container)
@@ -1128,8 +1160,6 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors [n] of all ranks, by rank: [world_size, n]."""
-        if self.world_size == 1:
-            return tensor[None]
         gathered = tensor.new_empty(self.world_size * len(tensor))
         # torch has renamed it, and warns of the old name.
         new = hasattr(dist, "all_gather_single")
@@ -1371,7 +1401,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
             )
         dtype = id_dtype(len(described["vocabulary"]))
         parts = [
-            torch.from_file(path, shared=False, size=size, dtype=dtype)
+            # Shared, as a private copy of more than the memory is refused, though nobody writes.
+            torch.from_file(path, shared=True, size=size, dtype=dtype)
             for path, size in described["parts"]
         ]
         group.barrier()
@@ -2201,11 +2232,11 @@ class Checkpoints:
             leftover.unlink()
 
     def state_of(self, step: int) -> dict[str, Any]:
-        """The state that a checkpoint holds, without its tensors; {} if it is damaged."""
+        """The state that a checkpoint holds, without its tensors; {} if it cannot be read."""
         try:
             metadata = read_safetensors_header(self.path("checkpoint", step))[1]
             state = json.loads(metadata["state"])
-        except (FormatError, KeyError, ValueError):
+        except (FormatError, OSError, KeyError, ValueError):
             return {}
         return state if isinstance(state, dict) else {}
 
@@ -2615,9 +2646,18 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
 
 
 def say(line: str) -> None:
-    """One line of the log in one write, so that lines of several ranks do not mix."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """One line of the log in one write, so that lines of several ranks do not mix.
+
+    Whoever read them may have left (`| head`). That stops the training, as SIGTERM does.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        sys.stderr.write("nobody reads the log any more, so that the training is stopped\n")
+        signal.raise_signal(signal.SIGTERM)
 
 
 # With the digits that are shown of each.
@@ -2829,7 +2869,7 @@ class Trainer:
         return total
 
     def warm_up(self) -> None:
-        """Two steps of each length of windows, whose gradients are thrown away, before all else.
+        """Two steps of each length of windows, whose gradients are thrown away.
 
         DDP lays its buckets out anew after its first step, and the order in which gradients are
         added up follows the layout; after this, a resumed run adds in the same order as one that
@@ -2861,11 +2901,12 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
+        self.restore()
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
-        self.restore()
         self.saved_at = time.monotonic()
-        self.rewrite_metrics()
+        if self.chief:  # later lines than the checkpoint's belong to steps that come again
+            self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
         steps_timed, started = 0, time.perf_counter()
@@ -2960,11 +3001,6 @@ class Trainer:
         )
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
 
-    def rewrite_metrics(self) -> None:
-        """The curve up to the checkpoint; later lines belong to steps that will be made again."""
-        if self.chief:
-            self.checkpoints.write_metrics(self.metrics, append=False)
-
     def say_sample(self, when: str, length: int) -> None:
         text = sample_text(self.model, self.corpus.vocabulary, length)
         # The bars keep a sample from being taken for something that the training says.
@@ -3002,6 +3038,10 @@ class Trainer:
         say(f"model written to {model_dir}")
 
 
+def end_at_once(signum: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
     kind = choose_device(config, container, ranks.world_size)
@@ -3031,6 +3071,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
             )
 
     group = Group(ranks, device, container)
+    on_stop_signals(end_at_once)  # what the text left on the disk goes first
     corpus = load_corpus(container, config, group)
     if kind == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
@@ -3039,10 +3080,9 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     def on_signal(signum: int, frame: Any) -> None:
         if signum == signal.SIGINT and trainer.stop_signal:
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
-        trainer.stop_signal = signum
+        trainer.stop_signal = trainer.stop_signal or signum
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    on_stop_signals(on_signal)
     hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
     if trainer.chief:
         where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
@@ -3104,7 +3144,18 @@ def main(argv: Sequence[str]) -> int:
         raise TopologyError(
             f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
         )
-    return train(config, options, container, ranks)
+    try:
+        return train(config, options, container, ranks)
+    except RuntimeError as error:
+        # CUDA has a class for it; what CPUs and MPS say is words.
+        if not re.search("out of memory|can't allocate memory", str(error)):
+            raise
+        first = str(error).strip().splitlines()[0]
+        raise OutOfMemory(
+            "more passes over less each, by a larger gradient_accumulation_steps (which was"
+            f" {config.gradient_accumulation_steps}), take less memory; else a smaller batch_size,"
+            f" block_size or n_embd; torch says: {first}"
+        ) from None
 
 
 def leave(status: int) -> NoReturn:
@@ -3117,6 +3168,8 @@ def leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
+    except SystemExit as end:
+        status = int(end.code or 0)
     except BaseException as error:
         if dist.is_initialized() and not isinstance(error, TrainingError):
             # Perhaps the mere echo of another rank's failure. That rank speaks first, and its

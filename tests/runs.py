@@ -111,6 +111,7 @@ def started(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = (sys.executable, str(SCRIPT)),
+    stderr: int = subprocess.STDOUT,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running training, whose processes are all gone afterwards."""
     process = subprocess.Popen(
@@ -118,7 +119,7 @@ def started(
         cwd=cwd,
         env=dict(env or environment()),
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         encoding="utf-8",
         start_new_session=True,

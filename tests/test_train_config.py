@@ -109,7 +109,8 @@ def test_a_name_like_no_other_is_told_the_known_ones() -> None:
 
 
 def test_a_word_without_a_name_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^input\.txt: there is no such option"):
+    advice = r"^input\.txt: there is no such option; a text is named by --data input\.txt$"
+    with pytest.raises(ConfigError, match=advice):
         config_of("input.txt")
 
 
@@ -266,6 +267,11 @@ def test_resuming_takes_what_is_not_given_from_the_checkpoint(tmp_path: Path) ->
 def test_resuming_from_a_directory_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(train.CheckpointError, match="no checkpoint to resume from"):
         parse_argv(["--resume", str(tmp_path)])
+
+
+def test_a_resumed_training_has_its_directory_and_takes_no_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--out there: --resume goes on in the directory"):
+        parse_argv(["--resume", str(tmp_path), "--out", "there"])
 
 
 # -- the file as a whole ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SCRIPT, environment
+from runs import (
+    SCRIPT,
+    SMALL,
+    edited_script,
+    ended,
+    environment,
+    started,
+    wait_for_file,
+    words,
+)
 
 from entry_point import train
 from entry_point.train import Batches, Config, Corpus, DataError
@@ -147,6 +157,21 @@ def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(DataError):
         corpus_of(write(tmp_path / "b.txt", b"\xff"))
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_signal_while_tokenising_leaves_no_file_behind(tmp_path: Path, text_file: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    line = "    vocabulary, places = first_ids.in_order()\n"
+    command = edited_script(tmp_path / "train.py", (line, "    time.sleep(60)\n"))
+    env = environment(TMPDIR=str(temporary))
+    arguments = words(**SMALL, data=text_file)
+    with started(arguments, cwd=tmp_path, env=env, command=command) as process:
+        wait_for_file(temporary, "sm-nanogpt-*/*.draft")
+        process.send_signal(signal.SIGTERM)
+        end = ended(process)
+    assert (end.status, end.output) == (128 + signal.SIGTERM, "")
+    assert not list(temporary.iterdir())
 
 
 def test_the_memory_of_a_tensor_outlives_its_name() -> None:

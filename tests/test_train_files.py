@@ -349,6 +349,15 @@ def test_a_file_of_another_kind_is_a_broken_checkpoint(
         checkpoints.load_latest()
 
 
+def test_a_checkpoint_that_cannot_be_opened_gives_way(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    checkpoints.path("checkpoint", 15).symlink_to("nowhere")
+    checkpoints.path("checkpoint", 20).mkdir()
+    assert checkpoints.latest_state()["step"] == 10
+    loaded = checkpoints.load_latest()
+    assert loaded is not None and loaded[1]["step"] == 10
+
+
 def test_other_files_in_the_directory_are_let_alone(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     for name in ("checkpoint-best.safetensors", "checkpoint-1.txt", "notes"):

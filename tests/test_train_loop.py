@@ -800,7 +800,7 @@ def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(
     assert "\\u" in end.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_training_ends_with_the_status_of_its_signal(
     tmp_path: Path, text: str, number: signal.Signals
 ) -> None:
@@ -811,6 +811,32 @@ def test_a_stopped_training_ends_with_the_status_of_its_signal(
         end = ended(process)
     assert end.status == 128 + number
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
+
+
+def test_ctrl_c_that_reaches_the_parent_alone_stops_its_ranks(tmp_path: Path, text: str) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    endless = words(**{**SMALL, "max_steps": 10_000}, processes=2)
+    with started(endless, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        process.send_signal(signal.SIGINT)
+        end = ended(process)
+    assert end.status == 128 + signal.SIGTERM  # which the ranks were sent
+    assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
+
+
+def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    endless = words(**{**SMALL, "max_steps": 1_000_000}, processes=2)
+    with started(endless, cwd=tmp_path, env=env, stderr=subprocess.PIPE) as process:
+        wait_for_line(process, "step=5/")
+        process.stdout.close()
+        said = process.stderr.read()
+        status = process.wait()
+    assert status == 128 + signal.SIGTERM
+    assert said == "nobody reads the log any more, so that the training is stopped\n"
+    assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
 
 
 def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:

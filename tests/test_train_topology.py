@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,6 +156,14 @@ def test_a_file_named_by_hand_goes_before_a_container_around(base: Path) -> None
     assert not container.inside
     assert container.training == Path("input.txt").absolute()
     assert container.checkpoint_dir == Path("here/checkpoints")
+
+
+@pytest.mark.parametrize("name", ["data", "resume", "out", "validation"])
+def test_in_a_job_of_sagemaker_no_place_is_named_by_hand(base: Path, name: str) -> None:
+    """Each host would train a model of its own, outside of what SageMaker keeps."""
+    env = {"SAGEMAKER_BASE_DIR": str(base), "SM_HOSTS": '["algo-1"]'}
+    with pytest.raises(ConfigError, match=f"--{name}: in a container SageMaker says where"):
+        train.read_container(env, Options(**{name: "here"}))
 
 
 def test_outside_of_a_container_each_training_gets_a_directory_of_its_own(
@@ -598,7 +607,32 @@ def test_a_rank_that_is_killed_ends_the_job_with_a_reason(text_file: Path, tmp_p
     command = (sys.executable, str(copy))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 137
-    assert end.last_line == "TrainingError: rank 1 was killed by signal 9 (SIGKILL)"
+    assert end.last_line == (
+        "TrainingError: rank 1 was killed by signal 9 (SIGKILL), as a machine does that runs out of"
+        " memory"
+    )
+
+
+def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
+    text_file: Path, tmp_path: Path
+) -> None:
+    bounded = ("bash", "-c", 'ulimit -v 6000000; exec "$@"', "bash", sys.executable, str(SCRIPT))
+    much = {**SMALL, "batch_size": 100_000, "n_embd": 1024}
+    end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
+    assert end.status == 1
+    assert end.last_line.startswith("OutOfMemory: more passes over less each, by a larger grad")
+    assert "(which was 1)" in end.last_line and "can't allocate memory" in end.last_line
+    assert "  at " not in end.output
+
+
+def test_a_port_that_is_taken_is_one_line_with_what_to_do(tmp_path: Path, text: str) -> None:
+    env = make_hosts(tmp_path, text, n_hosts=2)[0]
+    with socket.create_server(("127.0.0.1", int(env["MASTER_PORT"]))):
+        end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
+    assert end.status == 1
+    assert end.last_line.startswith("TopologyError: cannot serve the ranks at 127.0.0.1:")
+    assert end.last_line.endswith("(MASTER_PORT names another port)")
+    assert "  at " not in end.output
 
 
 def test_the_line_of_a_failure_is_one_line() -> None:
