@@ -8,6 +8,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 
 .PHONY: demo test test-image emulator clean
 
+# Two processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
 	$(BIN)/sm-nanogpt upload-data
 	job_id=$$($(BIN)/sm-nanogpt launch --instance local --preset cpu --processes-per-instance 2) && \
@@ -34,6 +35,9 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 	touch $@ .venv/installed
 
 .venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "error: $$($(PYTHON) --version) is not 3.11 to 3.13: make PYTHON=python3.12 names another" >&2; \
+		exit 2; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # SageMaker's training toolkit, for tests/contract; it cannot share an environment with the SDK.

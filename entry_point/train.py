@@ -3035,6 +3035,9 @@ class Trainer:
         if self.config.sample_length:
             self.say_sample("after training", self.config.sample_length)
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
+        guessing = math.log(len(self.corpus.vocabulary))
+        if self.best_val_loss > 0.99 * guessing:
+            say(f"note: guessing has {guessing:.5f}; more steps, or another learning_rate, may learn")
         say(f"model written to {model_dir}")
 
 
@@ -3086,11 +3089,12 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
     if trainer.chief:
         where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
+        threads = torch.get_num_threads()
         each = f"{ranks.local_world_size} " * (hosts * ranks.local_world_size == ranks.world_size)
         say(
             f"running on {hosts} host{'s' * (hosts > 1)} x {each}{where} = {ranks.world_size}"
             f" process{'es' * (ranks.world_size > 1)} in one group"
-            f" (launched by {ranks.launcher}; {torch.get_num_threads()} CPU threads each)"
+            f" (launched by {ranks.launcher}; {threads} CPU thread{'s' * (threads > 1)} each)"
         )
         say(f"chosen: {', '.join(trainer.choices)}")
         parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -3124,6 +3128,7 @@ def failure_report(error: BaseException) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())
         return 0
     # A sample may hold characters that the log's encoding has not.

@@ -471,6 +471,12 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoin
     assert [row["step"] for row in rows] == list(range(1, 21))
 
 
+def test_a_training_that_learnt_nothing_says_so(tmp_path: Path, text_file: Path) -> None:
+    nothing = words(**{**SMALL, "learning_rate": 1e-9, "max_steps": 1}, data=text_file)
+    assert "note: guessing has " in run(nothing, cwd=tmp_path).output
+    assert "guessing" not in run(words(**SMALL, data=text_file), cwd=tmp_path).output
+
+
 def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
     group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
@@ -922,7 +928,7 @@ def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
     end = run(arguments, cwd=tmp_path)
     assert end.output.splitlines()[:2] == [
         "running on 1 host x 2 CPU = 2 processes in one group"
-        " (launched by train.py; 1 CPU threads each)",
+        " (launched by train.py; 1 CPU thread each)",
         f"chosen: {precision}, eager, plain operations, text in memory,"
         f" gradients averaged in {precision}, muon on each rank",
     ]
