@@ -3037,7 +3037,9 @@ class Trainer:
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         guessing = math.log(len(self.corpus.vocabulary))
         if self.best_val_loss > 0.99 * guessing:
-            say(f"note: guessing has {guessing:.5f}; more steps, or another learning_rate, may learn")
+            say(
+                f"note: guessing has {guessing:.5f}: another learning_rate, or more steps, may learn"
+            )
         say(f"model written to {model_dir}")
 
 
