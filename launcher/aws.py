@@ -172,8 +172,9 @@ def failure(what: str, error: BaseException) -> ServiceError:
     return (Unreachable if names & lost else ServiceError)(f"{what}: {why(error)}")
 
 
-def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = math.inf) -> T:
-    """What `ask` answers about a job that is watched: an outage of minutes ends no watching.
+def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = math.inf) -> T:
+    """What `ask` answers about a job that is watched: an outage of minutes ends no watching. follow
+    is the command that watches it again.
 
     Raises:
         ServiceError: no answer came for PATIENCE_SECONDS, or until the deadline, by time.monotonic.
@@ -189,7 +190,7 @@ def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = m
             if time.monotonic() >= until:
                 raise ServiceError(
                     f"{error}; a job on SageMaker goes on all the same, and is billed:"
-                    f" `sm-nanogpt logs {job_id} --follow` follows it"
+                    f" `{follow}` follows it"
                 ) from None
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 

@@ -33,7 +33,6 @@ CORPORA = ("shakespeare", "python-docs")
 # The shortest context of any preset: text that cannot fill one window of it, in its last tenth too,
 # trains nothing. A launch checks the context that was really asked for.
 SHORTEST_BLOCK_SIZE = 64
-AGAIN = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" what others have uploaded: {AGAIN}"
+            f" what others have uploaded: {again(settings)}"
         )
     else:
         theirs = last_of_store(settings)
@@ -206,12 +205,19 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
                 f" {settings.data_store}: name one of them with --data"
             )
         if not theirs and not mine:
-            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {AGAIN}")
+            raise InputError(
+                f"nothing was uploaded to {settings.data_store} yet: {again(settings)}"
+            )
         uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
     if asks and find_upload(uri, settings) is None:
-        raise InputError(f"the last upload, {uri}, is no longer whole: {AGAIN}")
+        raise InputError(f"the last upload, {uri}, is no longer whole: {again(settings)}")
     return uri
+
+
+def again(settings: Settings) -> str:
+    """What to do where there is no text to take."""
+    return f"run `{settings.command('upload-data FILE')}`, or name the text with --data"
 
 
 def last_of_store(settings: Settings) -> str | None:
@@ -220,7 +226,7 @@ def last_of_store(settings: Settings) -> str | None:
     try:
         return None if pointer is None else str(json.loads(pointer)["uri"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{latest_uri(settings)} cannot be read: {AGAIN}") from None
+        raise InputError(f"{latest_uri(settings)} cannot be read: {again(settings)}") from None
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:

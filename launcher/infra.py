@@ -93,7 +93,9 @@ class Deployment:
         """
         there = self.changeable()
         if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
+            raise ServiceError(
+                f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there, self.settings)}"
+            )
         raw = None if there is None or there["StackStatus"] == REVIEW else there
         parameters: list[dict[str, Any]] = []
         if kms:
@@ -129,7 +131,8 @@ class Deployment:
         if not is_ours(raw):
             raise InputError(not_ours(raw))
         if raw["StackStatus"].endswith("_IN_PROGRESS"):
-            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
+            then = remedy(raw, self.settings)
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {then}")
         return raw
 
     def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
@@ -201,8 +204,8 @@ class Deployment:
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
             raise ServiceError(
-                f"there is no stack {self.name} in {self.region}: `sm-nanogpt infra deploy`"
-                " makes it"
+                f"there is no stack {self.name} in {self.region}:"
+                f" `{self.settings.command('infra deploy')}` makes it"
             )
         return stack
 
@@ -310,7 +313,7 @@ class Deployment:
                     return str(status)
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
-            how = f"sm-nanogpt --stack {self.name} infra show"
+            how = self.settings.command("infra show")
             self.tell(f"CloudFormation goes on by itself; `{how}` tells how far it is")
             raise
 

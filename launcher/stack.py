@@ -89,7 +89,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
     """The stack that DescribeStacks tells of, remembered. Raises ServiceError as read_stack."""
-    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw)
+    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
     remember(settings, region, stack)
     return stack
 
@@ -103,13 +103,13 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
         return None
 
 
-def read_stack(raw: dict[str, Any]) -> Stack:
+def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
     """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
     name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
     if not is_ours(raw):
         raise ServiceError(not_ours(raw))
     if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
-        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw, settings)}")
     return Stack(
         name=name,
         status=status,
@@ -136,14 +136,15 @@ def not_ours(raw: dict[str, Any]) -> str:
     )
 
 
-def remedy(raw: dict[str, Any]) -> str:
+def remedy(raw: dict[str, Any], settings: Settings) -> str:
     """What to do about a stack of ours that cannot be used, or changed, as it stands."""
     name, status = raw["StackName"], raw["StackStatus"]
     if status.endswith("_IN_PROGRESS"):
         return "try again when that is over"
     if status == "UPDATE_ROLLBACK_FAILED":
         return f"`aws cloudformation continue-update-rollback --stack-name {name}` has to end first"
-    return "`sm-nanogpt infra deploy` deletes what is left of it and makes it anew"
+    deploy = settings.command("infra deploy")
+    return f"`{deploy}` deletes what is left of it and makes it anew"
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:

@@ -73,8 +73,10 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
         if description is not None:
             return backend, description
     where = backend.place if backend else ""
+    if not settings.reaches_aws:
+        where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
     raise ServiceError(
-        f"there is no job {job_id!r} {where}: `sm-nanogpt jobs` lists those there are"
+        f"there is no job {job_id!r} {where}: `{settings.command('jobs')}` lists those there are"
     )
 
 
@@ -178,21 +180,26 @@ def wait(
             SageMaker could not be asked for minutes.
     """
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-    backend, description = find(job_id, settings or load_settings())
+    settings = settings or load_settings()
+    backend, description = find(job_id, settings)
     while description.is_running:
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        now = patiently(partial(backend.describe, job_id), job_id, tell, deadline)
+        ask = partial(backend.describe, job_id)
+        local = description.instance == "local"
+        again = settings.command(f"logs {job_id} --follow")
+        now = ask() if local else patiently(ask, again, tell, deadline)
         if now is None:
             raise ServiceError(
-                f"job {job_id} was deleted before its end: `sm-nanogpt jobs` lists those there are"
+                f"job {job_id} was deleted before its end: `{settings.command('jobs')}` lists those"
+                " there are"
             )
         description = now
     return description
 
 
-def explain(description: JobDescription) -> str:
+def explain(description: JobDescription, settings: Settings) -> str:
     """What became of a job that has ended, why, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
     for sign, remedy in remedies(description.instance).items():
@@ -200,11 +207,9 @@ def explain(description: JobDescription) -> str:
             reason = f"{reason} ({remedy})"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
     if description.status == "Completed":
-        return f"{told}; next: sm-nanogpt fetch-and-sample {job_id}"
+        return f"{told}; next: {settings.command(f'fetch-and-sample {job_id}')}"
     if description.checkpoint_uri is not None:
-        return (
-            f"{told}; go on from its checkpoint of step {description.checkpoint_step}:"
-            " `sm-nanogpt launch --instance"
-            f" {description.instance} --resume {job_id}`"
-        )
-    return f"{told}; no checkpoint is left; its log: `sm-nanogpt logs {job_id}`"
+        resume = settings.command(f"launch --instance {description.instance} --resume {job_id}")
+        step = description.checkpoint_step
+        return f"{told}; go on from its checkpoint of step {step}: `{resume}`"
+    return f"{told}; no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"

@@ -296,7 +296,7 @@ def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
 def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
     ran = cli("infra", "deploy", "--stack", "other", "--yes")
     assert ran.code == 0
-    assert "SM_NANOGPT_STACK=other" in ran.err
+    assert "next: sm-nanogpt --stack other upload-data" in ran.err
     other = json.loads(cli("infra", "show", "--stack", "other", "--json").out)
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
 

@@ -133,7 +133,8 @@ def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
 
 def test_a_job_that_ran_out_of_time_is_told_of_the_ceiling_too() -> None:
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
-    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"))
+    stopped = description(status="Stopped", failure_reason="MaxRuntimeExceeded")
+    told = explain(stopped, Settings())
     assert "--max-run" in told
     assert "--max-cost" in told
 

@@ -315,6 +315,22 @@ def test_a_launch_prints_the_id_alone_and_says_where_to_look(
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
 
 
+def test_every_command_that_is_named_finds_the_job_where_it_was_launched(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ("--region", "us-east-1")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    ran = cli(*there, "upload-data", str(text_file))
+    assert "next: sm-nanogpt --region us-east-1 launch" in ran.err
+    job_id = cli(*there, *LAUNCH, "--data", str(text_file)).out.strip()
+    for words in (("status", "nope"), ("fetch-and-sample", job_id)):
+        ran = cli(*there, *words)
+        assert "`sm-nanogpt --region us-east-1 " in ran.error
+        assert not re.search("`sm-nanogpt (?!--region us-east-1 )", ran.error)
+    ran = cli(*there, *LAUNCH, "--data", str(text_file), "--follow")
+    assert f"next: sm-nanogpt --region us-east-1 fetch-and-sample {ran.out.strip()}" in ran.err
+
+
 @pytest.mark.parametrize(
     ("region", "host"),
     [
@@ -1226,6 +1242,14 @@ def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) ->
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "there is no job 'nope'" in ran.error
+
+
+def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
+    home: Path, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("status", "nope")
+    assert ran.code == 1
+    assert "on this machine (SageMaker was not asked; --region or AWS_REGION names" in ran.error
 
 
 # -- what is validated without AWS -----------------------------------------------------------------

@@ -119,9 +119,9 @@ class SageMakerBackend:
             return self.settings.role
         if required:
             raise InputError(
-                "no execution role: `sm-nanogpt infra deploy` makes one with a store, or name its"
-                " ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this role; it has to read"
-                " and write the store, and to delete checkpoints there)"
+                f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
+                " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
+                " role; it has to read and write the store, and to delete checkpoints there)"
             )
         return ROLE_PLACEHOLDER
 
@@ -264,7 +264,8 @@ class SageMakerBackend:
         except ServiceError:
             pass
         raise ServiceError(
-            f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
+            f"{error}; `{self.settings.command(f'status {job_id}')}` tells whether the job is there"
+            " all the same"
         ) from None
 
     def console_link(self, job_id: str) -> str | None:
@@ -359,10 +360,11 @@ class SageMakerBackend:
     def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
+        again = self.settings.command(f"logs {job_id} --follow")
         hosts, heard, ended = 1, time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
-            raw, events, seen = patiently(ask, job_id, tell) if follow else ask()
+            raw, events, seen = patiently(ask, again, tell) if follow else ask()
             hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
             for _, host, message in events:
                 yield f"{host}: {message}" if hosts > 1 else message
