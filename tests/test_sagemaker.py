@@ -23,6 +23,7 @@ import launching
 import pytest
 import sagemaker_service
 from access import ACCOUNT, Refusal
+from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
     ClientError,
     EndpointConnectionError,
@@ -738,10 +739,20 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
+PAGE = b"<html><body>Sign in to the network of this house</body></html>"
+
+
+def sent_back(request: Any, status: int, body: bytes) -> AWSResponse:
+    raw = io.BytesIO(body)
+    raw.stream = lambda: iter([body])  # type: ignore[attr-defined]
+    return AWSResponse(request.url, status, {}, raw)
+
+
 class Outage:
-    """A network that loses requests to SageMaker and CloudWatch."""
+    """A network that loses requests to SageMaker and CloudWatch, or has an answer of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer: tuple[int, bytes] | None = None
         self.begin(0)
         send = URLLib3Session.send
 
@@ -750,6 +761,8 @@ class Outage:
                 self.before -= 1
                 if self.before < 0 and self.lost < self.length:
                     self.lost += 1
+                    if self.answer is not None:
+                        return sent_back(request, *self.answer)
                     raise EndpointConnectionError(endpoint_url="https://api.sagemaker")
             return send(session, request)
 
@@ -796,6 +809,55 @@ def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
     assert "tried again" in told
     if words[0] == "logs":
         assert ran.out.splitlines() == [line for _, _, line in lines]
+
+
+def error_of(code: str) -> bytes:
+    return json.dumps({"__type": code, "message": "not now"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("operation", "answer"),
+    [
+        (b"DescribeTrainingJob", (500, error_of("InternalFailure"))),
+        (b"DescribeTrainingJob", (400, error_of("ThrottlingException"))),
+        (b"DescribeTrainingJob", (200, PAGE)),
+        (b"DescribeTrainingJob", (302, PAGE)),
+        (b"DescribeTrainingJob", (404, PAGE)),
+        (b"DescribeLogStreams", (200, PAGE)),
+        (b"GetLogEvents", (503, error_of("ServiceUnavailableException"))),
+        (b"GetLogEvents", (200, PAGE)),
+    ],
+)
+def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    outage: Outage,
+    operation: bytes,
+    answer: tuple[int, bytes],
+) -> None:
+    cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", "line 1"), (0.5, "algo-1", "line 2")]}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    outage.answer = answer
+    outage.begin(3, operation, after=1)
+    ran = cli("logs", job_id, "--follow")
+    assert ran.code == 0, ran.err
+    assert outage.lost == 3
+    assert "tried again" in ran.err
+    assert ran.out.splitlines() == ["line 1", "line 2"]
+
+
+@pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
+def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_said(
+    cli: Callable[..., Ran], launched: str, outage: Outage, words: tuple[str, ...]
+) -> None:
+    outage.answer = (400, error_of("ExpiredTokenException"))
+    outage.begin(1000, b"DescribeTrainingJob", after=1)
+    ran = cli(words[0], launched, *words[1:])
+    assert ran.code == 1
+    assert "the AWS credentials have expired" in ran.error
+    assert "goes on all the same, and is billed" in ran.error
+    assert outage.lost == 1
 
 
 def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(

@@ -282,9 +282,10 @@ class SageMakerBackend:
         try:
             with service_errors("DescribeTrainingJob"):
                 raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
+                ours = is_ours(raw)
         except Missing:
             return None
-        if not is_ours(raw):
+        if not ours:
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
@@ -346,7 +347,8 @@ class SageMakerBackend:
         while True:
             with service_errors("Search"):
                 page = client.search(**search, **token)
-            for result in page["Results"]:
+                results = page["Results"]
+            for result in results:
                 if is_ours(result["TrainingJob"]):
                     yield describe_job(result["TrainingJob"], None)
             if not page.get("NextToken"):
@@ -409,11 +411,12 @@ class SageMakerBackend:
                         startFromHead=True,
                         **token,
                     )
-                for event in page["events"]:
+                    events, following = page["events"], page["nextForwardToken"]
+                for event in events:
                     yield event["timestamp"], host, event["message"].rstrip("\n")
                 # The end of a stream gives back the token that it was asked with.
-                finished = seen.get(stream) == page["nextForwardToken"]
-                seen[stream] = page["nextForwardToken"]
+                finished = seen.get(stream) == following
+                seen[stream] = following
                 if finished:
                     break
 
@@ -440,10 +443,11 @@ def check_checkpoints(job: TrainingJob) -> None:
 
 def is_ours(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
+    job_id = raw["TrainingJobName"]
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
     store = output.removesuffix("/jobs")
-    return store != output and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
+    return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
