@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher import storage
+from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
@@ -89,11 +90,16 @@ def stack_store(settings: Settings, tell: Tell) -> Settings:
     """The settings with the stack's store where none is set; as they are if there is none.
 
     Where AWS cannot be asked, that is told, and the text stays here: a launch sends it later.
+
+    Raises:
+        Missing: a stack was named, and is not there.
     """
     if settings.store or not settings.reaches_aws:
         return settings
     try:
         return with_stack(settings, names=("store",), tell=tell)
+    except Missing:  # the stack that was named
+        raise
     except (InputError, ServiceError) as error:
         tell(f"no stack can be asked for a store ({error}); the text stays on this machine")
         return settings

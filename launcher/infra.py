@@ -17,6 +17,7 @@ from launcher.stack import (
     Stack,
     describe,
     is_ours,
+    no_stack,
     not_ours,
     outputs_of,
     remedy,
@@ -203,10 +204,7 @@ class Deployment:
                 self.tell(f"stack {self.name} is {status}: {reason}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
-            raise ServiceError(
-                f"there is no stack {self.name} in {self.region}:"
-                f" `{self.settings.command('infra deploy')}` makes it"
-            )
+            raise no_stack(self.settings, self.region)
         return stack
 
     def left_over(self) -> Removal | None:

@@ -148,9 +148,14 @@ class Settings(BaseSettings):
         return self.profile or os.environ.get("AWS_PROFILE", "")
 
     @property
+    def names_stack(self) -> bool:
+        """Whether somebody named the stack, which then has to be there."""
+        return "stack" in self.model_fields_set
+
+    @property
     def reaches_aws(self) -> bool:
         """Whether something says that AWS is in use; without it, no command makes a call there."""
-        if self.region or self.profile or self.store.startswith("s3://"):
+        if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True

@@ -44,6 +44,7 @@ def with_stack(
     a role, and never used the stack from here, goes on without one that cannot be had.
 
     Raises:
+        Missing: a stack was named, and is not there.
         ServiceError: AWS cannot be asked, or the stack is not whole.
     """
     if settings.store and (settings.role or "role" not in names):
@@ -54,7 +55,8 @@ def with_stack(
     try:
         stack = known if offline else find_stack(settings, session)
     except ServiceError as error:
-        if known or not settings.role or "role" not in names:
+        missing = isinstance(error, Missing)
+        if known or missing or not settings.role or "role" not in names:
             raise
         tell(f"no stack is used: {error}")
         return settings
@@ -75,16 +77,25 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """The stack that the settings name, in one call; None where there is none.
+    """The stack of the settings, in one call; None where there is none, and nobody named it.
 
     Raises:
         InputError: no region is known.
+        Missing: somebody named it, and there is none.
         ServiceError: AWS cannot be asked, or the stack is not whole.
     """
     region = check_region(session)
     with service_errors("DescribeStacks"):
         client = quick_client(session, "cloudformation", region, attempts=3)
-    return take_note(settings, region, describe(client, settings.stack))
+    stack = take_note(settings, region, describe(client, settings.stack))
+    if stack is None and settings.names_stack:
+        raise no_stack(settings, region)
+    return stack
+
+
+def no_stack(settings: Settings, region: str) -> Missing:
+    deploy = settings.command("infra deploy")
+    return Missing(f"there is no stack {settings.stack} in {region}: `{deploy}` makes it")
 
 
 def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:

@@ -466,6 +466,33 @@ def test_an_upload_stays_here_without_a_stack(
     assert cli("upload-data", str(text_file)).out.startswith("file:")
 
 
+@pytest.mark.parametrize("way", ["words", "environment", "file"])
+def test_a_stack_that_was_named_and_is_not_there_is_an_error(
+    account: CloudFormation,
+    cli: Cli,
+    home: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    home.mkdir(exist_ok=True)
+    if way == "file":
+        (home / "config.toml").write_text('stack = "thre"\n')
+    if way == "environment":
+        monkeypatch.setenv("SM_NANOGPT_STACK", "thre")
+    words = ("--stack", "thre") if way == "words" else ()
+    role = ("--role", "arn:aws:iam::123456789012:role/mine")
+    for command in (("upload-data", str(text_file)), ("launch", "--data", str(text_file))):
+        ran = cli(*words, *role, *command)
+        assert (ran.code, ran.out) == (1, "")
+        assert "there is no stack thre in us-east-1" in ran.error
+
+
+def test_who_names_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
+    ran = cli("--stack", "three", "upload-data", str(text_file))
+    assert "no stack can be asked for a store (no region" in ran.err
+
+
 def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
     account: CloudFormation, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
