@@ -65,13 +65,19 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     """The place of a job, and the job as it stands.
 
     Raises:
+        InputError: it is not on this machine, and SageMaker cannot be asked with these settings.
         ServiceError: no place knows the id.
     """
     backend = None
-    for backend in all_backends(settings):
-        description = backend.describe(job_id)
-        if description is not None:
-            return backend, description
+    try:
+        for backend in all_backends(settings):
+            description = backend.describe(job_id)
+            if description is not None:
+                return backend, description
+    except InputError as error:
+        raise InputError(
+            f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
+        ) from None
     where = backend.place if backend else ""
     if not settings.reaches_aws:
         where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
@@ -101,11 +107,13 @@ def jobs_and_failure(
 ) -> tuple[list[JobDescription], InputError | ServiceError | None]:
     """The jobs of all places up to one that cannot be asked, and why that cannot."""
     found: list[JobDescription] = []
-    failure = None
+    failure: InputError | ServiceError | None = None
     try:
         for backend in all_backends(settings):
             found += backend.list(tell)
-    except (InputError, ServiceError) as error:
+    except InputError as error:  # which says nothing of SageMaker, as that no region is known
+        failure = InputError(f"{error}; so jobs on SageMaker are missing from the list")
+    except ServiceError as error:
         failure = error
     return sorted(found, key=lambda description: description.created, reverse=True), failure
 

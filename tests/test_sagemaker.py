@@ -1306,12 +1306,39 @@ def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) ->
     assert "there is no job 'nope'" in ran.error
 
 
+@pytest.fixture
+def bare_configuration(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose AWS configuration names nothing."""
+    home.mkdir(exist_ok=True)
+    (home / "aws-config").write_text("[default]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
+
+
 def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
     home: Path, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "on this machine (SageMaker was not asked; --region or AWS_REGION names" in ran.error
+
+
+def test_where_no_region_is_known_an_unknown_job_is_told_to_be_none_of_this_machine(
+    home: Path, cli: Callable[..., Ran], bare_configuration: None
+) -> None:
+    ran = cli("status", "nope")
+    assert ran.code == 2
+    why = "there is no job 'nope' on this machine, and SageMaker cannot be asked: no region"
+    assert ran.error.startswith(why)
+
+
+def test_where_no_region_is_known_local_jobs_are_listed_and_that_is_said(
+    cli: Callable[..., Ran], job: Finished, bare_configuration: None
+) -> None:
+    ran = cli("jobs")
+    assert ran.code == 2  # as where a region is misspelt
+    assert job.job_id in ran.out
+    assert ran.error.startswith("no region: ")
+    assert ran.error.endswith("; so jobs on SageMaker are missing from the list")
 
 
 # -- what is validated without AWS -----------------------------------------------------------------
