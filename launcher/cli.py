@@ -544,9 +544,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     step, loss = progress_words(d)
     lines = {
         "job": d.job_id,
-        "state": d.status
-        if d.status == d.secondary_status
-        else f"{d.status} ({d.secondary_status})",
+        "state": d.state,
         "reason": d.failure_reason,
         "instance": f"{d.instance_count} x {d.instance}",
         "created": moment(d.created),

@@ -38,6 +38,7 @@ LOCAL_FIELDS = {
 }
 
 TAG = re.compile(r"[\w\s.:/=+\-@]*")
+JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
 
@@ -391,6 +392,13 @@ class JobDescription:
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def state(self) -> str:
+        """The status, with what it means just now where that has a name of its own."""
+        if self.status == self.secondary_status:
+            return self.status
+        return f"{self.status} ({self.secondary_status})"
 
     @property
     def has_open_pool(self) -> bool:

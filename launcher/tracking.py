@@ -14,7 +14,7 @@ from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
 from launcher.instances import check_instance, has_local_storage
-from launcher.job import JobDescription
+from launcher.job import JOB_ID, JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
@@ -65,9 +65,15 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     """The place of a job, and the job as it stands.
 
     Raises:
-        InputError: it is not on this machine, and SageMaker cannot be asked with these settings.
+        InputError: it is none of this machine's, and SageMaker cannot be asked with these settings.
         ServiceError: no place knows the id.
     """
+    known = f"`{settings.command('jobs')}` lists those there are"
+    if not JOB_ID.fullmatch(job_id):
+        raise ServiceError(
+            f"there is no job {job_id!r}, as an id is of letters, digits and dashes, 63 at most:"
+            f" {known}"
+        )
     backend = None
     try:
         for backend in all_backends(settings):
@@ -81,9 +87,7 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     where = backend.place if backend else ""
     if not settings.reaches_aws:
         where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
-    raise ServiceError(
-        f"there is no job {job_id!r} {where}: `{settings.command('jobs')}` lists those there are"
-    )
+    raise ServiceError(f"there is no job {job_id!r} {where}: {known}")
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -152,11 +156,22 @@ def logs(
 ) -> Iterator[str]:
     """The lines of a job's log; to follow it, an outage of the network is told and waited out.
 
+    That there are none yet is told, with the state of the job.
+
     Raises:
         ServiceError: there is no such job.
     """
-    backend, _ = find(job_id, settings or load_settings())
-    return backend.logs(job_id, follow, tell)
+    backend, description = find(job_id, settings or load_settings())
+
+    def lines() -> Iterator[str]:
+        silent = True
+        for line in backend.logs(job_id, follow, tell):
+            silent = False
+            yield line
+        if silent and not follow:
+            tell(f"nothing is logged yet; the job is {description.state}")
+
+    return lines()
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:

@@ -713,6 +713,14 @@ def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
     assert "state:       Completed" in cli("status", job_id).out
 
 
+def test_of_a_log_that_has_not_begun_the_state_of_the_job_is_told(
+    cli: Callable[..., Ran], launched: str
+) -> None:
+    ran = cli("logs", launched)
+    assert (ran.code, ran.out) == (0, "")
+    assert re.fullmatch(r"nothing is logged yet; the job is InProgress \(\w+\)\n", ran.err)
+
+
 def test_a_followed_launch_ends_with_the_job(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
