@@ -78,6 +78,7 @@ class TrainingJob(BaseModel):
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
+    taken_over: frozenset[str] = Field(default=frozenset(), exclude=True)  # fields, from `resume`'s
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)

@@ -173,9 +173,8 @@ def take_over(
         kept.pop("max_wait" if before.spot else "keep_alive", None)
     if has_local_storage(job.instance):
         kept.pop("volume_size", None)
-    if before.max_cost is not None and settings.max_cost is not None:
-        kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
+    after = after.model_copy(update={"taken_over": frozenset(kept) - frozenset(said)})
     return after, before, earlier
 
 
