@@ -15,8 +15,8 @@ from launcher.settings import Settings, Tell
 from launcher.stack import (
     REVIEW,
     Stack,
-    describe,
-    is_ours,
+    describe_stack,
+    is_our_stack,
     no_stack,
     not_ours,
     outputs_of,
@@ -126,10 +126,10 @@ class Deployment:
 
     def changeable(self) -> dict[str, Any] | None:
         """The stack as DescribeStacks has it, if it may be changed; None where there is none."""
-        raw = describe(self.client, self.name)
+        raw = describe_stack(self.client, self.name)
         if raw is None or raw["StackStatus"] == REVIEW:
             return raw
-        if not is_ours(raw):
+        if not is_our_stack(raw):
             raise InputError(not_ours(raw))
         if raw["StackStatus"].endswith("_IN_PROGRESS"):
             then = remedy(raw, self.settings)
@@ -193,8 +193,8 @@ class Deployment:
         Raises:
             ServiceError: there is none, or it is not whole.
         """
-        raw = describe(self.client, self.name)
-        if raw is not None and raw["StackStatus"] != REVIEW and is_ours(raw):
+        raw = describe_stack(self.client, self.name)
+        if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
             status = raw["StackStatus"]
             if not status.endswith("_COMPLETE") or "ROLLBACK" in status:
                 try:
@@ -300,7 +300,7 @@ class Deployment:
         try:
             while True:
                 # Asked for first, so that the events which led to it are there to be told.
-                raw = describe(self.client, stack_id)
+                raw = describe_stack(self.client, stack_id)
                 fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
                 for event in reversed(fresh):  # the newest comes first
                     seen.add(event["EventId"])

@@ -87,7 +87,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
     region = check_region(session)
     with service_errors("DescribeStacks"):
         client = quick_client(session, "cloudformation", region, attempts=3)
-    stack = take_note(settings, region, describe(client, settings.stack))
+    stack = take_note(settings, region, describe_stack(client, settings.stack))
     if stack is None and settings.names_stack:
         raise no_stack(settings, region)
     return stack
@@ -105,7 +105,7 @@ def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> St
     return stack
 
 
-def describe(client: Any, name: str) -> dict[str, Any] | None:
+def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
     """What DescribeStacks says of a stack, by name or id; None where there is none."""
     try:
         with service_errors("DescribeStacks"):
@@ -117,7 +117,7 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
 def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
     """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
     name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
-    if not is_ours(raw):
+    if not is_our_stack(raw):
         raise ServiceError(not_ours(raw))
     if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
         raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw, settings)}")
@@ -135,7 +135,7 @@ def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
     return {output["OutputKey"]: output["OutputValue"] for output in raw.get("Outputs", [])}
 
 
-def is_ours(raw: dict[str, Any]) -> bool:
+def is_our_stack(raw: dict[str, Any]) -> bool:
     """By the description, which a stack has from its first moment, and outputs only in the end."""
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
