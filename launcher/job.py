@@ -37,7 +37,8 @@ LOCAL_FIELDS = {
     "resume",
 }
 
-TAG = re.compile(r"[\w\s.:/=+\-@]*")
+TAG_KEY = "sm-nanogpt"  # marks our jobs
+TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
@@ -133,10 +134,10 @@ class TrainingJob(BaseModel):
                     f"--environment {name}: a name of letters, digits and _, a value up to 512"
                 )
         for name, value in self.tags.items():
-            ours = name.lower().startswith("aws:") or name == "sm-nanogpt"
-            if ours or not (TAG.fullmatch(name) and 1 <= len(name) <= 128):
+            ours = name.lower().startswith("aws:") or name == TAG_KEY
+            if ours or not (TAG_CHARACTERS.fullmatch(name) and 1 <= len(name) <= 128):
                 problem = f"--tag {name}: the key is not allowed (letters, digits and _.:/=+-@)"
-            elif not TAG.fullmatch(value) or len(value) > 256:
+            elif not TAG_CHARACTERS.fullmatch(value) or len(value) > 256:
                 problem = f"--tag {name}={value}: the value is not allowed (as the key, up to 256)"
         if problem:
             raise InputError(problem)

@@ -37,7 +37,7 @@ from launcher.aws import (
 )
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
-from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint, read_from
+from launcher.job import RUNNING, TAG_KEY, JobDescription, TrainingJob, newest_checkpoint, read_from
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
@@ -45,7 +45,6 @@ from launcher.settings import Settings, Tell
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
 
-TAG = "sm-nanogpt"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 TAG_VALUE = "job"
@@ -164,7 +163,7 @@ class SageMakerBackend:
             channels=channels,
             hyperparameters=job.sendable_hyperparameters(),
             metric_definitions=job.script_module().metric_definitions(),
-            tags={TAG: TAG_VALUE, **job.tags},
+            tags={TAG_KEY: TAG_VALUE, **job.tags},
             max_run=job.time_limit,
             max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
             keep_alive=job.keep_alive,
@@ -282,7 +281,7 @@ class SageMakerBackend:
         try:
             with service_errors("DescribeTrainingJob"):
                 raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
-                ours = is_ours(raw)
+                ours = is_our_job(raw)
         except Missing:
             return None
         if not ours:
@@ -337,7 +336,7 @@ class SageMakerBackend:
         search = {
             "Resource": "TrainingJob",
             "SearchExpression": {
-                "Filters": [{"Name": f"Tags.{TAG}", "Operator": "Equals", "Value": TAG_VALUE}]
+                "Filters": [{"Name": f"Tags.{TAG_KEY}", "Operator": "Equals", "Value": TAG_VALUE}]
             },
             "SortBy": "CreationTime",
             "SortOrder": "Descending",
@@ -349,7 +348,7 @@ class SageMakerBackend:
                 page = client.search(**search, **token)
                 results = page["Results"]
             for result in results:
-                if is_ours(result["TrainingJob"]):
+                if is_our_job(result["TrainingJob"]):
                     yield describe_job(result["TrainingJob"], None)
             if not page.get("NextToken"):
                 return
@@ -441,7 +440,7 @@ def check_checkpoints(job: TrainingJob) -> None:
         )
 
 
-def is_ours(raw: dict[str, Any]) -> bool:
+def is_our_job(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
     job_id = raw["TrainingJobName"]
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
