@@ -51,15 +51,16 @@ def fetch_described(
     job_id = description.job_id
     if description.is_running:
         raise ServiceError(
-            f"job {job_id} is still {description.status}: `sm-nanogpt logs {job_id} --follow` shows"
-            f" how far it is, `sm-nanogpt stop {job_id}` ends it early"
+            f"job {job_id} is still {description.status}:"
+            f" `{settings.command(f'logs {job_id} --follow')}` shows how far it is,"
+            f" `{settings.command(f'stop {job_id}')}` ends it early"
         )
     if description.checkpoint_uri is not None:
         return fetch_checkpoint(description, settings, progress)
     reason = f": {description.failure_reason}" if description.failure_reason else ""
     raise ServiceError(
         f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
-        f" `sm-nanogpt logs {job_id}` shows what happened"
+        f" `{settings.command(f'logs {job_id}')}` shows what happened"
     )
 
 

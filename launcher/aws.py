@@ -19,6 +19,15 @@ T = TypeVar("T")
 
 RENEW = "renew them: `aws sso login` or `aws configure`"
 
+THROTTLED = (
+    "RequestLimitExceeded",
+    "SlowDown",
+    "ThrottledException",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequestsException",
+)
+
 # What to do about an error code of AWS, S3's among them.
 ACTIONS: dict[str, str] = {
     **dict.fromkeys(
@@ -56,16 +65,7 @@ ACTIONS: dict[str, str] = {
         ),
         "not allowed; ask for the permission, or use another AWS_PROFILE or store",
     ),
-    **dict.fromkeys(
-        (
-            "RequestLimitExceeded",
-            "SlowDown",
-            "Throttling",
-            "ThrottlingException",
-            "TooManyRequestsException",
-        ),
-        "AWS is throttling; wait a minute and try again",
-    ),
+    **dict.fromkeys(THROTTLED, "AWS is throttling; wait a minute and try again"),
     **dict.fromkeys(
         (
             "301",
@@ -158,26 +158,51 @@ class Missing(ServiceError):
 
 
 class Unreachable(ServiceError):
-    """No answer came."""
+    """No answer came, or none to the question: AWS is busy or broken, or a proxy answered."""
 
 
 def failure(what: str, error: BaseException) -> ServiceError:
-    """The error of one line for what boto3 or s3fs raised in `what`.
+    """The error of one line for what boto3 or s3fs raised in `what`."""
+    return (Unreachable if is_outage(error) else ServiceError)(f"{what}: {why(error)}")
 
-    No answer is told by names, as importing botocore would cost local commands a quarter of a
+
+def is_outage(error: BaseException) -> bool:
+    """Whether what boto3 or s3fs raised may be otherwise in a minute, and says nothing of the job.
+
+    Exceptions are told by names, as importing botocore would cost local commands a quarter of a
     second.
     """
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
-    return (Unreachable if names & lost else ServiceError)(f"{what}: {why(error)}")
+    answer = getattr(cause_of(error), "response", None) or {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    throttled = status == 429 or code_and_message(cause_of(error))[0] in THROTTLED
+    return bool(names & lost) or is_foreign(error) or throttled or status >= 500
 
 
-def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = math.inf) -> T:
-    """What `ask` answers about a job that is watched: an outage of minutes ends no watching.
+def is_foreign(error: BaseException) -> bool:
+    """Whether an answer is not AWS's, but a proxy's own page.
+
+    boto3 takes what it cannot read for an error whose code is the HTTP status; of AWS's own
+    answers only those to a HEAD, which have no words, look so. A page with status 200 lacks what
+    AWS always says.
+    """
+    cause = cause_of(error)
+    if type(cause).__name__ in ("ResponseParserError", "KeyError"):
+        return True
+    is_head = getattr(cause, "operation_name", "").startswith("Head")
+    return code_and_message(cause)[0].isdigit() and not is_head
+
+
+def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = math.inf) -> T:
+    """What `ask` answers about a job on SageMaker that is watched: an outage of minutes ends no
+    watching. follow is the command that watches it again.
 
     Raises:
-        ServiceError: no answer came for PATIENCE_SECONDS, or until the deadline, by time.monotonic.
+        ServiceError: AWS refuses, or no answer came for PATIENCE_SECONDS, or until the deadline, by
+            time.monotonic.
     """
+    goes_on = f"the job on SageMaker goes on all the same, and is billed: `{follow}` follows it"
     until = None
     while True:
         try:
@@ -185,12 +210,11 @@ def patiently(ask: Callable[[], T], job_id: str, tell: Tell, deadline: float = m
         except Unreachable as error:
             if until is None:
                 until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-                tell(f"{error}; a job on SageMaker goes on meanwhile, and it is tried again")
+                tell(f"{error}; the job on SageMaker goes on meanwhile, and it is tried again")
             if time.monotonic() >= until:
-                raise ServiceError(
-                    f"{error}; a job on SageMaker goes on all the same, and is billed:"
-                    f" `sm-nanogpt logs {job_id} --follow` follows it"
-                ) from None
+                raise ServiceError(f"{error}; {goes_on}") from None
+        except ServiceError as error:  # credentials have expired, for one
+            raise ServiceError(f"{error}; {goes_on}") from None
         time.sleep(min(AGAIN_SECONDS, max(0.0, until - time.monotonic())))
 
 
@@ -202,7 +226,7 @@ def service_errors(call: str) -> Iterator[None]:
 
     Raises:
         Missing: AWS says that the thing does not exist.
-        Unreachable: AWS says nothing.
+        Unreachable: AWS says nothing of the matter.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -211,9 +235,9 @@ def service_errors(call: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code, message = code_and_message(error)
-        if is_missing(code, message):
+        if is_missing(code, message) and not is_foreign(error):
             raise Missing(f"{call}: {message}") from None
-        raise ServiceError(f"{call}: {why(error)}") from None
+        raise failure(call, error) from None
     except (BotoCoreError, ResponseParserError, KeyError) as error:
         raise failure(call, error) from None
 
@@ -228,6 +252,11 @@ def is_missing(code: str, message: str) -> bool:
     )
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What boto3 raised; s3fs has errors of its own in front of it."""
+    return error if getattr(error, "response", None) else error.__cause__ or error
+
+
 def code_and_message(error: BaseException) -> tuple[str, str]:
     said = (getattr(error, "response", None) or {}).get("Error", {})  # None: it never came
     return str(said.get("Code", "")), " ".join(str(said.get("Message", "")).split())
@@ -235,7 +264,9 @@ def code_and_message(error: BaseException) -> tuple[str, str]:
 
 def why(error: BaseException) -> str:
     """What an error of boto3 or s3fs says, and what to do about it, in one line."""
-    cause = error if getattr(error, "response", None) else error.__cause__ or error
+    if is_foreign(error):  # whose texts are a whole page or a bare name
+        return NOT_AWS
+    cause = cause_of(error)
     code, message = code_and_message(cause)
     if code:
         action = CAPACITY if "Capacity" in code else ACTIONS.get(code)
@@ -249,6 +280,4 @@ def why(error: BaseException) -> str:
         return f"the AWS credentials have expired ({text}); {RENEW}"
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return f"{text}; check the region's name and the network"
-    if kind in ("ResponseParserError", "KeyError"):  # whose texts are a whole page and a bare name
-        return NOT_AWS
     return text

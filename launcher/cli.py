@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
     from launcher.stack import Stack
 
-RECONNECT = "`sm-nanogpt logs {id} --follow` follows it"
-
 
 def note(text: str) -> None:
     """Something for the person at the terminal."""
@@ -144,7 +142,7 @@ def upload_data_command(
     else:
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
-    note(f"next: sm-nanogpt launch{' --instance local' if near else ''}")
+    note(f"next: {settings.command('launch --instance local' if near else 'launch')}")
 
 
 def built_in_text(corpus: str | None, settings: Settings) -> Path:
@@ -305,7 +303,7 @@ def launch_command(
         print_json(backend.dry_run(job_id, ready))
         return
     with sigterm_as_ctrl_c():
-        with naming(job_id):
+        with naming(job_id, settings):
             backend.submit(job_id, ready)
             try:
                 click.echo(job_id)
@@ -314,14 +312,19 @@ def launch_command(
                 silence(sys.stdout)  # which would say the same again at the end
                 raise ServiceError(
                     f"{error.strerror or error}: the id of the job cannot be printed; it is"
-                    f" {job_id}, and `sm-nanogpt stop {job_id}` stops it"
+                    f" {job_id}, and `{settings.command(f'stop {job_id}')}` stops it"
                 ) from None
         if link := backend.console_link(job_id):
             note(f"console: {link}")
         if follow or (follow is None and local):
             follow_job(job_id, settings, stops=local)
         else:
-            note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
+            fetch = settings.command(f"fetch-and-sample {job_id}")
+            note(f"{how_to_follow(job_id, settings)}; then: {fetch}")
+
+
+def how_to_follow(job_id: str, settings: Settings) -> str:
+    return f"`{settings.command(f'logs {job_id} --follow')}` follows it"
 
 
 @contextmanager
@@ -352,15 +355,15 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if isinstance(error, BrokenPipeError):
             silence(sys.stderr)
         if not stops:
-            note(f"the job goes on; {RECONNECT.format(id=job_id)}")
+            note(f"the job goes on; {how_to_follow(job_id, settings)}")
             return
         note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
-        raise ServiceError(explain(description))
-    note(f"next: sm-nanogpt fetch-and-sample {job_id}")
+        raise ServiceError(explain(description, settings))
+    note(f"next: {settings.command(f'fetch-and-sample {job_id}')}")
 
 
 @cli.command("fetch-and-sample")
@@ -490,16 +493,16 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     if as_json:
         print_json([asdict(description) for description in found])
     elif found or failure is None:
-        print_jobs(found)
+        print_jobs(found, settings)
     if failure is not None:
         raise failure
 
 
-def print_jobs(found: list[JobDescription]) -> None:
+def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     from launcher.money import usd
 
     if not found:
-        note("no jobs yet: sm-nanogpt launch --instance local")
+        note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
     row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9} {:>12}"
     click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS", "COST"))
@@ -541,9 +544,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     step, loss = progress_words(d)
     lines = {
         "job": d.job_id,
-        "state": d.status
-        if d.status == d.secondary_status
-        else f"{d.status} ({d.secondary_status})",
+        "state": d.state,
         "reason": d.failure_reason,
         "instance": f"{d.instance_count} x {d.instance}",
         "created": moment(d.created),
@@ -629,9 +630,10 @@ def wait_command(context: click.Context, job_id: str) -> None:
     """
     from launcher.tracking import explain, wait
 
-    description = wait(job_id, settings_of(context), tell=note)
+    settings = settings_of(context)
+    description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
-        raise ServiceError(explain(description))
+        raise ServiceError(explain(description, settings))
     note(f"job {job_id} completed")
 
 
@@ -652,8 +654,8 @@ def stop_command(context: click.Context, job_id: str) -> None:
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
     description = wait(job_id, settings, tell=note)
     if description.status == "Failed":
-        raise ServiceError(explain(description))
-    note(explain(description))
+        raise ServiceError(explain(description, settings))
+    note(explain(description, settings))
 
 
 @cli.command("doctor")
@@ -691,7 +693,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
         print_json([asdict(finding) for finding in findings])
     failed = [finding.check for finding in findings if finding.result == FAILURE]
     if failed and instance != "local" and not settings.reaches_aws:
-        note("`sm-nanogpt doctor --instance local` checks this machine alone")
+        note(f"`{settings.command('doctor --instance local')}` checks this machine alone")
     if failed:
         raise ServiceError(f"failed: {', '.join(failed)}")
 
@@ -759,8 +761,7 @@ def infra_deploy_command(
     made = deployment.execute(planned)
     print_stack(made)
     note(f"whoever else launches jobs needs the policy {made.policy}")
-    named = "" if made.name == "sm-nanogpt" else f"SM_NANOGPT_STACK={made.name} "
-    note(f"next: {named}sm-nanogpt upload-data")
+    note(f"next: {deployment.settings.command('upload-data')}")
 
 
 @infra_group.command("show")

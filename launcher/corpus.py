@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher import storage
+from launcher.aws import Missing
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
@@ -33,7 +34,6 @@ CORPORA = ("shakespeare", "python-docs")
 # The shortest context of any preset: text that cannot fill one window of it, in its last tenth too,
 # trains nothing. A launch checks the context that was really asked for.
 SHORTEST_BLOCK_SIZE = 64
-AGAIN = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,16 @@ def stack_store(settings: Settings, tell: Tell) -> Settings:
     """The settings with the stack's store where none is set; as they are if there is none.
 
     Where AWS cannot be asked, that is told, and the text stays here: a launch sends it later.
+
+    Raises:
+        Missing: a stack was named, and is not there.
     """
     if settings.store or not settings.reaches_aws:
         return settings
     try:
         return with_stack(settings, names=("store",), tell=tell)
+    except Missing:  # the stack that was named
+        raise
     except (InputError, ServiceError) as error:
         tell(f"no stack can be asked for a store ({error}); the text stays on this machine")
         return settings
@@ -196,7 +201,7 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" what others have uploaded: {AGAIN}"
+            f" what others have uploaded: {again(settings)}"
         )
     else:
         theirs = last_of_store(settings)
@@ -206,12 +211,19 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
                 f" {settings.data_store}: name one of them with --data"
             )
         if not theirs and not mine:
-            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {AGAIN}")
+            raise InputError(
+                f"nothing was uploaded to {settings.data_store} yet: {again(settings)}"
+            )
         uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
     if asks and find_upload(uri, settings) is None:
-        raise InputError(f"the last upload, {uri}, is no longer whole: {AGAIN}")
+        raise InputError(f"the last upload, {uri}, is no longer whole: {again(settings)}")
     return uri
+
+
+def again(settings: Settings) -> str:
+    """What to do where there is no text to take."""
+    return f"run `{settings.command('upload-data FILE')}`, or name the text with --data"
 
 
 def last_of_store(settings: Settings) -> str | None:
@@ -220,7 +232,7 @@ def last_of_store(settings: Settings) -> str | None:
     try:
         return None if pointer is None else str(json.loads(pointer)["uri"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{latest_uri(settings)} cannot be read: {AGAIN}") from None
+        raise InputError(f"{latest_uri(settings)} cannot be read: {again(settings)}") from None
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:

@@ -219,9 +219,11 @@ def check_stack(patient: Patient) -> str:
     if stack is None:
         if configured:
             return "none, and none is needed: store and role are configured"
-        raise Doubt("none: `sm-nanogpt infra deploy` makes a bucket and a role")
+        raise Doubt(f"none: `{patient.settings.command('infra deploy')}` makes a bucket and a role")
     if not stack.status.endswith("_COMPLETE") or "ROLLBACK" in stack.status:
-        raise Doubt(f"{stack.name} is {stack.status}: `sm-nanogpt infra show` tells why")
+        raise Doubt(
+            f"{stack.name} is {stack.status}: `{patient.settings.command('infra show')}` tells why"
+        )
     return f"{stack.name} is {stack.status}"
 
 
@@ -232,7 +234,8 @@ def check_role(patient: Patient) -> str:
     """It exists, and SageMaker may act as it."""
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
     if not patient.role:
-        raise InputError("no execution role: `sm-nanogpt infra deploy` makes one, --role names one")
+        deploy = patient.settings.command("infra deploy")
+        raise InputError(f"no execution role: `{deploy}` makes one, --role names one")
     name = patient.role.rsplit("/", 1)[-1]
     role = patient.ask("iam", "get_role", RoleName=name)["Role"]
     job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
@@ -286,8 +289,8 @@ def check_store(patient: Patient) -> str:
     patient.store = patient.settings.store or (patient.stack.store if patient.stack else "")
     if not patient.store:
         raise InputError(
-            "no store: `sm-nanogpt infra deploy` makes one, or set --store or SM_NANOGPT_STORE to"
-            " s3://bucket/prefix"
+            f"no store: `{patient.settings.command('infra deploy')}` makes one, or set --store or"
+            " SM_NANOGPT_STORE to s3://bucket/prefix"
         )
     bucket, prefix = bucket_and_prefix(patient.store)
     key = f"{prefix}doctor-{secrets.token_hex(4)}.txt"
@@ -360,7 +363,8 @@ def check_permissions(patient: Patient) -> str:
         stack = patient.stack
         # An older stack's role may lack what was added since.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
-        remedy = "`sm-nanogpt infra deploy` brings it up to date" if own else "change its policies"
+        deploy = f"`{patient.settings.command('infra deploy')}` brings it up to date"
+        remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:
         raise Doubt(f"not decided, for it depends on conditions: {', '.join(undecided)}")

@@ -15,8 +15,9 @@ from launcher.settings import Settings, Tell
 from launcher.stack import (
     REVIEW,
     Stack,
-    describe,
-    is_ours,
+    describe_stack,
+    is_our_stack,
+    no_stack,
     not_ours,
     outputs_of,
     remedy,
@@ -93,7 +94,9 @@ class Deployment:
         """
         there = self.changeable()
         if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
+            raise ServiceError(
+                f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there, self.settings)}"
+            )
         raw = None if there is None or there["StackStatus"] == REVIEW else there
         parameters: list[dict[str, Any]] = []
         if kms:
@@ -123,13 +126,14 @@ class Deployment:
 
     def changeable(self) -> dict[str, Any] | None:
         """The stack as DescribeStacks has it, if it may be changed; None where there is none."""
-        raw = describe(self.client, self.name)
+        raw = describe_stack(self.client, self.name)
         if raw is None or raw["StackStatus"] == REVIEW:
             return raw
-        if not is_ours(raw):
+        if not is_our_stack(raw):
             raise InputError(not_ours(raw))
         if raw["StackStatus"].endswith("_IN_PROGRESS"):
-            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {remedy(raw)}")
+            then = remedy(raw, self.settings)
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {then}")
         return raw
 
     def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
@@ -189,8 +193,8 @@ class Deployment:
         Raises:
             ServiceError: there is none, or it is not whole.
         """
-        raw = describe(self.client, self.name)
-        if raw is not None and raw["StackStatus"] != REVIEW and is_ours(raw):
+        raw = describe_stack(self.client, self.name)
+        if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
             status = raw["StackStatus"]
             if not status.endswith("_COMPLETE") or "ROLLBACK" in status:
                 try:
@@ -200,10 +204,7 @@ class Deployment:
                 self.tell(f"stack {self.name} is {status}: {reason}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
-            raise ServiceError(
-                f"there is no stack {self.name} in {self.region}: `sm-nanogpt infra deploy`"
-                " makes it"
-            )
+            raise no_stack(self.settings, self.region)
         return stack
 
     def left_over(self) -> Removal | None:
@@ -299,7 +300,7 @@ class Deployment:
         try:
             while True:
                 # Asked for first, so that the events which led to it are there to be told.
-                raw = describe(self.client, stack_id)
+                raw = describe_stack(self.client, stack_id)
                 fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
                 for event in reversed(fresh):  # the newest comes first
                     seen.add(event["EventId"])
@@ -310,7 +311,7 @@ class Deployment:
                     return str(status)
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
-            how = f"sm-nanogpt --stack {self.name} infra show"
+            how = self.settings.command("infra show")
             self.tell(f"CloudFormation goes on by itself; `{how}` tells how far it is")
             raise
 

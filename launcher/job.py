@@ -37,7 +37,9 @@ LOCAL_FIELDS = {
     "resume",
 }
 
-TAG = re.compile(r"[\w\s.:/=+\-@]*")
+TAG_KEY = "sm-nanogpt"  # marks our jobs
+TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
+JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
 
@@ -77,6 +79,7 @@ class TrainingJob(BaseModel):
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
+    taken_over: frozenset[str] = Field(default=frozenset(), exclude=True)  # fields, from `resume`'s
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -131,10 +134,10 @@ class TrainingJob(BaseModel):
                     f"--environment {name}: a name of letters, digits and _, a value up to 512"
                 )
         for name, value in self.tags.items():
-            ours = name.lower().startswith("aws:") or name == "sm-nanogpt"
-            if ours or not (TAG.fullmatch(name) and 1 <= len(name) <= 128):
+            ours = name.lower().startswith("aws:") or name == TAG_KEY
+            if ours or not (TAG_CHARACTERS.fullmatch(name) and 1 <= len(name) <= 128):
                 problem = f"--tag {name}: the key is not allowed (letters, digits and _.:/=+-@)"
-            elif not TAG.fullmatch(value) or len(value) > 256:
+            elif not TAG_CHARACTERS.fullmatch(value) or len(value) > 256:
                 problem = f"--tag {name}={value}: the value is not allowed (as the key, up to 256)"
         if problem:
             raise InputError(problem)
@@ -391,6 +394,13 @@ class JobDescription:
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def state(self) -> str:
+        """The status, with what it means just now where that has a name of its own."""
+        if self.status == self.secondary_status:
+            return self.status
+        return f"{self.status} ({self.secondary_status})"
 
     @property
     def has_open_pool(self) -> bool:

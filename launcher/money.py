@@ -68,14 +68,20 @@ def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
     return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
 
 
+def origin(job: TrainingJob, name: str) -> str:
+    """Words that follow an option which nobody typed for this job, but for the one it resumes."""
+    return f" of job {job.resume}" if name in job.taken_over else ""
+
+
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
-    """What limits a job's cost.
+    """What limits a job's cost. One that is taken over gives way to a lower one of the settings.
 
     Raises:
         InputError: the job would be allowed more than the settings allow.
     """
     configured = settings.max_cost
-    if job.max_cost is None:
+    lower = configured is not None and job.max_cost is not None and configured < job.max_cost
+    if job.max_cost is None or (lower and "max_cost" in job.taken_over):
         said_by = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
         return None if configured is None else Ceiling(configured, said_by)
     if configured is not None and job.max_cost > configured:
@@ -83,7 +89,7 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
             f"--max-cost {job.max_cost:g}: the configured ceiling (SM_NANOGPT_MAX_COST or max_cost"
             f" in config.toml) is {usd(configured)}"
         )
-    return Ceiling(job.max_cost, f"--max-cost {job.max_cost:g}")
+    return Ceiling(job.max_cost, f"--max-cost {job.max_cost:g}{origin(job, 'max_cost')}")
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
@@ -108,8 +114,9 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     if "max_run" in job.model_fields_set and job.max_cost is None:
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
         raise InputError(
-            f"--max-run {job.max_run} may cost {usd(worst)} with {', '.join(parts)}, and"
-            f" {usd(ceiling.amount)} is {ceiling.said_by}; --max-run {longest} stays below it"
+            f"--max-run {job.max_run}{origin(job, 'max_run')} may cost {usd(worst)} with"
+            f" {', '.join(parts)}, and {usd(ceiling.amount)} is {ceiling.said_by};"
+            f" --max-run {longest} stays below it"
         )
     return job.model_copy(update={"affordable_run": longest})
 
@@ -167,8 +174,9 @@ def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
     if job.time_limit == job.affordable_run:
         return allows
     if job.time_limit == job.max_run:
-        return f"--max-run says; {allows}" if "max_run" in job.model_fields_set else ""
-    return f"--max-wait says; {allows}"
+        said = "max_run" in job.model_fields_set
+        return f"--max-run{origin(job, 'max_run')} says; {allows}" if said else ""
+    return f"--max-wait{origin(job, 'max_wait')} says; {allows}"
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:

@@ -125,6 +125,10 @@ class Prices:
         """What the price list says now, which is kept; None, with `trouble` set, if nothing."""
         filters = {"regionCode": self.region, "instanceName": instance}
         try:
+            partition = self.session.get_partition_for_region(self.region)
+            if partition != "aws":  # whose credentials that endpoint does not take, either
+                self.trouble = f"there is no price list for {self.region}, of partition {partition}"
+                return None
             found = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
                 ServiceCode="AmazonSageMaker",
                 Filters=[

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -28,6 +29,16 @@ def default_home() -> Path:
 PREFIX = "SM_NANOGPT_"
 # What the training script is told by who starts it.
 NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
+
+# The words before a command, in the order of its help, and the commands to which they matter where
+# that is not all of them: a job's id is found by region and profile alone.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "store": ("upload-data", "launch", "doctor"),
+    "region": (),
+    "profile": (),
+    "role": ("launch", "doctor"),
+    "stack": ("upload-data", "launch", "doctor", "infra"),
+}
 
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 
@@ -62,6 +73,8 @@ class Settings(BaseSettings):
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
+    _said: dict[str, str] = PrivateAttr(default_factory=dict)  # by the command line
+
     @field_validator("role")
     @classmethod
     def _arn(cls, role: str) -> str:
@@ -93,6 +106,20 @@ class Settings(BaseSettings):
         file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
         return init_settings, env_settings, file
 
+    def command(self, words: str) -> str:
+        """A command to be copied, with those of the words before this one that matter to it.
+
+        Without them it would look in another region or account, and find nothing there.
+        """
+        name = words.partition(" ")[0]
+        said = [
+            word
+            for option, matters in OPTIONS.items()
+            if option in self._said and (not matters or name in matters)
+            for word in (f"--{option}", self._said[option])
+        ]
+        return " ".join(["sm-nanogpt", *map(shlex.quote, said), words])
+
     @property
     def s3_options(self) -> dict[str, Any]:
         """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
@@ -121,9 +148,14 @@ class Settings(BaseSettings):
         return self.profile or os.environ.get("AWS_PROFILE", "")
 
     @property
+    def names_stack(self) -> bool:
+        """Whether somebody named the stack, which then has to be there."""
+        return "stack" in self.model_fields_set
+
+    @property
     def reaches_aws(self) -> bool:
         """Whether something says that AWS is in use; without it, no command makes a call there."""
-        if self.region or self.profile or self.store.startswith("s3://"):
+        if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True
@@ -173,8 +205,10 @@ def load_settings(**said: str | None) -> Settings:
             cannot be written.
     """
     check_variables()
+    words = {name: value for name, value in said.items() if value}
     try:
-        settings = Settings(**{name: value for name, value in said.items() if value})  # type: ignore[arg-type]
+        settings = Settings(**words)  # type: ignore[arg-type]
+        settings._said = words
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
         first = error.errors()[0]

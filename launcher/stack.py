@@ -44,6 +44,7 @@ def with_stack(
     a role, and never used the stack from here, goes on without one that cannot be had.
 
     Raises:
+        Missing: a stack was named, and is not there.
         ServiceError: AWS cannot be asked, or the stack is not whole.
     """
     if settings.store and (settings.role or "role" not in names):
@@ -54,7 +55,8 @@ def with_stack(
     try:
         stack = known if offline else find_stack(settings, session)
     except ServiceError as error:
-        if known or not settings.role or "role" not in names:
+        missing = isinstance(error, Missing)
+        if known or missing or not settings.role or "role" not in names:
             raise
         tell(f"no stack is used: {error}")
         return settings
@@ -75,26 +77,35 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """The stack that the settings name, in one call; None where there is none.
+    """The stack of the settings, in one call; None where there is none, and nobody named it.
 
     Raises:
         InputError: no region is known.
+        Missing: somebody named it, and there is none.
         ServiceError: AWS cannot be asked, or the stack is not whole.
     """
     region = check_region(session)
     with service_errors("DescribeStacks"):
         client = quick_client(session, "cloudformation", region, attempts=3)
-    return take_note(settings, region, describe(client, settings.stack))
+    stack = take_note(settings, region, describe_stack(client, settings.stack))
+    if stack is None and settings.names_stack:
+        raise no_stack(settings, region)
+    return stack
+
+
+def no_stack(settings: Settings, region: str) -> Missing:
+    deploy = settings.command("infra deploy")
+    return Missing(f"there is no stack {settings.stack} in {region}: `{deploy}` makes it")
 
 
 def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
     """The stack that DescribeStacks tells of, remembered. Raises ServiceError as read_stack."""
-    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw)
+    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
     remember(settings, region, stack)
     return stack
 
 
-def describe(client: Any, name: str) -> dict[str, Any] | None:
+def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
     """What DescribeStacks says of a stack, by name or id; None where there is none."""
     try:
         with service_errors("DescribeStacks"):
@@ -103,13 +114,13 @@ def describe(client: Any, name: str) -> dict[str, Any] | None:
         return None
 
 
-def read_stack(raw: dict[str, Any]) -> Stack:
+def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
     """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
     name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
-    if not is_ours(raw):
+    if not is_our_stack(raw):
         raise ServiceError(not_ours(raw))
     if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
-        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw, settings)}")
     return Stack(
         name=name,
         status=status,
@@ -124,7 +135,7 @@ def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
     return {output["OutputKey"]: output["OutputValue"] for output in raw.get("Outputs", [])}
 
 
-def is_ours(raw: dict[str, Any]) -> bool:
+def is_our_stack(raw: dict[str, Any]) -> bool:
     """By the description, which a stack has from its first moment, and outputs only in the end."""
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
@@ -136,14 +147,15 @@ def not_ours(raw: dict[str, Any]) -> str:
     )
 
 
-def remedy(raw: dict[str, Any]) -> str:
+def remedy(raw: dict[str, Any], settings: Settings) -> str:
     """What to do about a stack of ours that cannot be used, or changed, as it stands."""
     name, status = raw["StackName"], raw["StackStatus"]
     if status.endswith("_IN_PROGRESS"):
         return "try again when that is over"
     if status == "UPDATE_ROLLBACK_FAILED":
         return f"`aws cloudformation continue-update-rollback --stack-name {name}` has to end first"
-    return "`sm-nanogpt infra deploy` deletes what is left of it and makes it anew"
+    deploy = settings.command("infra deploy")
+    return f"`{deploy}` deletes what is left of it and makes it anew"
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:

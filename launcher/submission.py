@@ -31,9 +31,9 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         ServiceError: the store or the service refuses.
         KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
     """
-    ready, backend, _ = prepare(job, settings or load_settings())
+    ready, backend, settings = prepare(job, settings or load_settings())
     job_id = new_job_id()
-    with naming(job_id):
+    with naming(job_id, settings):
         backend.submit(job_id, ready)
     return job_id
 
@@ -56,15 +56,15 @@ def cloud_settings(
     if dry_run:
         raise InputError(
             f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
-            " `sm-nanogpt infra show` once"
+            f" `{settings.command('infra show')}` once"
         )
     from launcher.backends.sagemaker import SageMakerBackend
 
     bucket = SageMakerBackend(settings).default_bucket()
     if bucket is None:
         raise InputError(
-            "no store is set, and the account has no default bucket yet: `sm-nanogpt infra deploy`"
-            f" makes one, or {how}"
+            "no store is set, and the account has no default bucket yet:"
+            f" `{settings.command('infra deploy')}` makes one, or {how}"
         )
     store = f"s3://{bucket}/sm-nanogpt"
     tell(f"store: {store} (the account's default bucket of SageMaker)")
@@ -142,7 +142,8 @@ def take_over(
     backend, earlier = find(job.resume, settings)
     if earlier.is_running:
         raise ServiceError(
-            f"job {job.resume} is {earlier.status}; stop it first: `sm-nanogpt stop {job.resume}`"
+            f"job {job.resume} is {earlier.status}; stop it first:"
+            f" `{settings.command(f'stop {job.resume}')}`"
         )
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
@@ -172,9 +173,8 @@ def take_over(
         kept.pop("max_wait" if before.spot else "keep_alive", None)
     if has_local_storage(job.instance):
         kept.pop("volume_size", None)
-    if before.max_cost is not None and settings.max_cost is not None:
-        kept["max_cost"] = min(before.max_cost, settings.max_cost)
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
+    after = after.model_copy(update={"taken_over": frozenset(kept) - frozenset(said)})
     return after, before, earlier
 
 
@@ -231,14 +231,14 @@ def check_length(channels: Mapping[str, Channel], config: Any) -> None:
 
 
 @contextmanager
-def naming(job_id: str) -> Iterator[None]:
+def naming(job_id: str, settings: Settings) -> Iterator[None]:
     """Who interrupts a submission is told the id: the job may run by then, and cost."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"`sm-nanogpt status {job_id}` tells whether the job was submitted all the same,"
-            f" `sm-nanogpt stop {job_id}` stops it"
+            f"`{settings.command(f'status {job_id}')}` tells whether the job was submitted all the"
+            f" same, `{settings.command(f'stop {job_id}')}` stops it"
         ) from None
 
 

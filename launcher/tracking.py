@@ -14,7 +14,7 @@ from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
 from launcher.instances import check_instance, has_local_storage
-from launcher.job import JobDescription
+from launcher.job import JOB_ID, JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
@@ -65,17 +65,29 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     """The place of a job, and the job as it stands.
 
     Raises:
+        InputError: it is none of this machine's, and SageMaker cannot be asked with these settings.
         ServiceError: no place knows the id.
     """
+    known = f"`{settings.command('jobs')}` lists those there are"
+    if not JOB_ID.fullmatch(job_id):
+        raise ServiceError(
+            f"there is no job {job_id!r}, as an id is of letters, digits and dashes, 63 at most:"
+            f" {known}"
+        )
     backend = None
-    for backend in all_backends(settings):
-        description = backend.describe(job_id)
-        if description is not None:
-            return backend, description
+    try:
+        for backend in all_backends(settings):
+            description = backend.describe(job_id)
+            if description is not None:
+                return backend, description
+    except InputError as error:
+        raise InputError(
+            f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
+        ) from None
     where = backend.place if backend else ""
-    raise ServiceError(
-        f"there is no job {job_id!r} {where}: `sm-nanogpt jobs` lists those there are"
-    )
+    if not settings.reaches_aws:
+        where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
+    raise ServiceError(f"there is no job {job_id!r} {where}: {known}")
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -99,11 +111,13 @@ def jobs_and_failure(
 ) -> tuple[list[JobDescription], InputError | ServiceError | None]:
     """The jobs of all places up to one that cannot be asked, and why that cannot."""
     found: list[JobDescription] = []
-    failure = None
+    failure: InputError | ServiceError | None = None
     try:
         for backend in all_backends(settings):
             found += backend.list(tell)
-    except (InputError, ServiceError) as error:
+    except InputError as error:  # which says nothing of SageMaker, as that no region is known
+        failure = InputError(f"{error}; so jobs on SageMaker are missing from the list")
+    except ServiceError as error:
         failure = error
     return sorted(found, key=lambda description: description.created, reverse=True), failure
 
@@ -142,11 +156,22 @@ def logs(
 ) -> Iterator[str]:
     """The lines of a job's log; to follow it, an outage of the network is told and waited out.
 
+    That there are none yet is told, with the state of the job.
+
     Raises:
         ServiceError: there is no such job.
     """
-    backend, _ = find(job_id, settings or load_settings())
-    return backend.logs(job_id, follow, tell)
+    backend, description = find(job_id, settings or load_settings())
+
+    def lines() -> Iterator[str]:
+        silent = True
+        for line in backend.logs(job_id, follow, tell):
+            silent = False
+            yield line
+        if silent and not follow:
+            tell(f"nothing is logged yet; the job is {description.state}")
+
+    return lines()
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -178,21 +203,26 @@ def wait(
             SageMaker could not be asked for minutes.
     """
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-    backend, description = find(job_id, settings or load_settings())
+    settings = settings or load_settings()
+    backend, description = find(job_id, settings)
     while description.is_running:
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)
-        now = patiently(partial(backend.describe, job_id), job_id, tell, deadline)
+        ask = partial(backend.describe, job_id)
+        local = description.instance == "local"
+        again = settings.command(f"logs {job_id} --follow")
+        now = ask() if local else patiently(ask, again, tell, deadline)
         if now is None:
             raise ServiceError(
-                f"job {job_id} was deleted before its end: `sm-nanogpt jobs` lists those there are"
+                f"job {job_id} was deleted before its end: `{settings.command('jobs')}` lists those"
+                " there are"
             )
         description = now
     return description
 
 
-def explain(description: JobDescription) -> str:
+def explain(description: JobDescription, settings: Settings) -> str:
     """What became of a job that has ended, why, and what to do next, in one line."""
     job_id, reason = description.job_id, description.failure_reason
     for sign, remedy in remedies(description.instance).items():
@@ -200,11 +230,9 @@ def explain(description: JobDescription) -> str:
             reason = f"{reason} ({remedy})"
     told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
     if description.status == "Completed":
-        return f"{told}; next: sm-nanogpt fetch-and-sample {job_id}"
+        return f"{told}; next: {settings.command(f'fetch-and-sample {job_id}')}"
     if description.checkpoint_uri is not None:
-        return (
-            f"{told}; go on from its checkpoint of step {description.checkpoint_step}:"
-            " `sm-nanogpt launch --instance"
-            f" {description.instance} --resume {job_id}`"
-        )
-    return f"{told}; no checkpoint is left; its log: `sm-nanogpt logs {job_id}`"
+        resume = settings.command(f"launch --instance {description.instance} --resume {job_id}")
+        step = description.checkpoint_step
+        return f"{told}; go on from its checkpoint of step {step}: `{resume}`"
+    return f"{told}; no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"

@@ -296,7 +296,7 @@ def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
 def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
     ran = cli("infra", "deploy", "--stack", "other", "--yes")
     assert ran.code == 0
-    assert "SM_NANOGPT_STACK=other" in ran.err
+    assert "next: sm-nanogpt --stack other upload-data" in ran.err
     other = json.loads(cli("infra", "show", "--stack", "other", "--json").out)
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
 
@@ -464,6 +464,33 @@ def test_an_upload_stays_here_without_a_stack(
     account: CloudFormation, cli: Cli, text_file: Path
 ) -> None:
     assert cli("upload-data", str(text_file)).out.startswith("file:")
+
+
+@pytest.mark.parametrize("way", ["words", "environment", "file"])
+def test_a_stack_that_was_named_and_is_not_there_is_an_error(
+    account: CloudFormation,
+    cli: Cli,
+    home: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    home.mkdir(exist_ok=True)
+    if way == "file":
+        (home / "config.toml").write_text('stack = "thre"\n')
+    if way == "environment":
+        monkeypatch.setenv("SM_NANOGPT_STACK", "thre")
+    words = ("--stack", "thre") if way == "words" else ()
+    role = ("--role", "arn:aws:iam::123456789012:role/mine")
+    for command in (("upload-data", str(text_file)), ("launch", "--data", str(text_file))):
+        ran = cli(*words, *role, *command)
+        assert (ran.code, ran.out) == (1, "")
+        assert "there is no stack thre in us-east-1" in ran.error
+
+
+def test_who_names_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
+    ran = cli("--stack", "three", "upload-data", str(text_file))
+    assert "no stack can be asked for a store (no region" in ran.err
 
 
 def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(

@@ -133,7 +133,8 @@ def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
 
 def test_a_job_that_ran_out_of_time_is_told_of_the_ceiling_too() -> None:
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
-    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"))
+    stopped = description(status="Stopped", failure_reason="MaxRuntimeExceeded")
+    told = explain(stopped, Settings())
     assert "--max-run" in told
     assert "--max-cost" in told
 
@@ -384,6 +385,26 @@ def test_a_limit_that_the_user_typed_is_taken_over_with_the_ceiling(
     long = stopped("--data", str(text_file), "--max-cost", "5", "--max-run", "7200")
     assert limit(cloud, long) == 1938
     assert limit(cloud, stopped("--resume", long, "--max-cost", "100")) == 7200
+
+
+def test_a_limit_that_was_taken_over_is_told_to_be_the_earlier_jobs(
+    cloud: Emulator,
+    stopped: Callable[..., str],
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costly = stopped("--data", str(text_file), "--max-cost", "5")
+    long = stopped("--data", str(text_file), "--max-run", "7200")
+    assert f"as --max-cost 5 of job {costly} allows" in cli(*LAUNCH, "--resume", costly).err
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", "2")
+    lowered = cli(*LAUNCH, "--resume", costly)
+    assert lowered.code == 0, lowered.err
+    assert "as the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in" in lowered.err
+    assert "--max-cost" not in lowered.err
+    refused = cli(*LAUNCH, "--resume", long)
+    assert refused.code == 2
+    assert refused.error.startswith(f"--max-run 7200 of job {long} may cost")
 
 
 def test_the_disks_and_warm_pools_of_the_chain_count(

@@ -125,6 +125,17 @@ def test_a_price_list_that_does_not_answer_is_not_asked_again(service: MoneyServ
     assert service.operations() == ["GetProducts"]
 
 
+@pytest.mark.parametrize("region", ["cn-north-1", "us-gov-west-1"])
+def test_a_partition_without_a_price_list_is_named_and_nobody_is_asked(
+    service: MoneyService, region: str
+) -> None:
+    known = prices(region)
+    assert known.of("ml.g5.12xlarge") is None
+    said = f"there is no price list for {region}, of partition aws-"
+    assert known.trouble.startswith(said)
+    assert service.operations() == []
+
+
 def test_without_a_session_nobody_is_asked(service: MoneyService, home: Path) -> None:
     keep(home, 6.0, days=1)
     assert prices(session=None).of("ml.g5.12xlarge").per_hour == 6.0  # type: ignore[union-attr]

@@ -23,6 +23,7 @@ import launching
 import pytest
 import sagemaker_service
 from access import ACCOUNT, Refusal
+from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
     ClientError,
     EndpointConnectionError,
@@ -313,6 +314,22 @@ def test_a_launch_prints_the_id_alone_and_says_where_to_look(
     assert ran.out.strip() in cloud.sagemaker.jobs
     assert f"#/jobs/{ran.out.strip()}" in ran.err
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
+
+
+def test_every_command_that_is_named_finds_the_job_where_it_was_launched(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ("--region", "us-east-1")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    ran = cli(*there, "upload-data", str(text_file))
+    assert "next: sm-nanogpt --region us-east-1 launch" in ran.err
+    job_id = cli(*there, *LAUNCH, "--data", str(text_file)).out.strip()
+    for words in (("status", "nope"), ("fetch-and-sample", job_id)):
+        ran = cli(*there, *words)
+        assert "`sm-nanogpt --region us-east-1 " in ran.error
+        assert not re.search("`sm-nanogpt (?!--region us-east-1 )", ran.error)
+    ran = cli(*there, *LAUNCH, "--data", str(text_file), "--follow")
+    assert f"next: sm-nanogpt --region us-east-1 fetch-and-sample {ran.out.strip()}" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -696,6 +713,14 @@ def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
     assert "state:       Completed" in cli("status", job_id).out
 
 
+def test_of_a_log_that_has_not_begun_the_state_of_the_job_is_told(
+    cli: Callable[..., Ran], launched: str
+) -> None:
+    ran = cli("logs", launched)
+    assert (ran.code, ran.out) == (0, "")
+    assert re.fullmatch(r"nothing is logged yet; the job is InProgress \(\w+\)\n", ran.err)
+
+
 def test_a_followed_launch_ends_with_the_job(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
@@ -722,10 +747,20 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
+PAGE = b"<html><body>Sign in to the network of this house</body></html>"
+
+
+def sent_back(request: Any, status: int, body: bytes) -> AWSResponse:
+    raw = io.BytesIO(body)
+    raw.stream = lambda: iter([body])  # type: ignore[attr-defined]
+    return AWSResponse(request.url, status, {}, raw)
+
+
 class Outage:
-    """A network that loses requests to SageMaker and CloudWatch."""
+    """A network that loses requests to SageMaker and CloudWatch, or has an answer of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer: tuple[int, bytes] | None = None
         self.begin(0)
         send = URLLib3Session.send
 
@@ -734,6 +769,8 @@ class Outage:
                 self.before -= 1
                 if self.before < 0 and self.lost < self.length:
                     self.lost += 1
+                    if self.answer is not None:
+                        return sent_back(request, *self.answer)
                     raise EndpointConnectionError(endpoint_url="https://api.sagemaker")
             return send(session, request)
 
@@ -780,6 +817,55 @@ def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
     assert "tried again" in told
     if words[0] == "logs":
         assert ran.out.splitlines() == [line for _, _, line in lines]
+
+
+def error_of(code: str) -> bytes:
+    return json.dumps({"__type": code, "message": "not now"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("operation", "answer"),
+    [
+        (b"DescribeTrainingJob", (500, error_of("InternalFailure"))),
+        (b"DescribeTrainingJob", (400, error_of("ThrottlingException"))),
+        (b"DescribeTrainingJob", (200, PAGE)),
+        (b"DescribeTrainingJob", (302, PAGE)),
+        (b"DescribeTrainingJob", (404, PAGE)),
+        (b"DescribeLogStreams", (200, PAGE)),
+        (b"GetLogEvents", (503, error_of("ServiceUnavailableException"))),
+        (b"GetLogEvents", (200, PAGE)),
+    ],
+)
+def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    outage: Outage,
+    operation: bytes,
+    answer: tuple[int, bytes],
+) -> None:
+    cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", "line 1"), (0.5, "algo-1", "line 2")]}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    outage.answer = answer
+    outage.begin(3, operation, after=1)
+    ran = cli("logs", job_id, "--follow")
+    assert ran.code == 0, ran.err
+    assert outage.lost == 3
+    assert "tried again" in ran.err
+    assert ran.out.splitlines() == ["line 1", "line 2"]
+
+
+@pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
+def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_said(
+    cli: Callable[..., Ran], launched: str, outage: Outage, words: tuple[str, ...]
+) -> None:
+    outage.answer = (400, error_of("ExpiredTokenException"))
+    outage.begin(1000, b"DescribeTrainingJob", after=1)
+    ran = cli(words[0], launched, *words[1:])
+    assert ran.code == 1
+    assert "the AWS credentials have expired" in ran.error
+    assert "goes on all the same, and is billed" in ran.error
+    assert outage.lost == 1
 
 
 def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
@@ -1226,6 +1312,41 @@ def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) ->
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "there is no job 'nope'" in ran.error
+
+
+@pytest.fixture
+def bare_configuration(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose AWS configuration names nothing."""
+    home.mkdir(exist_ok=True)
+    (home / "aws-config").write_text("[default]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
+
+
+def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
+    home: Path, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("status", "nope")
+    assert ran.code == 1
+    assert "on this machine (SageMaker was not asked; --region or AWS_REGION names" in ran.error
+
+
+def test_where_no_region_is_known_an_unknown_job_is_told_to_be_none_of_this_machine(
+    home: Path, cli: Callable[..., Ran], bare_configuration: None
+) -> None:
+    ran = cli("status", "nope")
+    assert ran.code == 2
+    why = "there is no job 'nope' on this machine, and SageMaker cannot be asked: no region"
+    assert ran.error.startswith(why)
+
+
+def test_where_no_region_is_known_local_jobs_are_listed_and_that_is_said(
+    cli: Callable[..., Ran], job: Finished, bare_configuration: None
+) -> None:
+    ran = cli("jobs")
+    assert ran.code == 2  # as where a region is misspelt
+    assert job.job_id in ran.out
+    assert ran.error.startswith("no region: ")
+    assert ran.error.endswith("; so jobs on SageMaker are missing from the list")
 
 
 # -- what is validated without AWS -----------------------------------------------------------------

@@ -24,7 +24,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from typing import Any
 from launcher import storage
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
+    JOB_ID,
     LOCAL_FIELDS,
     RUNNING,
     JobDescription,
@@ -46,7 +46,6 @@ from launcher.job import (
 )
 from launcher.settings import Settings, Tell
 
-JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
 GONE = (
     "its processes are gone: they were killed, the machine was switched off, or the disk was full"

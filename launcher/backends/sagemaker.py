@@ -37,7 +37,7 @@ from launcher.aws import (
 )
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
-from launcher.job import RUNNING, JobDescription, TrainingJob, newest_checkpoint, read_from
+from launcher.job import RUNNING, TAG_KEY, JobDescription, TrainingJob, newest_checkpoint, read_from
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
@@ -45,7 +45,6 @@ from launcher.settings import Settings, Tell
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
 
-TAG = "sm-nanogpt"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
 TAG_VALUE = "job"
@@ -119,9 +118,9 @@ class SageMakerBackend:
             return self.settings.role
         if required:
             raise InputError(
-                "no execution role: `sm-nanogpt infra deploy` makes one with a store, or name its"
-                " ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this role; it has to read"
-                " and write the store, and to delete checkpoints there)"
+                f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
+                " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
+                " role; it has to read and write the store, and to delete checkpoints there)"
             )
         return ROLE_PLACEHOLDER
 
@@ -164,7 +163,7 @@ class SageMakerBackend:
             channels=channels,
             hyperparameters=job.sendable_hyperparameters(),
             metric_definitions=job.script_module().metric_definitions(),
-            tags={TAG: TAG_VALUE, **job.tags},
+            tags={TAG_KEY: TAG_VALUE, **job.tags},
             max_run=job.time_limit,
             max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
             keep_alive=job.keep_alive,
@@ -264,7 +263,8 @@ class SageMakerBackend:
         except ServiceError:
             pass
         raise ServiceError(
-            f"{error}; `sm-nanogpt status {job_id}` tells whether the job is there all the same"
+            f"{error}; `{self.settings.command(f'status {job_id}')}` tells whether the job is there"
+            " all the same"
         ) from None
 
     def console_link(self, job_id: str) -> str | None:
@@ -281,9 +281,10 @@ class SageMakerBackend:
         try:
             with service_errors("DescribeTrainingJob"):
                 raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
+                ours = is_our_job(raw)
         except Missing:
             return None
-        if not is_ours(raw):
+        if not ours:
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
@@ -335,7 +336,7 @@ class SageMakerBackend:
         search = {
             "Resource": "TrainingJob",
             "SearchExpression": {
-                "Filters": [{"Name": f"Tags.{TAG}", "Operator": "Equals", "Value": TAG_VALUE}]
+                "Filters": [{"Name": f"Tags.{TAG_KEY}", "Operator": "Equals", "Value": TAG_VALUE}]
             },
             "SortBy": "CreationTime",
             "SortOrder": "Descending",
@@ -345,8 +346,9 @@ class SageMakerBackend:
         while True:
             with service_errors("Search"):
                 page = client.search(**search, **token)
-            for result in page["Results"]:
-                if is_ours(result["TrainingJob"]):
+                results = page["Results"]
+            for result in results:
+                if is_our_job(result["TrainingJob"]):
                     yield describe_job(result["TrainingJob"], None)
             if not page.get("NextToken"):
                 return
@@ -359,10 +361,11 @@ class SageMakerBackend:
     def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
+        again = self.settings.command(f"logs {job_id} --follow")
         hosts, heard, ended = 1, time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
-            raw, events, seen = patiently(ask, job_id, tell) if follow else ask()
+            raw, events, seen = patiently(ask, again, tell) if follow else ask()
             hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
             for _, host, message in events:
                 yield f"{host}: {message}" if hosts > 1 else message
@@ -407,11 +410,12 @@ class SageMakerBackend:
                         startFromHead=True,
                         **token,
                     )
-                for event in page["events"]:
+                    events, following = page["events"], page["nextForwardToken"]
+                for event in events:
                     yield event["timestamp"], host, event["message"].rstrip("\n")
                 # The end of a stream gives back the token that it was asked with.
-                finished = seen.get(stream) == page["nextForwardToken"]
-                seen[stream] = page["nextForwardToken"]
+                finished = seen.get(stream) == following
+                seen[stream] = following
                 if finished:
                     break
 
@@ -436,12 +440,13 @@ def check_checkpoints(job: TrainingJob) -> None:
         )
 
 
-def is_ours(raw: dict[str, Any]) -> bool:
+def is_our_job(raw: dict[str, Any]) -> bool:
     """Whether a job's checkpoints lie where ours do; others are none of our business."""
+    job_id = raw["TrainingJobName"]
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
     store = output.removesuffix("/jobs")
-    return store != output and checkpoints == f"{store}/checkpoints/{raw['TrainingJobName']}"
+    return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
