@@ -180,17 +180,19 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
     """The URI of the data set that was last uploaded from here; where none was, by anybody.
 
-    From here means to the store, or to this machine's own, where text stays if the account cannot
-    be asked; and to any where no store is set, as it may have gone to a stack's. Others upload to a
-    shared store too: where nothing went there from here, what they did and what stayed here may
-    both be meant, unless the job is local. Offline, no remote store is asked.
+    From here means to the store, or to this machine's own if that is on S3, as text stays here
+    where the account cannot be asked; and to any where no store is set, as it may have gone to a
+    stack's. Others upload to a shared store too: where nothing went there from here, what they did
+    and what stayed here may both be meant, unless the job is local. Offline, no remote store is
+    asked.
 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
     """
     here, there = place(settings.local_store), place(settings.data_store)
     noted = read_noted(settings)
-    mine = [uri for store, uri in noted.items() if not settings.store or store in (here, there)]
+    places = (there, here) if storage.local_path(settings.data_store) is None else (there,)
+    mine = [uri for store, uri in noted.items() if not settings.store or store in places]
     if mine and (not settings.store or there in noted or local or offline):
         uri = mine[-1]
     elif offline and storage.local_path(settings.data_store) is None:

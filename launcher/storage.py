@@ -18,7 +18,7 @@ import fsspec
 
 from launcher.aws import failure, max_attempts
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings, load_settings
+from launcher.settings import Settings, check_location, load_settings
 
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
@@ -56,14 +56,14 @@ def local_path(location: str) -> Path | None:
     Raises:
         InputError: it is neither, or as path_of.
     """
+    try:
+        check_location(location)
+    except ValueError as error:
+        raise InputError(f"{location}: {error}") from None
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
     if location.startswith("s3://"):
         return None
-    protocol, remote, _ = location.partition("://")
-    if remote:
-        how = " (download it first)" if protocol in ("http", "https") else ""
-        raise InputError(f"{location}: use s3://bucket/prefix or a local directory or file{how}")
     return path_of(location).absolute()
 
 

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
@@ -261,9 +262,9 @@ def test_launch_takes_the_last_upload_and_names_it(
 
 
 def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
-    tmp_path: Path, home: Path, source: Path, text_file: Path
+    tmp_path: Path, s3: Any, source: Path, text_file: Path
 ) -> None:
-    store = str(tmp_path / "shared")
+    store = f"s3://{s3.bucket}/shared"
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
     assert last_upload(mine) == last_upload(mine, offline=True) == stayed
@@ -275,6 +276,17 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine, offline=True) == ours
     assert last_upload(other) == theirs
+
+
+def test_where_a_directory_is_the_store_no_upload_to_another_is_taken(
+    tmp_path: Path, home: Path, text_file: Path
+) -> None:
+    """Text stays in this machine's own store only where S3 cannot be asked."""
+    upload_data(text_file, Settings(home=home))
+    other = Settings(home=home, store=str(tmp_path / "other"))
+    for offline in (False, True):
+        with pytest.raises(InputError, match=r"nothing was uploaded to .*other yet"):
+            last_upload(other, offline=offline, local=True)
 
 
 def test_one_store_is_known_by_all_its_spellings(
