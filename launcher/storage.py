@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,8 +140,9 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
 
     It is on the disk before it has its name: after a loss of power it would be there and empty.
     """
-    # Beside its place, as a rename from another file system would be a copy.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    # Beside its place, as a rename from another file system would be a copy; and of this call
+    # alone, as threads share a process's number, and containers may.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             yield file

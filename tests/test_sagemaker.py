@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,7 @@ from launching import Finished, Ran
 from entry_point import train
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws import why
-from launcher.backends.estimator import training_image
+from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.submission import new_job_id
@@ -1278,6 +1280,31 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     assert dict(os.environ) == before
     assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
     assert utils.validate_sagemaker_config is mine
+
+
+def test_launches_in_threads_leave_the_process_as_it_was(home: Path) -> None:
+    """The second would take for the process's own what the first has set."""
+    home.mkdir()
+    before, entered, leave = dict(os.environ), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with quiet_sdk(home):
+            entered.set()
+            leave.wait(10)
+
+    def second() -> None:
+        with quiet_sdk(home):
+            assert leave.is_set()
+
+    with ThreadPoolExecutor() as pool:
+        one = pool.submit(first)
+        assert entered.wait(10)
+        other = pool.submit(second)
+        time.sleep(0.1)
+        leave.set()
+        one.result()
+        other.result()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
