@@ -249,6 +249,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--instance", "g5.12xlarge"), "did you mean ml.g5.12xlarge"),
         (("--instance", "local", "--spot"), "--spot is for SageMaker"),
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
+        (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "say one"),
         (("--max-run", "1"), "greater than or equal to 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
@@ -996,6 +997,40 @@ def test_what_a_resumed_job_takes_over_can_be_switched_off(
         ran = cli("launch", "--resume", earlier, "--dry-run", *words)
         assert ran.code == 0, ran.err
         assert json.loads(ran.out).get(name, False) == on
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "image"),
+    [
+        (("--image-uri", "mine:1"), ("--pytorch-version", "2.7.1"), "pytorch-training:2.7.1-gpu"),
+        (("--pytorch-version", "2.7.1"), ("--image-uri", "mine:1"), "mine:1"),
+    ],
+)
+def test_a_resumed_job_has_the_image_that_was_said_last(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    image: str,
+) -> None:
+    earlier = stopped(s3, cli, text_file, *before)
+    ran = cli("launch", "--resume", earlier, "--dry-run", *after)
+    assert ran.code == 0, ran.err
+    assert image in json.loads(ran.out)["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_what_a_resumed_job_says_goes_over_each_variable_and_tag_of_the_earlier_one(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    both = ("--environment", "A=1", "--environment", "B=1", "--tag", "A=1", "--tag", "B=1")
+    earlier = stopped(s3, cli, text_file, *both)
+    words = ("--environment", "B=2", "--tag", "C=2")
+    request = json.loads(cli("launch", "--resume", earlier, "--dry-run", *words).out)
+    assert request["Environment"] == {"A": "1", "B": "2"}
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": tags["sm-nanogpt"], "A": "1", "B": "1", "C": "2"}
 
 
 def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
