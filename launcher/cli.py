@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -281,8 +282,8 @@ def launch_command(
 ) -> None:
     """Start a training and print its id.
 
-    Ctrl-C or SIGTERM while following stops a local job, which leaves a checkpoint to go on from; a
-    job on SageMaker goes on.
+    Ctrl-C while following stops a local job, which leaves a checkpoint to go on from; a job on
+    SageMaker goes on. SIGTERM, and SIGHUP of a closed terminal, count as Ctrl-C.
 
     \b
     Example:
@@ -304,40 +305,23 @@ def launch_command(
     if dry_run:
         print_json(backend.dry_run(job_id, ready))
         return
-    with sigterm_as_ctrl_c():
-        with naming(job_id):
-            backend.submit(job_id, ready)
-            try:
-                click.echo(job_id)
-                sys.stdout.flush()
-            except OSError as error:
-                silence(sys.stdout)  # which would say the same again at the end
-                raise ServiceError(
-                    f"{error.strerror or error}: the id of the job cannot be printed; it is"
-                    f" {job_id}, and `sm-nanogpt stop {job_id}` stops it"
-                ) from None
-        if link := backend.console_link(job_id):
-            note(f"console: {link}")
-        if follow or (follow is None and local):
-            follow_job(job_id, settings, stops=local)
-        else:
-            note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM, as `timeout` and a CI send it, would end this process without a word, and leave a
-    followed job behind."""
-
-    def interrupt(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with naming(job_id):
+        backend.submit(job_id, ready)
+        try:
+            click.echo(job_id)
+            sys.stdout.flush()
+        except OSError as error:
+            silence(sys.stdout)  # which would say the same again at the end
+            raise ServiceError(
+                f"{error.strerror or error}: the id of the job cannot be printed; it is"
+                f" {job_id}, and `sm-nanogpt stop {job_id}` stops it"
+            ) from None
+    if link := backend.console_link(job_id):
+        note(f"console: {link}")
+    if follow or (follow is None and local):
+        follow_job(job_id, settings, stops=local)
+    else:
+        note(f"{RECONNECT.format(id=job_id)}; then: sm-nanogpt fetch-and-sample {job_id}")
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -354,9 +338,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not stops:
             note(f"the job goes on; {RECONNECT.format(id=job_id)}")
             return
-        note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
+        # Only now, as nothing can be said where the terminal was closed.
+        note("stopping the job; it writes a checkpoint first")
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description))
@@ -864,9 +849,12 @@ def run(arguments: list[str] | None = None) -> int:
     debug = "--debug" in words  # wherever it stands
     try:
         # Not cli.main, which makes a failure of a pipe whose reader has left.
-        with cli.make_context(
-            "sm-nanogpt", [word for word in words if word != "--debug"]
-        ) as context:
+        with (
+            signals_as_ctrl_c(),
+            cli.make_context(
+                "sm-nanogpt", [word for word in words if word != "--debug"]
+            ) as context,
+        ):
             cli.invoke(context)
         sys.stdout.flush()
         return 0
@@ -886,6 +874,30 @@ def run(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         note(f"error: {' '.join(told(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """What `timeout`, a CI, or a terminal that closes sends would end this process without a word,
+    and leave behind what it was about. What is ignored stays so, as `nohup` has it."""
+    if threading.current_thread() is not threading.main_thread():  # signals are for that alone
+        yield
+        return
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupt(*_: object) -> NoReturn:
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
+        raise KeyboardInterrupt
+
+    for sign, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(sign, interrupt)
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def silence(stream: TextIO) -> None:

@@ -141,8 +141,9 @@ def started(
         text=True,
         encoding="utf-8",
         start_new_session=True,
-        # Tests that run in the background of a script are deaf to Ctrl-C, and so were this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # Tests that run in the background of a script are deaf to Ctrl-C, and under nohup to a
+        # closed terminal, and so were this.
+        preexec_fn=hear_signals,
     )
     try:
         yield process
@@ -150,6 +151,11 @@ def started(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def hear_signals() -> None:
+    for sign in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_DFL)
 
 
 def tree(directory: Path) -> set[str]:

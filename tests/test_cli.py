@@ -7,8 +7,10 @@ import graphlib
 import inspect
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -236,6 +238,39 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr("launcher.tracking.all_backends", fail)
     ran = cli("jobs")
     assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_as_ctrl_c_does(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, sign: signal.Signals
+) -> None:
+    def fail(*_: object) -> None:
+        os.kill(os.getpid(), sign)
+        time.sleep(0.5)
+
+    before = signal.signal(sign, signal.default_int_handler)  # so that no test run ends here
+    try:
+        monkeypatch.setattr("launcher.tracking.all_backends", fail)
+        ran = cli("jobs")
+        assert signal.getsignal(sign) is signal.default_int_handler
+    finally:
+        signal.signal(sign, before)
+    assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+def test_a_closed_terminal_ends_no_command_that_is_to_outlive_it(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(*_: object) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return []
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        monkeypatch.setattr("launcher.tracking.all_backends", close)
+        assert cli("jobs").code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # -- streams --------------------------------------------------------------------------------------

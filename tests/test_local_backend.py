@@ -729,8 +729,8 @@ def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished)
 # -- stopping -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_or_sigterm_while_following_stops_the_job_cleanly(
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
     home: Path, text_file: Path, sign: signal.Signals
 ) -> None:
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
