@@ -6,6 +6,7 @@ stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -59,23 +60,53 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def a_place(context: Any, parameter: click.Parameter, word: str | None) -> str | None:
-    """A click callback that refuses an empty word, which would mean the current directory."""
-    if word == "":
-        raise InputError(f"{parameter.opts[0]}: is empty; name a place, or leave it out")
-    return word
+class Command(click.Command):
+    """A command that takes no empty word, which a variable that is not set leaves behind.
+
+    It would mean the default, or the current directory.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        root = ctx.find_root()
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for option in root.command.params:
+                if error.option_name in option.opts and option.metavar:
+                    here = ctx.command_path.removeprefix(f"{root.command_path} ")
+                    words = f"{root.command_path} {error.option_name} {option.metavar} {here}"
+                    raise InputError(
+                        f"{error.option_name} goes before the command: {words} ..."
+                    ) from None
+            raise
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name or "")
+            if value == "" or (isinstance(value, tuple) and "" in value):
+                named = parameter.metavar if isinstance(parameter, click.Argument) else None
+                without = "" if parameter.required else ", or leave it out"
+                raise InputError(f"{named or parameter.opts[0]}: is empty; give a word{without}")
+        return rest
+
+
+class Group(Command, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="sm-nanogpt")
 @click.option(
     "--store",
     metavar="URL",
-    callback=a_place,
     help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else config.toml's, else"
     " the stack's, else ~/.sm-nanogpt/store, or for SageMaker the account's default bucket).",
 )
@@ -104,7 +135,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 
 @cli.command("upload-data")
-@click.argument("path", required=False, callback=a_place)
+@click.argument("path", required=False)
 @click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
 @JSON
 @click.pass_context
@@ -190,13 +221,11 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--data",
     metavar="URI|PATH",
-    callback=a_place,
     help="Text to train on, on S3 or here (default: the last upload).",
 )
 @click.option(
     "--validation",
     metavar="URI|PATH",
-    callback=a_place,
     help="Text to validate on (default: the last tenth).",
 )
 @click.option(
@@ -213,12 +242,8 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     callback=pairs("set"),
     help="A hyperparameter.",
 )
-@click.option(
-    "--config", "config_file", metavar="FILE", callback=a_place, help="Hyperparameters in TOML."
-)
-@click.option(
-    "--entry-point", metavar="FILE", callback=a_place, help="Your own edited copy of train.py."
-)
+@click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
+@click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
 @click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
 @click.option(
     "--follow/--detach",
@@ -848,6 +873,13 @@ def run(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     try:
+        if sys.stdout is None:  # as `>&-` leaves it
+            raise InputError(
+                "stdout is closed, so that no id or result can be told; `>/dev/null` drops them"
+            )
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Of a text that the terminal cannot show, what it can: not its beginning alone.
+            sys.stdout.reconfigure(errors="backslashreplace")
         # Not cli.main, which makes a failure of a pipe whose reader has left.
         with (
             signals_as_ctrl_c(),
