@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import http.client
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Sequence
@@ -229,18 +230,29 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
     """The files to upload, as (name in the data set, path); a lone file becomes NAME.txt.
 
     Raises:
-        InputError: nothing is there.
+        InputError: nothing is there, it cannot be read, or a name is not UTF-8.
     """
-    if root.is_file():
-        return [(f"{root.stem}.txt", root)]
-    if not root.exists():
-        raise InputError(f"{root}: no such file or directory")
-    if not root.is_dir():
-        raise InputError(f"{root}: neither a file nor a directory")
-    files = sorted(path for path in root.rglob("*.txt") if path.is_file())
-    if not files:
+    try:
+        if root.is_file():
+            found = [(f"{root.stem}.txt", root)]
+        elif not root.exists():
+            raise InputError(f"{root}: no such file or directory")
+        elif not root.is_dir():
+            raise InputError(f"{root}: neither a file nor a directory")
+        else:
+            files = sorted(path for path in root.rglob("*.txt") if path.is_file())
+            found = [(path.relative_to(root).as_posix(), path) for path in files]
+    except OSError as error:
+        raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
+    if not found:
         raise InputError(f"{root}: there is no *.txt file in this directory")
-    return [(path.relative_to(root).as_posix(), path) for path in files]
+    for name, path in found:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
+    return found
 
 
 def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
@@ -251,7 +263,7 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
     """
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
     for name, path in files:
-        digest.update(f"{name}\0".encode(errors="surrogateescape"))
+        digest.update(f"{name}\0".encode())
         decoder = codecs.getincrementaldecoder("utf-8")()
         position = 0
         try:

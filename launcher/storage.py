@@ -5,6 +5,7 @@ The settings say as whom and where S3 is asked; None stands for those in force.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -39,16 +40,26 @@ def path_of(word: str | Path) -> Path:
     """The path that somebody names; `~` is the home directory.
 
     Raises:
-        InputError: the word is empty, which would mean the current directory, or `~NAME` is nobody.
+        InputError: the word is empty, which would mean the current directory, `~NAME` is nobody, or
+            it is too long for a path, as a text is.
     """
     if word == "":
         raise InputError("an empty word names no place: give a path, or s3://bucket/prefix")
     try:
-        return Path(word).expanduser()
+        path = Path(word).expanduser()
     except RuntimeError:
         raise InputError(
             f"{word}: there is no such user's home directory; a file of that name is ./{word}"
         ) from None
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            start = " ".join(str(word)[:60].split())
+            raise InputError(
+                f"{start}...: too long for a path; a text is read from a file"
+            ) from None
+    return path
 
 
 def local_path(location: str) -> Path | None:

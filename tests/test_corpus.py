@@ -7,7 +7,9 @@ import hashlib
 import http.client
 import http.server
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +91,43 @@ def test_a_directory_without_text_is_refused_with_its_name(
     assert ran.code == 2
     assert "photos: there is no *.txt file" in ran.error
     assert launching.tree(home) == set()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="which has no such names")
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_file_whose_name_is_not_utf8_is_refused_and_named(
+    home: Path, cli: Callable[..., Ran], tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"caf\xe9.txt")).write_text(LONG)
+    ran = cli(*words, "texts")
+    assert ran.code == 2
+    assert ran.error.endswith(r"texts/caf\xe9.txt: its name is not UTF-8; rename it")
+    assert launching.tree(home) == set()
+
+
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_text_in_place_of_its_path_is_refused_in_few_words(
+    home: Path, cli: Callable[..., Ran], words: list[str]
+) -> None:
+    ran = cli(*words, LONG)
+    assert ran.code == 2
+    assert ran.error.startswith("The quick brown fox")
+    assert "too long for a path" in ran.error
+    assert len(ran.error) < 120
+    assert launching.tree(home) == set()
+
+
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_directory_that_cannot_be_read_to_its_end_is_refused_with_its_name(
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(22, "Invalid argument", "/proc/1/odd")  # as `--data /` comes to
+
+    monkeypatch.setattr(Path, "rglob", fail)
+    ran = cli(*words, str(tmp_path))
+    assert (ran.code, ran.error) == (2, "/proc/1/odd: Invalid argument")
 
 
 def test_one_bad_file_refuses_the_whole_directory(
