@@ -182,7 +182,7 @@ def processes_below(directory: Path) -> dict[int, str]:
     A runner's command line names its job, and the ranks are of the process group that it leads.
     """
     living = processes()
-    named = re.compile(rf"local_runner {re.escape(str(directory))}[/ ]")
+    named = re.compile(rf"local_runner.* {re.escape(str(directory))}[/ ]")
     leaders = {pid for pid, _, line in living if named.search(line)}
     return {pid: line for pid, group, line in living if group in leaders}
 

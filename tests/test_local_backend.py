@@ -27,6 +27,7 @@ import pytest
 import runs
 from launching import ENDLESS, Finished, Ran
 
+import launcher
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
@@ -137,6 +138,7 @@ STRANGE_ENVIRONMENT = {
     "MASTER_ADDR": "192.0.2.1",
     "OMPI_COMM_WORLD_SIZE": "7",
     "PMIX_RANK": "7",
+    "PYTHONHASHSEED": "7",
 }
 
 
@@ -274,10 +276,34 @@ def test_the_variables_are_those_of_the_toolkit(cluster: Finished, rank: int) ->
 
 def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
     env = seen_by(cluster, 3)["env"]
-    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", "PMIX_RANK"}
+    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PMIX_RANK", "PYTHONHASHSEED"}
     assert not leaked & set(env)
     assert "other-2" not in env.values()
     assert env["SM_HP_N_LAYER"] == "1"
+
+
+def test_ranks_find_what_the_users_python_finds(cluster: Finished) -> None:
+    """Torch may be there through PYTHONPATH alone, as modules of a cluster have it."""
+    for rank in range(4):
+        assert seen_by(cluster, rank)["env"]["PYTHONPATH"].endswith("/blocked")
+
+
+def test_a_job_runs_from_a_checkout_with_all_packages_on_the_path_alone(
+    home: Path, text_file: Path
+) -> None:
+    """The interpreter behind a virtual environment has nothing of it."""
+    bare = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
+    checkout = Path(launcher.__file__).parents[1]
+    sites = [os.path.relpath(path, checkout) for path in sys.path if "-packages" in path]
+    done = subprocess.run(
+        [bare, *launching.PROGRAM[1:], *launching.launching(data=text_file)],
+        cwd=checkout,
+        env={**launching.environment(home), "PYTHONPATH": os.pathsep.join(sites)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:

@@ -54,6 +54,14 @@ GONE = (
 NOT_STARTED = "it could not be started"
 
 
+# The runner takes the launcher from where this process has it, however it came there, and nothing
+# else that lies beside it.
+RUNNER = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
+    " from launcher.backends.local_runner import main; main()"
+)
+
+
 class LocalBackend:
     """The Backend of `--instance local`."""
 
@@ -109,14 +117,16 @@ class LocalBackend:
             subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "launcher.backends.local_runner",
+                    "-c",
+                    RUNNER,
                     str(directory),
                     str(lock.fileno()),
+                    str(Path(storage.__file__).parents[1].absolute()),
                 ],
                 cwd=directory,  # nothing here can be imported by mistake
                 env={
                     **os.environ,
+                    "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
                     "SM_NANOGPT_REGION": self.settings.region,
@@ -261,6 +271,11 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
             " and each takes one process; --set device=cpu trains without them"
         )
     return per_host, per_host
+
+
+def whole_paths(paths: str) -> str:
+    """The same directories, for a process that works in another one."""
+    return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
 
 
 def is_held(lock: Path) -> bool:
