@@ -588,7 +588,26 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_pat
     (tmp_path / "checkpoint-00000010.safetensors").touch()
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
-    assert own_checkpoint(tmp_path, started=1.0) == 10
+    assert own_checkpoint(tmp_path, given={}) == 10
+
+
+def test_a_clock_that_is_set_back_hides_no_checkpoint(job: Finished) -> None:
+    state = json.loads((job.directory / "state.json").read_text())
+    (job.directory / "state.json").write_text(json.dumps({**state, "started": 4e9}))
+    assert describe(job.job_id, launching.settings_of(job.home)).checkpoint_step == 10
+
+
+def test_a_checkpoint_that_a_resumed_job_was_given_is_not_its_own(
+    home: Path, text_file: Path, job: Finished, tmp_path: Path
+) -> None:
+    script = failing(tmp_path / "mine.py", 11, 0, "raise ValueError('early')")
+    words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
+    ran = launching.command("launch", *words, home=home)
+    assert ran.code == 1
+    (resumed,) = {path.name for path in (home / "jobs").iterdir()} - {job.job_id}
+    given = home / "jobs" / resumed / "hosts/algo-1/checkpoints"
+    assert list(given.glob("checkpoint-*10.safetensors"))
+    assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
 
 
 @pytest.mark.parametrize("between", [1, 5000])

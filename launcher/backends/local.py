@@ -154,7 +154,7 @@ class LocalBackend:
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
-        step = own_checkpoint(checkpoints, state.get("started"))
+        step = own_checkpoint(checkpoints, state.get("given", {}))
         with read_from(directory / "job.json"):
             job, max_steps = record["job"], int(record["max_steps"])
             submitted: dict[str, Any] = {
@@ -290,12 +290,15 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def own_checkpoint(directory: Path, started: float | None) -> int | None:
-    """The step of the newest checkpoint that the job wrote, beside those that it was given."""
+def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
+    """The step of the newest checkpoint that the job wrote, beside those that it was given.
+
+    Of those the times are known, so that no clock which was set back meanwhile matters.
+    """
     written = []
     for path in directory.glob("checkpoint-*.safetensors"):
         with suppress(FileNotFoundError):  # the training drops old ones meanwhile
-            if path.stat().st_mtime >= (started or float("inf")):
+            if path.stat().st_mtime_ns != given.get(path.name):
                 written.append(path.name)
     return newest_checkpoint(written)
 

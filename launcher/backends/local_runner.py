@@ -145,7 +145,9 @@ class LocalRun:
             source = Path(self.record["resume_from"])
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
-            for path in sorted(source.glob("*.safetensors")):
+            given = sorted(source.glob("*.safetensors"))
+            self.tell(given={path.name: path.stat().st_mtime_ns for path in given})
+            for path in given:
                 shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
 
     def write_config(self, host: str, channels: list[str]) -> None:
