@@ -427,10 +427,9 @@ def make_config(
         ConfigError: an unknown name or preset, or a value that is not allowed.
     """
     if preset is not None and preset not in PRESETS:
-        raise ConfigError(
-            f"preset={preset!r}: must be one of {', '.join(PRESETS)}"
-            f"{nearest_name(preset, list(PRESETS))}"
-        )
+        close = difflib.get_close_matches(preset, PRESETS, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"preset={preset!r}: must be one of {', '.join(PRESETS)}{hint}")
     known = {f.name: f for f in dataclasses.fields(Config)}
     base, words = base or {}, PRESETS[preset].copy() if preset else {}
     if (values.get("optimizer") or base.get("optimizer")) == "adamw":
@@ -3037,9 +3036,7 @@ class Trainer:
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         guessing = math.log(len(self.corpus.vocabulary))
         if self.best_val_loss > 0.99 * guessing:
-            say(
-                f"note: guessing has {guessing:.5f}: another learning_rate, or more steps, may learn"
-            )
+            say(f"note: guessing has {guessing:.5f}: another learning_rate or more steps may learn")
         say(f"model written to {model_dir}")
 
 

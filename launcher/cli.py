@@ -6,10 +6,12 @@ stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -56,23 +58,53 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def a_place(context: Any, parameter: click.Parameter, word: str | None) -> str | None:
-    """A click callback that refuses an empty word, which would mean the current directory."""
-    if word == "":
-        raise InputError(f"{parameter.opts[0]}: is empty; name a place, or leave it out")
-    return word
+class Command(click.Command):
+    """A command that takes no empty word, which a variable that is not set leaves behind.
+
+    It would mean the default, or the current directory.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        root = ctx.find_root()
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for option in root.command.params:
+                if error.option_name in option.opts and option.metavar:
+                    here = ctx.command_path.removeprefix(f"{root.command_path} ")
+                    words = f"{root.command_path} {error.option_name} {option.metavar} {here}"
+                    raise InputError(
+                        f"{error.option_name} goes before the command: {words} ..."
+                    ) from None
+            raise
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name or "")
+            if value == "" or (isinstance(value, tuple) and "" in value):
+                named = parameter.metavar if isinstance(parameter, click.Argument) else None
+                without = "" if parameter.required else ", or leave it out"
+                raise InputError(f"{named or parameter.opts[0]}: is empty; give a word{without}")
+        return rest
+
+
+class Group(Command, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="sm-nanogpt")
 @click.option(
     "--store",
     metavar="URL",
-    callback=a_place,
     help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else config.toml's, else"
     " the stack's, else ~/.sm-nanogpt/store, or for SageMaker the account's default bucket).",
 )
@@ -101,7 +133,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 
 @cli.command("upload-data")
-@click.argument("path", required=False, callback=a_place)
+@click.argument("path", required=False)
 @click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
 @JSON
 @click.pass_context
@@ -187,13 +219,11 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
 @click.option(
     "--data",
     metavar="URI|PATH",
-    callback=a_place,
     help="Text to train on, on S3 or here (default: the last upload).",
 )
 @click.option(
     "--validation",
     metavar="URI|PATH",
-    callback=a_place,
     help="Text to validate on (default: the last tenth).",
 )
 @click.option(
@@ -210,12 +240,8 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     callback=pairs("set"),
     help="A hyperparameter.",
 )
-@click.option(
-    "--config", "config_file", metavar="FILE", callback=a_place, help="Hyperparameters in TOML."
-)
-@click.option(
-    "--entry-point", metavar="FILE", callback=a_place, help="Your own edited copy of train.py."
-)
+@click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
+@click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
 @click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
 @click.option(
     "--follow/--detach",
@@ -279,8 +305,8 @@ def launch_command(
 ) -> None:
     """Start a training and print its id.
 
-    Ctrl-C or SIGTERM while following stops a local job, which leaves a checkpoint to go on from; a
-    job on SageMaker goes on.
+    Ctrl-C while following stops a local job, which leaves a checkpoint to go on from; a job on
+    SageMaker goes on. SIGTERM, and SIGHUP of a closed terminal, count as Ctrl-C.
 
     \b
     Example:
@@ -302,45 +328,28 @@ def launch_command(
     if dry_run:
         print_json(backend.dry_run(job_id, ready))
         return
-    with sigterm_as_ctrl_c():
-        with naming(job_id, settings):
-            backend.submit(job_id, ready)
-            try:
-                click.echo(job_id)
-                sys.stdout.flush()
-            except OSError as error:
-                silence(sys.stdout)  # which would say the same again at the end
-                raise ServiceError(
-                    f"{error.strerror or error}: the id of the job cannot be printed; it is"
-                    f" {job_id}, and `{settings.command(f'stop {job_id}')}` stops it"
-                ) from None
-        if link := backend.console_link(job_id):
-            note(f"console: {link}")
-        if follow or (follow is None and local):
-            follow_job(job_id, settings, stops=local)
-        else:
-            fetch = settings.command(f"fetch-and-sample {job_id}")
-            note(f"{how_to_follow(job_id, settings)}; then: {fetch}")
+    with naming(job_id, settings):
+        backend.submit(job_id, ready)
+        try:
+            click.echo(job_id)
+            sys.stdout.flush()
+        except OSError as error:
+            silence(sys.stdout)  # which would say the same again at the end
+            raise ServiceError(
+                f"{error.strerror or error}: the id of the job cannot be printed; it is"
+                f" {job_id}, and `{settings.command(f'stop {job_id}')}` stops it"
+            ) from None
+    if link := backend.console_link(job_id):
+        note(f"console: {link}")
+    if follow or (follow is None and local):
+        follow_job(job_id, settings, stops=local)
+    else:
+        fetch = settings.command(f"fetch-and-sample {job_id}")
+        note(f"{how_to_follow(job_id, settings)}; then: {fetch}")
 
 
 def how_to_follow(job_id: str, settings: Settings) -> str:
     return f"`{settings.command(f'logs {job_id} --follow')}` follows it"
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM, as `timeout` and a CI send it, would end this process without a word, and leave a
-    followed job behind."""
-
-    def interrupt(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -357,9 +366,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not stops:
             note(f"the job goes on; {how_to_follow(job_id, settings)}")
             return
-        note("stopping the job; it writes a checkpoint first")
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
+        # Only now, as nothing can be said where the terminal was closed.
+        note("stopping the job; it writes a checkpoint first")
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
@@ -864,10 +874,20 @@ def run(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     try:
+        if sys.stdout is None:  # as `>&-` leaves it
+            raise InputError(
+                "stdout is closed, so that no id or result can be told; `>/dev/null` drops them"
+            )
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Of a text that the terminal cannot show, what it can: not its beginning alone.
+            sys.stdout.reconfigure(errors="backslashreplace")
         # Not cli.main, which makes a failure of a pipe whose reader has left.
-        with cli.make_context(
-            "sm-nanogpt", [word for word in words if word != "--debug"]
-        ) as context:
+        with (
+            signals_as_ctrl_c(),
+            cli.make_context(
+                "sm-nanogpt", [word for word in words if word != "--debug"]
+            ) as context,
+        ):
             cli.invoke(context)
         sys.stdout.flush()
         return 0
@@ -887,6 +907,30 @@ def run(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         note(f"error: {' '.join(told(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """What `timeout`, a CI, or a terminal that closes sends would end this process without a word,
+    and leave behind what it was about. What is ignored stays so, as `nohup` has it."""
+    if threading.current_thread() is not threading.main_thread():  # signals are for that alone
+        yield
+        return
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupt(*_: object) -> NoReturn:
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
+        raise KeyboardInterrupt
+
+    for sign, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(sign, interrupt)
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def silence(stream: TextIO) -> None:

@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import http.client
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Sequence
@@ -185,17 +186,19 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
     """The URI of the data set that was last uploaded from here; where none was, by anybody.
 
-    From here means to the store, or to this machine's own, where text stays if the account cannot
-    be asked; and to any where no store is set, as it may have gone to a stack's. Others upload to a
-    shared store too: where nothing went there from here, what they did and what stayed here may
-    both be meant, unless the job is local. Offline, no remote store is asked.
+    From here means to the store, or to this machine's own if that is on S3, as text stays here
+    where the account cannot be asked; and to any where no store is set, as it may have gone to a
+    stack's. Others upload to a shared store too: where nothing went there from here, what they did
+    and what stayed here may both be meant, unless the job is local. Offline, no remote store is
+    asked.
 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
     """
     here, there = place(settings.local_store), place(settings.data_store)
     noted = read_noted(settings)
-    mine = [uri for store, uri in noted.items() if not settings.store or store in (here, there)]
+    places = (there, here) if storage.local_path(settings.data_store) is None else (there,)
+    mine = [uri for store, uri in noted.items() if not settings.store or store in places]
     if mine and (not settings.store or there in noted or local or offline):
         uri = mine[-1]
     elif offline and storage.local_path(settings.data_store) is None:
@@ -239,18 +242,29 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
     """The files to upload, as (name in the data set, path); a lone file becomes NAME.txt.
 
     Raises:
-        InputError: nothing is there.
+        InputError: nothing is there, it cannot be read, or a name is not UTF-8.
     """
-    if root.is_file():
-        return [(f"{root.stem}.txt", root)]
-    if not root.exists():
-        raise InputError(f"{root}: no such file or directory")
-    if not root.is_dir():
-        raise InputError(f"{root}: neither a file nor a directory")
-    files = sorted(path for path in root.rglob("*.txt") if path.is_file())
-    if not files:
+    try:
+        if root.is_file():
+            found = [(f"{root.stem}.txt", root)]
+        elif not root.exists():
+            raise InputError(f"{root}: no such file or directory")
+        elif not root.is_dir():
+            raise InputError(f"{root}: neither a file nor a directory")
+        else:
+            files = sorted(path for path in root.rglob("*.txt") if path.is_file())
+            found = [(path.relative_to(root).as_posix(), path) for path in files]
+    except OSError as error:
+        raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
+    if not found:
         raise InputError(f"{root}: there is no *.txt file in this directory")
-    return [(path.relative_to(root).as_posix(), path) for path in files]
+    for name, path in found:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
+    return found
 
 
 def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
@@ -261,7 +275,7 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
     """
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
     for name, path in files:
-        digest.update(f"{name}\0".encode(errors="surrogateescape"))
+        digest.update(f"{name}\0".encode())
         decoder = codecs.getincrementaldecoder("utf-8")()
         position = 0
         try:

@@ -27,6 +27,7 @@ from launcher.stack import (
 
 TEMPLATE = Path(__file__).parent.parent / "infra" / "template.yaml"  # a wheel holds it there too
 POLL_SECONDS = 2.0
+CHANGE_SET = "sm-nanogpt-"  # begins the names of ours
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
 KEPT = ("Bucket", "BucketPolicy", "Key")  # what the template retains
 
@@ -106,7 +107,7 @@ class Deployment:
         with service_errors("CreateChangeSet"):
             made = self.client.create_change_set(
                 StackName=self.name,
-                ChangeSetName=f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}",
+                ChangeSetName=f"{CHANGE_SET}{time.strftime('%Y%m%d-%H%M%S')}",
                 ChangeSetType="CREATE" if raw is None else "UPDATE",
                 TemplateBody=TEMPLATE.read_text(),
                 Parameters=parameters,
@@ -158,15 +159,19 @@ class Deployment:
         """Removes a change set, and the empty stack under it unless others wait there."""
         with service_errors("DeleteChangeSet"):
             self.client.delete_change_set(ChangeSetName=change_set.id)
-        if change_set.creates and not self.waiting(change_set.stack_id) - {change_set.id}:
+        if change_set.creates and not self.waiting(change_set.stack_id).keys() - {change_set.id}:
             with service_errors("DeleteStack"):
                 self.client.delete_stack(StackName=change_set.stack_id)
 
-    def waiting(self, stack_id: str) -> set[str]:
-        """The ids of the change sets that wait under a stack's name."""
+    def waiting(self, stack_id: str) -> dict[str, str]:
+        """The change sets that wait under a stack's name, id to name."""
         with service_errors("ListChangeSets"):
             pages = self.client.get_paginator("list_change_sets").paginate(StackName=stack_id)
-            return {each["ChangeSetId"] for page in pages for each in page["Summaries"]}
+            return {
+                each["ChangeSetId"]: each["ChangeSetName"]
+                for page in pages
+                for each in page["Summaries"]
+            }
 
     def execute(self, change_set: ChangeSet) -> Stack:
         """Makes the changes, and waits for their end.
@@ -217,14 +222,20 @@ class Deployment:
         return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
 
     def removal(self) -> Removal | None:
-        """What destroy would do; None where there is no stack, or one of changes that wait alone.
+        """What destroy would do; None where there is no stack, or one of somebody's changes alone.
+
+        Changes of ours wait where a deployment was killed at its question.
 
         Raises:
             InputError, ServiceError: as plan.
         """
         raw = self.changeable()
-        if raw is None or (raw["StackStatus"] == REVIEW and self.waiting(raw["StackId"])):
+        if raw is None:
             return None
+        if raw["StackStatus"] == REVIEW:
+            names = self.waiting(raw["StackId"]).values()
+            if not all(name.startswith(CHANGE_SET) for name in names):
+                return None
         return self.read_removal(raw)
 
     def read_removal(self, raw: dict[str, Any]) -> Removal:

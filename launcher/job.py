@@ -116,6 +116,8 @@ class TrainingJob(BaseModel):
             problem = (
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
             )
+        elif self.image_uri is not None and "pytorch_version" in said:
+            problem = "--pytorch-version is of AWS's image, and --image-uri names another; say one"
         elif self.max_wait is not None and not self.spot:
             problem = "--max-wait is for --spot jobs"
         elif self.max_wait is not None and self.max_wait < self.max_run and not self.limit_is_open:

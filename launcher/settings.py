@@ -42,6 +42,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 
+# What begins with neither of these is another place in each directory.
+WHOLE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
+
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -57,7 +60,8 @@ class Settings(BaseSettings):
     """Places of this installation.
 
     home holds everything that is kept on this machine: jobs/, models/, cache/, config.toml, and
-    store/ as long as no other store is set. store is `s3://bucket/prefix` or a local directory.
+    store/ as long as no other store is set. store is `s3://bucket/prefix` or a local directory,
+    from the root or from `~`.
     """
 
     model_config = SettingsConfigDict(
@@ -74,6 +78,14 @@ class Settings(BaseSettings):
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
     _said: dict[str, str] = PrivateAttr(default_factory=dict)  # by the command line
+
+    @field_validator("store")
+    @classmethod
+    def _one_place(cls, store: str) -> str:
+        check_location(store)
+        if store and not WHOLE.match(store):
+            raise ValueError("would be another place in each directory; begin it with / or ~/")
+        return store
 
     @field_validator("role")
     @classmethod
@@ -197,6 +209,24 @@ class Settings(BaseSettings):
         return self.home / "cache"
 
 
+def check_location(location: str) -> None:
+    """Raises ValueError for what looks like a URL and names no place that a text can be in.
+
+    A variable that is not set leaves `s3://`, which would be taken for a directory of that name.
+    """
+    scheme, _, rest = location.partition(":")
+    if scheme == "s3":
+        # As S3 has made them; those of before 2018 may hold capitals and underscores.
+        if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
+            raise ValueError("names no bucket; use s3://bucket/prefix")
+    elif scheme == "file":
+        if not rest.startswith("///"):
+            raise ValueError("names no place from the root; use file:///directory")
+    elif rest.startswith("//") or scheme == "arn":
+        how = " (download it first)" if scheme in ("http", "https") else ""
+        raise ValueError(f"use s3://bucket/prefix or a local directory or file{how}")
+
+
 def load_settings(**said: str | None) -> Settings:
     """The settings in force, with what the command line says over the rest.
 
@@ -206,6 +236,8 @@ def load_settings(**said: str | None) -> Settings:
     """
     check_variables()
     words = {name: value for name, value in said.items() if value}
+    if "store" in words and not WHOLE.match(words["store"]):
+        words["store"] = str(Path(words["store"]).absolute())  # what is typed is meant here
     try:
         settings = Settings(**words)  # type: ignore[arg-type]
         settings._said = words
@@ -214,7 +246,8 @@ def load_settings(**said: str | None) -> Settings:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])
         unknown = first["type"] == "extra_forbidden"
-        reason = "there is no such setting" if unknown else first["msg"]
+        told = first["msg"].removeprefix("Value error, ")
+        reason = "there is no such setting" if unknown else told
         raise InputError(f"setting {name}={first['input']!r}: {reason}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{default_home() / 'config.toml'}: not TOML: {error}") from None

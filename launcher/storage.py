@@ -5,9 +5,11 @@ The settings say as whom and where S3 is asked; None stands for those in force.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +20,7 @@ import fsspec
 
 from launcher.aws import failure, max_attempts
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings, load_settings
+from launcher.settings import Settings, check_location, load_settings
 
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
@@ -38,16 +40,26 @@ def path_of(word: str | Path) -> Path:
     """The path that somebody names; `~` is the home directory.
 
     Raises:
-        InputError: the word is empty, which would mean the current directory, or `~NAME` is nobody.
+        InputError: the word is empty, which would mean the current directory, `~NAME` is nobody, or
+            it is too long for a path, as a text is.
     """
     if word == "":
         raise InputError("an empty word names no place: give a path, or s3://bucket/prefix")
     try:
-        return Path(word).expanduser()
+        path = Path(word).expanduser()
     except RuntimeError:
         raise InputError(
             f"{word}: there is no such user's home directory; a file of that name is ./{word}"
         ) from None
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            start = " ".join(str(word)[:60].split())
+            raise InputError(
+                f"{start}...: too long for a path; a text is read from a file"
+            ) from None
+    return path
 
 
 def local_path(location: str) -> Path | None:
@@ -56,14 +68,14 @@ def local_path(location: str) -> Path | None:
     Raises:
         InputError: it is neither, or as path_of.
     """
+    try:
+        check_location(location)
+    except ValueError as error:
+        raise InputError(f"{location}: {error}") from None
     if location.startswith("file://"):
         return Path(unquote(location.removeprefix("file://")))
     if location.startswith("s3://"):
         return None
-    protocol, remote, _ = location.partition("://")
-    if remote:
-        how = " (download it first)" if protocol in ("http", "https") else ""
-        raise InputError(f"{location}: use s3://bucket/prefix or a local directory or file{how}")
     return path_of(location).absolute()
 
 
@@ -139,8 +151,9 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
 
     It is on the disk before it has its name: after a loss of power it would be there and empty.
     """
-    # Beside its place, as a rename from another file system would be a copy.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    # Beside its place, as a rename from another file system would be a copy; and of this call
+    # alone, as threads share a process's number, and containers may.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             yield file

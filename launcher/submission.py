@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def prepare(
 def take_over(
     job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
 ) -> tuple[TrainingJob, TrainingJob, JobDescription]:
-    """The job on top of the one it resumes: what it does not say itself is as it was there.
+    """The job on top of the one it resumes: what it does not say itself is as it was there, each
+    hyperparameter, variable and tag by itself.
 
     Hyperparameters that the script does not have, another one or another version, are told.
 
@@ -173,6 +175,11 @@ def take_over(
         kept.pop("max_wait" if before.spot else "keep_alive", None)
     if has_local_storage(job.instance):
         kept.pop("volume_size", None)
+    for name, other in permutations(("image_uri", "pytorch_version")):
+        if name in said:
+            kept.pop(other, None)
+    for name in said.keys() & kept.keys() & {"environment", "tags"}:
+        said[name] = {**kept[name], **said[name]}
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
     after = after.model_copy(update={"taken_over": frozenset(kept) - frozenset(said)})
     return after, before, earlier

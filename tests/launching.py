@@ -141,8 +141,9 @@ def started(
         text=True,
         encoding="utf-8",
         start_new_session=True,
-        # Tests that run in the background of a script are deaf to Ctrl-C, and so were this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # Tests that run in the background of a script are deaf to Ctrl-C, and under nohup to a
+        # closed terminal, and so were this.
+        preexec_fn=hear_signals,
     )
     try:
         yield process
@@ -150,6 +151,11 @@ def started(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def hear_signals() -> None:
+    for sign in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_DFL)
 
 
 def tree(directory: Path) -> set[str]:
@@ -176,7 +182,7 @@ def processes_below(directory: Path) -> dict[int, str]:
     A runner's command line names its job, and the ranks are of the process group that it leads.
     """
     living = processes()
-    named = re.compile(rf"local_runner {re.escape(str(directory))}[/ ]")
+    named = re.compile(rf"local_runner.* {re.escape(str(directory))}[/ ]")
     leaders = {pid for pid, _, line in living if named.search(line)}
     return {pid: line for pid, group, line in living if group in leaders}
 

@@ -17,7 +17,7 @@ import pytest
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import ServiceError, artefacts, fetch_model
+from launcher import ServiceError, artefacts, describe, fetch_model
 
 NAMES = {
     "config.json",
@@ -393,12 +393,17 @@ def test_an_unknown_job_is_told_how_to_find_those_that_are_known(cli: Callable[.
         assert "`sm-nanogpt jobs`" in ran.error
 
 
-@pytest.mark.parametrize("job_id", ["..", ".", "", "a/b", "x" * 300, "ü", "a b"])
+@pytest.mark.parametrize("job_id", ["..", ".", "a/b", "x" * 300, "ü", "a b"])
 def test_what_cannot_be_a_job_id_is_an_unknown_job(cli: Callable[..., Ran], job_id: str) -> None:
     for words in ((), ("--region", "us-east-1")):  # where SageMaker would be asked too
         ran = cli(*words, "status", job_id)
         assert ran.code == 1
         assert "there is no job" in ran.error
+
+
+def test_from_python_an_empty_id_is_an_unknown_job_too(home: Path) -> None:
+    with pytest.raises(ServiceError, match="there is no job"):
+        describe("")
 
 
 def end_as(job: Finished, **state: Any) -> None:

@@ -7,8 +7,10 @@ import graphlib
 import inspect
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +30,21 @@ from launcher import cli as commands
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
 COMMANDS = [name for name in commands.cli.commands if name not in GROUPS]
 COMMANDS += [f"{name} {command}" for name, group in GROUPS.items() for command in group.commands]
+
+
+def word_options(command: str) -> list[str]:
+    """The options of a command, or of all, that take a word of any kind."""
+    found: Any = commands.cli
+    for name in command.split():
+        found = found.commands[name]
+    return [
+        option.opts[0]
+        for option in found.params
+        if isinstance(option, click.Option)
+        and isinstance(option.type, type(click.STRING))
+        and not option.is_flag
+        and option.metavar != "KEY=VALUE"  # which say what they miss
+    ]
 
 
 def modules_after(code: str) -> set[str]:
@@ -162,20 +179,35 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
     ("words", "named"),
     [
         (["upload-data", ""], "path"),
-        (["--store", "", "upload-data", "input.txt"], "--store"),
+        (["status", ""], "JOB-ID"),
         *[
-            (["launch", "--instance", "local", option, ""], option)
-            for option in ("--data", "--validation", "--config", "--entry-point")
+            ([*command.split(), option, "", *rest], option)
+            for command in ["", *COMMANDS]
+            for option in word_options(command)
+            for rest in [{"": ["jobs"], "fetch-and-sample": ["some-job"]}.get(command, [])]
         ],
     ],
 )
-def test_an_empty_word_is_no_place(
+def test_an_empty_word_is_refused_where_it_would_mean_the_default(
     cli: Callable[..., Ran], home: Path, text_file: Path, words: list[str], named: str
 ) -> None:
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
     ran = cli(*words)
-    assert ran.code == 2
+    assert (ran.code, ran.out) == (2, "")
     assert ran.error.startswith(f"{named}: is empty")
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "infra", "infra deploy"])
+@pytest.mark.parametrize("option", ["--store", "--region", "--profile", "--role"])
+def test_an_option_of_all_commands_after_one_is_told_where_it_goes(
+    cli: Callable[..., Ran], command: str, option: str
+) -> None:
+    for words in ((option, "word"), (f"{option}=word",)):
+        ran = cli(*command.split(), *words)
+        assert ran.code == 2
+        start = f"{option} goes before the command: sm-nanogpt {option} "
+        assert re.fullmatch(rf"{start}[A-Z]+ {command} \.\.\.", ran.error)
 
 
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
@@ -238,6 +270,39 @@ def test_an_interrupt_is_no_traceback(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_as_ctrl_c_does(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, sign: signal.Signals
+) -> None:
+    def fail(*_: object) -> None:
+        os.kill(os.getpid(), sign)
+        time.sleep(0.5)
+
+    before = signal.signal(sign, signal.default_int_handler)  # so that no test run ends here
+    try:
+        monkeypatch.setattr("launcher.tracking.all_backends", fail)
+        ran = cli("jobs")
+        assert signal.getsignal(sign) is signal.default_int_handler
+    finally:
+        signal.signal(sign, before)
+    assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+def test_a_closed_terminal_ends_no_command_that_is_to_outlive_it(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(*_: object) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return []
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        monkeypatch.setattr("launcher.tracking.all_backends", close)
+        assert cli("jobs").code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # -- streams --------------------------------------------------------------------------------------
 
 
@@ -264,6 +329,28 @@ def test_a_launch_prints_the_job_id_alone_and_tells_the_rest_on_stderr(
     assert re.fullmatch(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}\n", ran.out)
     assert "step=10/10 train_loss=" in ran.err
     assert ran.err.splitlines()[-1] == f"next: sm-nanogpt fetch-and-sample {ran.out.strip()}"
+
+
+def test_without_a_stdout_nothing_is_started(home: Path, text_file: Path) -> None:
+    words = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
+    ran = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words],
+        env=launching.environment(home),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: stdout is closed")
+    assert ran.stderr.count("\n") == 1
+    assert not home.exists()
+
+
+def test_what_stdout_has_no_characters_for_does_not_end_a_text(job: Finished) -> None:
+    (job.directory / "logs/job.log").write_text("Ж\nthe end\n", encoding="utf-8")
+    env = {"PYTHONIOENCODING": "latin-1"}
+    ran = launching.command("logs", job.job_id, home=job.home, env=env)
+    assert (ran.code, ran.out, ran.err) == (0, "\\u0416\nthe end\n", "")
 
 
 def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -> None:

@@ -7,10 +7,13 @@ import hashlib
 import http.client
 import http.server
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
@@ -88,6 +91,43 @@ def test_a_directory_without_text_is_refused_with_its_name(
     assert ran.code == 2
     assert "photos: there is no *.txt file" in ran.error
     assert launching.tree(home) == set()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="which has no such names")
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_file_whose_name_is_not_utf8_is_refused_and_named(
+    home: Path, cli: Callable[..., Ran], tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"caf\xe9.txt")).write_text(LONG)
+    ran = cli(*words, "texts")
+    assert ran.code == 2
+    assert ran.error.endswith(r"texts/caf\xe9.txt: its name is not UTF-8; rename it")
+    assert launching.tree(home) == set()
+
+
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_text_in_place_of_its_path_is_refused_in_few_words(
+    home: Path, cli: Callable[..., Ran], words: list[str]
+) -> None:
+    ran = cli(*words, LONG)
+    assert ran.code == 2
+    assert ran.error.startswith("The quick brown fox")
+    assert "too long for a path" in ran.error
+    assert len(ran.error) < 120
+    assert launching.tree(home) == set()
+
+
+@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
+def test_a_directory_that_cannot_be_read_to_its_end_is_refused_with_its_name(
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(22, "Invalid argument", "/proc/1/odd")  # as `--data /` comes to
+
+    monkeypatch.setattr(Path, "rglob", fail)
+    ran = cli(*words, str(tmp_path))
+    assert (ran.code, ran.error) == (2, "/proc/1/odd: Invalid argument")
 
 
 def test_one_bad_file_refuses_the_whole_directory(
@@ -261,9 +301,9 @@ def test_launch_takes_the_last_upload_and_names_it(
 
 
 def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
-    tmp_path: Path, home: Path, source: Path, text_file: Path
+    tmp_path: Path, s3: Any, source: Path, text_file: Path
 ) -> None:
-    store = str(tmp_path / "shared")
+    store = f"s3://{s3.bucket}/shared"
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
     assert last_upload(mine) == last_upload(mine, offline=True) == stayed
@@ -275,6 +315,17 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine, offline=True) == ours
     assert last_upload(other) == theirs
+
+
+def test_where_a_directory_is_the_store_no_upload_to_another_is_taken(
+    tmp_path: Path, home: Path, text_file: Path
+) -> None:
+    """Text stays in this machine's own store only where S3 cannot be asked."""
+    upload_data(text_file, Settings(home=home))
+    other = Settings(home=home, store=str(tmp_path / "other"))
+    for offline in (False, True):
+        with pytest.raises(InputError, match=r"nothing was uploaded to .*other yet"):
+            last_upload(other, offline=offline, local=True)
 
 
 def test_one_store_is_known_by_all_its_spellings(

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import boto3
+import launching
 import pytest
 from botocore.stub import Stubber
 from emulator import Emulator, make_role
@@ -390,6 +391,19 @@ def test_a_store_that_cannot_be_written_fails(patient: Patient, store: str, said
     patient.settings = Settings(store=store)
     with pytest.raises((InputError, ServiceError), match=said):
         doctor.check_store(patient)
+
+
+def test_a_training_that_is_terminated_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    words = ("doctor", "--instance", "local")
+    with launching.started(*words, home=home, env={"TMPDIR": str(place)}) as process:
+        launching.until(lambda: launching.processes_below(place))
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "interrupted\n")
+    assert not launching.processes_below(place)
+    assert not list(place.glob("sm-nanogpt-doctor-*"))
 
 
 def test_no_text_yet_is_a_warning(examined: Callable[..., dict[str, tuple[str, str]]]) -> None:

@@ -263,6 +263,16 @@ def test_an_empty_stack_that_somebody_left_is_removed(
     assert client.describe_stacks()["Stacks"] == []
 
 
+def test_what_a_deployment_left_that_was_killed_at_its_question_is_deleted(
+    account: CloudFormation, cli: Cli
+) -> None:
+    assert infra.Deployment(load_settings()).plan() is not None
+    ran = cli("infra", "destroy", "--yes")
+    assert ran.code == 0
+    assert "nothing to delete" not in ran.err
+    assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
+
+
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
 def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
     pending: str, cli: Cli, words: tuple[str, ...]

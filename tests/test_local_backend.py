@@ -27,6 +27,7 @@ import pytest
 import runs
 from launching import ENDLESS, Finished, Ran
 
+import launcher
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
@@ -137,6 +138,7 @@ STRANGE_ENVIRONMENT = {
     "MASTER_ADDR": "192.0.2.1",
     "OMPI_COMM_WORLD_SIZE": "7",
     "PMIX_RANK": "7",
+    "PYTHONHASHSEED": "7",
 }
 
 
@@ -274,10 +276,34 @@ def test_the_variables_are_those_of_the_toolkit(cluster: Finished, rank: int) ->
 
 def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
     env = seen_by(cluster, 3)["env"]
-    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", "PMIX_RANK"}
+    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PMIX_RANK", "PYTHONHASHSEED"}
     assert not leaked & set(env)
     assert "other-2" not in env.values()
     assert env["SM_HP_N_LAYER"] == "1"
+
+
+def test_ranks_find_what_the_users_python_finds(cluster: Finished) -> None:
+    """Torch may be there through PYTHONPATH alone, as modules of a cluster have it."""
+    for rank in range(4):
+        assert seen_by(cluster, rank)["env"]["PYTHONPATH"].endswith("/blocked")
+
+
+def test_a_job_runs_from_a_checkout_with_all_packages_on_the_path_alone(
+    home: Path, text_file: Path
+) -> None:
+    """The interpreter behind a virtual environment has nothing of it."""
+    bare = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
+    checkout = Path(launcher.__file__).parents[1]
+    sites = [os.path.relpath(path, checkout) for path in sys.path if "-packages" in path]
+    done = subprocess.run(
+        [bare, *launching.PROGRAM[1:], *launching.launching(data=text_file)],
+        cwd=checkout,
+        env={**launching.environment(home), "PYTHONPATH": os.pathsep.join(sites)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:
@@ -562,7 +588,26 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_pat
     (tmp_path / "checkpoint-00000010.safetensors").touch()
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
-    assert own_checkpoint(tmp_path, started=1.0) == 10
+    assert own_checkpoint(tmp_path, given={}) == 10
+
+
+def test_a_clock_that_is_set_back_hides_no_checkpoint(job: Finished) -> None:
+    state = json.loads((job.directory / "state.json").read_text())
+    (job.directory / "state.json").write_text(json.dumps({**state, "started": 4e9}))
+    assert describe(job.job_id, launching.settings_of(job.home)).checkpoint_step == 10
+
+
+def test_a_checkpoint_that_a_resumed_job_was_given_is_not_its_own(
+    home: Path, text_file: Path, job: Finished, tmp_path: Path
+) -> None:
+    script = failing(tmp_path / "mine.py", 11, 0, "raise ValueError('early')")
+    words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
+    ran = launching.command("launch", *words, home=home)
+    assert ran.code == 1
+    (resumed,) = {path.name for path in (home / "jobs").iterdir()} - {job.job_id}
+    given = home / "jobs" / resumed / "hosts/algo-1/checkpoints"
+    assert list(given.glob("checkpoint-*10.safetensors"))
+    assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
 
 
 @pytest.mark.parametrize("between", [1, 5000])
@@ -729,8 +774,8 @@ def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished)
 # -- stopping -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_or_sigterm_while_following_stops_the_job_cleanly(
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
     home: Path, text_file: Path, sign: signal.Signals
 ) -> None:
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +39,7 @@ from launching import Finished, Ran
 from entry_point import train
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws import why
-from launcher.backends.estimator import training_image
+from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.submission import new_job_id
@@ -248,6 +250,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--instance", "g5.12xlarge"), "did you mean ml.g5.12xlarge"),
         (("--instance", "local", "--spot"), "--spot is for SageMaker"),
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
+        (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "say one"),
         (("--max-run", "1"), "greater than or equal to 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
@@ -1082,6 +1085,40 @@ def test_what_a_resumed_job_takes_over_can_be_switched_off(
         assert json.loads(ran.out).get(name, False) == on
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "image"),
+    [
+        (("--image-uri", "mine:1"), ("--pytorch-version", "2.7.1"), "pytorch-training:2.7.1-gpu"),
+        (("--pytorch-version", "2.7.1"), ("--image-uri", "mine:1"), "mine:1"),
+    ],
+)
+def test_a_resumed_job_has_the_image_that_was_said_last(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    image: str,
+) -> None:
+    earlier = stopped(s3, cli, text_file, *before)
+    ran = cli("launch", "--resume", earlier, "--dry-run", *after)
+    assert ran.code == 0, ran.err
+    assert image in json.loads(ran.out)["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_what_a_resumed_job_says_goes_over_each_variable_and_tag_of_the_earlier_one(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    both = ("--environment", "A=1", "--environment", "B=1", "--tag", "A=1", "--tag", "B=1")
+    earlier = stopped(s3, cli, text_file, *both)
+    words = ("--environment", "B=2", "--tag", "C=2")
+    request = json.loads(cli("launch", "--resume", earlier, "--dry-run", *words).out)
+    assert request["Environment"] == {"A": "1", "B": "2"}
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": tags["sm-nanogpt"], "A": "1", "B": "1", "C": "2"}
+
+
 def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
@@ -1399,6 +1436,31 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     assert dict(os.environ) == before
     assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
     assert utils.validate_sagemaker_config is mine
+
+
+def test_launches_in_threads_leave_the_process_as_it_was(home: Path) -> None:
+    """The second would take for the process's own what the first has set."""
+    home.mkdir()
+    before, entered, leave = dict(os.environ), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with quiet_sdk(home):
+            entered.set()
+            leave.wait(10)
+
+    def second() -> None:
+        with quiet_sdk(home):
+            assert leave.is_set()
+
+    with ThreadPoolExecutor() as pool:
+        one = pool.submit(first)
+        assert entered.wait(10)
+        other = pool.submit(second)
+        time.sleep(0.1)
+        leave.set()
+        one.result()
+        other.result()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])

@@ -99,10 +99,12 @@ def test_unknown_characters_of_a_prompt_are_named(say: Callable[..., Ran]) -> No
     assert ran.out == ""
 
 
-def test_an_empty_prompt_is_refused(say: Callable[..., Ran]) -> None:
+def test_an_empty_prompt_is_refused(job: Finished, say: Callable[..., Ran]) -> None:
     ran = say("--prompt", "")
     assert ran.code == 2
-    assert "prompt is empty" in ran.error
+    assert ran.error.startswith("--prompt: is empty")
+    with pytest.raises(InputError, match="prompt is empty"):
+        sample(job.job_id, "")
 
 
 @pytest.mark.parametrize(

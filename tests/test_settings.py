@@ -103,6 +103,48 @@ def test_a_setting_that_cannot_be_used_is_an_error_that_names_it(
     assert named in ran.error
 
 
+def test_a_relative_store_is_refused_unless_it_is_typed(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set once, it would be another place wherever a command is given."""
+    monkeypatch.setenv("SM_NANOGPT_STORE", "mystore")
+    ran = cli("jobs")
+    assert ran.code == 2
+    assert ran.error.startswith("setting store='mystore': would be another place in each directory")
+    assert load_settings(store="mystore").data_store == str(home.parent / "mystore")
+    monkeypatch.setenv("SM_NANOGPT_STORE", "~/mystore")
+    assert load_settings().data_store == "~/mystore"
+
+
+NO_STORES = ["s3://", "s3:///prefix", "s3:bucket", "s3://Bad_Bucket!/x", "arn:aws:s3:::b"]
+
+
+@pytest.mark.parametrize("word", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])
+@pytest.mark.parametrize("source", ["option", "variable", "file", "data"])
+def test_what_only_looks_like_a_place_is_refused_wherever_it_is_said(
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    word: str,
+) -> None:
+    words = ["upload-data", str(text_file)]
+    if source == "option":
+        words = ["--store", word, *words]
+    elif source == "variable":
+        monkeypatch.setenv("SM_NANOGPT_STORE", word)
+    elif source == "file":
+        write_config(home, f"store = '{word}'")
+    else:
+        words = ["launch", "--instance", "local", "--data", word]
+    ran = cli(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert word in ran.error
+    assert len(ran.error) < 150
+    assert {path.name for path in home.parent.iterdir()} <= {"home"}
+
+
 def test_a_variable_that_is_no_setting_is_refused_with_the_one_that_may_be_meant(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "there"), interrupt)
     assert (tmp_path / "there").read_bytes() == b"old"
+
+
+def test_threads_that_write_one_file_do_not_meet_in_a_half_written_one(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        for letter in (b"a", b"b"):  # both are open at once
+            file = stack.enter_context(storage.replacing_file(tmp_path / "there"))
+            file.write(letter * 3)
+    assert (tmp_path / "there").read_bytes() == b"aaa"  # whose body ended last
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(

@@ -236,6 +236,11 @@ def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
     assert make_config(both, "baby").peak_learning_rate == 0.002
 
 
+def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
+    with pytest.raises(ConfigError, match=r"must be one of cpu, quick, laptop, baby$"):
+        config_of("--preset", "nosuch")
+
+
 def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
         ConfigError, match=r"preset='babe': .*cpu, quick, laptop, baby.*did you mean baby\?"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ class Plan:
     network_isolation: bool = False
 
 
+# The environment is the whole process's: two that change it at once would each put back what the
+# other has set.
+ONE_AT_A_TIME = threading.Lock()
 CONFIG = "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
 
 
@@ -76,30 +80,32 @@ def quiet_sdk(home: Path) -> Iterator[None]:
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
     }
-    # One that is there stays: who launches from another thread at once may need it.
-    there = Session().available_profiles
-    named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
-    gone = [name for name in named if name in os.environ and os.environ[name] not in there]
-    before = {name: os.environ.get(name) for name in {*said, *gone}}
-    root, *of_sdk = (logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config"))
-    levels = {logger: logger.level for logger in (root, *of_sdk)}
-    handlers = root.handlers[:]
-    try:
-        os.environ.update(said)
-        for name in gone:
-            del os.environ[name]
-        for logger in of_sdk:
-            logger.setLevel(logging.WARNING)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        for logger, level in levels.items():
-            logger.setLevel(level)
-        root.handlers[:] = handlers
+    with ONE_AT_A_TIME:
+        # One that is there stays: who launches from another thread at once may need it.
+        there = Session().available_profiles
+        named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+        gone = [name for name in named if name in os.environ and os.environ[name] not in there]
+        before = {name: os.environ.get(name) for name in {*said, *gone}}
+        loggers = (None, "sagemaker", "sagemaker.config")
+        root, *of_sdk = (logging.getLogger(name) for name in loggers)
+        levels = {logger: logger.level for logger in (root, *of_sdk)}
+        handlers = root.handlers[:]
+        try:
+            os.environ.update(said)
+            for name in gone:
+                del os.environ[name]
+            for logger in of_sdk:
+                logger.setLevel(logging.WARNING)
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            for logger, level in levels.items():
+                logger.setLevel(level)
+            root.handlers[:] = handlers
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:

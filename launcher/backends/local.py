@@ -53,6 +53,14 @@ GONE = (
 NOT_STARTED = "it could not be started"
 
 
+# The runner takes the launcher from where this process has it, however it came there, and nothing
+# else that lies beside it.
+RUNNER = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
+    " from launcher.backends.local_runner import main; main()"
+)
+
+
 class LocalBackend:
     """The Backend of `--instance local`."""
 
@@ -108,14 +116,16 @@ class LocalBackend:
             subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "launcher.backends.local_runner",
+                    "-c",
+                    RUNNER,
                     str(directory),
                     str(lock.fileno()),
+                    str(Path(storage.__file__).parents[1].absolute()),
                 ],
                 cwd=directory,  # nothing here can be imported by mistake
                 env={
                     **os.environ,
+                    "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
                     "SM_NANOGPT_REGION": self.settings.region,
@@ -143,7 +153,7 @@ class LocalBackend:
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
-        step = own_checkpoint(checkpoints, state.get("started"))
+        step = own_checkpoint(checkpoints, state.get("given", {}))
         with read_from(directory / "job.json"):
             job, max_steps = record["job"], int(record["max_steps"])
             submitted: dict[str, Any] = {
@@ -262,6 +272,11 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     return per_host, per_host
 
 
+def whole_paths(paths: str) -> str:
+    """The same directories, for a process that works in another one."""
+    return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
+
+
 def is_held(lock: Path) -> bool:
     """Whether some process holds the lock. Askers share it, so they do not disturb each other."""
     try:
@@ -274,12 +289,15 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def own_checkpoint(directory: Path, started: float | None) -> int | None:
-    """The step of the newest checkpoint that the job wrote, beside those that it was given."""
+def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
+    """The step of the newest checkpoint that the job wrote, beside those that it was given.
+
+    Of those the times are known, so that no clock which was set back meanwhile matters.
+    """
     written = []
     for path in directory.glob("checkpoint-*.safetensors"):
         with suppress(FileNotFoundError):  # the training drops old ones meanwhile
-            if path.stat().st_mtime >= (started or float("inf")):
+            if path.stat().st_mtime_ns != given.get(path.name):
                 written.append(path.name)
     return newest_checkpoint(written)
 

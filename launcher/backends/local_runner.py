@@ -145,7 +145,9 @@ class LocalRun:
             source = Path(self.record["resume_from"])
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
-            for path in sorted(source.glob("*.safetensors")):
+            given = sorted(source.glob("*.safetensors"))
+            self.tell(given={path.name: path.stat().st_mtime_ns for path in given})
+            for path in given:
                 shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
 
     def write_config(self, host: str, channels: list[str]) -> None:
@@ -176,15 +178,21 @@ class LocalRun:
         )
 
     def environment(self, host: str, port: int) -> dict[str, str]:
-        """The container's variables; nothing of SageMaker or a launcher leaks in from outside."""
+        """The container's variables; nothing of SageMaker or a launcher leaks in from outside.
+
+        Nor does what makes Python behave otherwise; but torch may be there through PYTHONPATH.
+        """
         base = self.base(host)
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(
-                ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
+            if name == "PYTHONPATH"
+            or (
+                not name.startswith(
+                    ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
+                )
+                and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
             )
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         }
         gpus, index = self.record["gpus_per_host"], self.hosts.index(host)
         if gpus:
@@ -399,7 +407,3 @@ def main() -> None:
     except BaseException as error:
         run.tell(status="Failed", reason=f"{type(error).__name__}: {error}", ended=time.time())
         raise
-
-
-if __name__ == "__main__":
-    main()
