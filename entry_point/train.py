@@ -26,11 +26,13 @@ import codecs
 import ctypes
 import dataclasses
 import difflib
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -49,6 +51,12 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # Threads spin while they wait for each other, with GNU's OpenMP for some milliseconds. Where
+    # another program has taken a core, that keeps the one that is waited for from running; a
+    # hundredth of that costs nothing on a quiet machine. OpenMP reads this when torch loads it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs it
@@ -486,9 +494,9 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         name = key.replace("-", "_")
-        if not word.startswith("--"):
+        if not word.startswith("-"):
             raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
-        if name not in known:
+        if not word.startswith("--") or name not in known:
             said = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
             raise ConfigError(f"{said}: there is no such option{nearest_name(name, known)}")
         if not equals:
@@ -1017,6 +1025,9 @@ def spawn(container: Container, n_local: int) -> int:
 
     def forward(signum: int, frame: Any) -> None:  # of Ctrl-C they know, if a terminal sent it
         nonlocal told_to_stop
+        if signum == signal.SIGINT and told_to_stop:
+            for child in children:
+                child.kill()  # a second Ctrl-C does not wait for the step to end
         told_to_stop = True
         terminate()
 
@@ -1046,7 +1057,7 @@ def spawn(container: Container, n_local: int) -> int:
     return 128 - status
 
 
-def on_stop_signals(handler: Callable[[int, Any], None]) -> None:
+def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
     """Sets what is done when somebody ends this process, or the terminal that it runs in.
 
     nohup has a process ignore the end of its terminal, and it goes on doing so.
@@ -2647,15 +2658,19 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
 def say(line: str) -> None:
     """One line of the log in one write, so that lines of several ranks do not mix.
 
-    Whoever read them may have left (`| head`). That stops the training, as SIGTERM does.
+    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
+    SIGTERM does.
     """
     try:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        sys.stderr.write("nobody reads the log any more, so that the training is stopped\n")
+        with suppress(OSError):  # it may be the same reader's
+            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -2699,6 +2714,15 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
+# On a quiet machine some 5 were counted, and where a core was taken by another program 300 to 2500.
+PREEMPTIONS_A_SECOND = 100.0
+
+
+def preemptions() -> int:
+    """How often a thread of this process was halted for another program's; 0 outside of Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if sys.platform == "linux" else 0
+
+
 NOTHING, CHECKPOINT, STOP = range(3)
 # The part of the time that checkpoints may take, where nothing else is said: a model of the size of
 # GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
@@ -2716,6 +2740,9 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
+        self.threads = torch.get_num_threads()  # at most
+        self.preempted = (time.monotonic(), preemptions())  # when it was looked at, and how often
+        self.patience, self.try_again_at = 4.0, math.inf  # seconds, and when
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
@@ -2918,6 +2945,7 @@ class Trainer:
             self.step += 1
             self.steps_summed += 1
             steps_timed += 1
+            self.make_way()
 
             wish = agreement()
             last = self.step == config.max_steps
@@ -2972,6 +3000,30 @@ class Trainer:
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
+
+    def make_way(self) -> None:
+        """Goes on with a thread fewer while other programs interrupt those there are.
+
+        All threads wait for the slowest in each operation, so that on four cores, one of them busy,
+        four threads took 20 times as long as one. One more is tried again, less and less often.
+        The number of threads changes no bit.
+        """
+        (then, before), now = self.preempted, time.monotonic()
+        if now - then < 0.5 or threads_said():
+            return
+        count, threads = preemptions(), torch.get_num_threads()
+        self.preempted = now, count
+        if (count - before) / (now - then) > PREEMPTIONS_A_SECOND and threads > 1:
+            torch.set_num_threads(threads - 1)
+            if self.chief and self.try_again_at == math.inf:
+                say(
+                    f"note: other programs take cores away: on with {threads - 1} of {threads} CPU"
+                    " threads, or what the moment allows (OMP_NUM_THREADS sets their number)"
+                )
+            self.try_again_at, self.patience = now + self.patience, min(60.0, 2 * self.patience)
+        elif now > self.try_again_at and threads < self.threads:
+            torch.set_num_threads(threads + 1)
+            self.try_again_at = now + self.patience
 
     def wish(self) -> int:
         """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
@@ -3041,6 +3093,8 @@ class Trainer:
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:
+    """Ends this process by way of what cleans up, which a second signal would interrupt."""
+    on_stop_signals(signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 
@@ -3073,7 +3127,8 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
             )
 
     group = Group(ranks, device, container)
-    on_stop_signals(end_at_once)  # what the text left on the disk goes first
+    if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
+        on_stop_signals(end_at_once)
     corpus = load_corpus(container, config, group)
     if kind == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
@@ -3178,7 +3233,7 @@ if __name__ == "__main__":
         if dist.is_initialized() and not isinstance(error, TrainingError):
             # Perhaps the mere echo of another rank's failure. That rank speaks first, and its
             # launcher then ends this one, 2 seconds later at most.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            on_stop_signals(signal.SIG_DFL)
             time.sleep(3)
         sys.stdout.flush()
         sys.stderr.write(failure_report(error) + "\n")

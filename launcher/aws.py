@@ -202,7 +202,7 @@ def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = m
         ServiceError: AWS refuses, or no answer came for PATIENCE_SECONDS, or until the deadline, by
             time.monotonic.
     """
-    goes_on = f"the job on SageMaker goes on all the same, and is billed: `{follow}` follows it"
+    goes_on = f"if the job still runs, it goes on and is billed: `{follow}` follows it"
     until = None
     while True:
         try:
@@ -210,7 +210,7 @@ def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = m
         except Unreachable as error:
             if until is None:
                 until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-                tell(f"{error}; the job on SageMaker goes on meanwhile, and it is tried again")
+                tell(f"{error}; a job that runs goes on meanwhile, and it is asked for again")
             if time.monotonic() >= until:
                 raise ServiceError(f"{error}; {goes_on}") from None
         except ServiceError as error:  # credentials have expired, for one

@@ -77,7 +77,7 @@ class Command(click.Command):
                         f"{error.option_name} goes before the command: {words} ..."
                     ) from None
             raise
-        for parameter in self.params:
+        for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes
             value = ctx.params.get(parameter.name or "")
             if value == "" or (isinstance(value, tuple) and "" in value):
                 named = parameter.metavar if isinstance(parameter, click.Argument) else None

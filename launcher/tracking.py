@@ -19,7 +19,6 @@ from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
 REMEDIES = {
-    "CUDA out of memory": "a smaller batch_size, or more gradient_accumulation_steps, needs less",
     "CapacityError": CAPACITY,
     "Data download failed": "the execution role has to be allowed to read the store",
     "MaxRuntimeExceeded": "--max-run gives more time, a larger --max-cost where that set the limit",
@@ -169,7 +168,8 @@ def logs(
             silent = False
             yield line
         if silent and not follow:
-            tell(f"nothing is logged yet; the job is {description.state}")
+            yet = " yet" * description.is_running
+            tell(f"nothing is logged{yet}; the job is {description.state}")
 
     return lines()
 

@@ -111,6 +111,7 @@ def started(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = (sys.executable, str(SCRIPT)),
+    stdout: int = subprocess.PIPE,
     stderr: int = subprocess.STDOUT,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running training, whose processes are all gone afterwards."""
@@ -118,7 +119,7 @@ def started(
         [*command, *arguments],
         cwd=cwd,
         env=dict(env or environment()),
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=stderr,
         text=True,
         encoding="utf-8",

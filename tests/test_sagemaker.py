@@ -867,7 +867,7 @@ def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_sa
     ran = cli(words[0], launched, *words[1:])
     assert ran.code == 1
     assert "the AWS credentials have expired" in ran.error
-    assert "goes on all the same, and is billed" in ran.error
+    assert "if the job still runs, it goes on and is billed" in ran.error
     assert outage.lost == 1
 
 

@@ -22,6 +22,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from runs import (
+    LIMIT,
     SCRIPT,
     SMALL,
     Ended,
@@ -841,8 +842,70 @@ def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
         said = process.stderr.read()
         status = process.wait()
     assert status == 128 + signal.SIGTERM
-    assert said == "nobody reads the log any more, so that the training is stopped\n"
+    assert said == "nobody reads the log any more: what still trains stops now\n"
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
+
+
+def test_a_training_whose_terminal_is_closed_stops_with_a_checkpoint(
+    tmp_path: Path, text: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    endless = words(**{**SMALL, "max_steps": 1_000_000, "log_interval": 1})
+    ours, its = os.openpty()
+    with started(endless, cwd=tmp_path, env=env, stdout=its) as process:
+        os.close(its)
+        seen = b""
+        while b"step=5/" not in seen:
+            seen += os.read(ours, 1000)
+        os.close(ours)  # its own words on stderr fail too
+        status = process.wait(timeout=LIMIT)
+    assert status == 128 + signal.SIGTERM
+    assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
+
+
+def test_the_number_of_threads_changes_no_bit(tmp_path: Path, text_file: Path) -> None:
+    how = {**SMALL, "n_embd": 128, "block_size": 64, "batch_size": 24, "dropout": 0.1}
+    made = []
+    for threads in ("1", "2", "3"):
+        arguments = words(**how, data=text_file, out=tmp_path / threads)
+        end = run(arguments, cwd=tmp_path, env=environment(OMP_NUM_THREADS=threads))
+        assert f"; {threads} CPU thread" in end.output
+        made.append((tmp_path / threads / "model/model.safetensors").read_bytes())
+    assert made[0] == made[1] == made[2]
+
+
+def test_threads_make_way_for_other_programs_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, preempted, threads = 0.0, 0, 3
+
+    def set_threads(number: int) -> None:
+        nonlocal threads
+        threads = number
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("torch.set_num_threads", set_threads)
+    monkeypatch.setattr(train, "preemptions", lambda: preempted)
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    trainer = trainer_of(tmp_path)
+
+    def after(seconds: float, interrupted: bool) -> int:
+        nonlocal clock, preempted
+        clock += seconds
+        preempted += int(1000 * seconds) if interrupted else 0
+        trainer.make_way()
+        return threads
+
+    assert [after(1, False), after(0.1, True)] == [3, 3]  # calm; too short a look
+    assert [after(1, True), after(1, True), after(1, True)] == [2, 1, 1]
+    assert (
+        capsys.readouterr().out.count("note: other programs take cores away: on with 2 of 3") == 1
+    )
+    assert [after(30, False), after(60, False), after(60, False)] == [2, 3, 3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert after(1, True) == 3
+    assert capsys.readouterr().out == ""
 
 
 def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:

@@ -35,7 +35,7 @@ LOOP = "        while self.step < config.max_steps:\n"
 HOLDING = f"""\
         held = "HOLD" in os.environ and self.step == 0
 {LOOP}\
-            while held and self.step == {HELD_AT}:
+            while held and self.step == {HELD_AT} and not self.stop_signal:
                 time.sleep(0.1)
 """
 SLOWER = f"{LOOP}            time.sleep(0.03)\n"
