@@ -3009,7 +3009,7 @@ class Trainer:
         The number of threads changes no bit.
         """
         (then, before), now = self.preempted, time.monotonic()
-        if now - then < 0.5 or threads_said():
+        if now - then < 0.5 or threads_said() or self.group.device.type != "cpu":
             return
         count, threads = preemptions(), torch.get_num_threads()
         self.preempted = now, count

@@ -462,6 +462,8 @@ def fetch_and_sample_command(
     model, vocabulary = load_model(directory)
     if own := own_hyperparameters(directory):
         note(f"trained by a script with {', '.join(own)}, which is not known here and left out")
+    if temperature == 0 and prompt is None:
+        note("at temperature 0 a text without a --prompt tends to repeat one character")
     columns = stream_samples(
         model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )
@@ -543,7 +545,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.tracking import describe, logs, with_costs
+    from launcher.tracking import describe, explain, logs, with_costs
 
     settings = settings_of(context)
     (description,) = with_costs([describe(job_id, settings)], settings, note)
@@ -572,6 +574,8 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     for name, value in lines.items():
         if value is not None:
             click.echo(f"{name + ':':<13}{value}")
+    if not d.is_running:
+        note(explain(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
     if last:
         click.echo("its last lines:")

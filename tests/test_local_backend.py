@@ -434,7 +434,9 @@ def test_a_killed_rank_with_a_checkpoint_says_how_to_go_on(
     words = launching.launching("--entry-point", str(copy), data=text_file, **ENDLESS)
     ran = launching.command(*words, home=home)
     assert ran.code == 1
-    assert f"`sm-nanogpt launch --instance local --resume {ran.out.strip()}`" in ran.error
+    goes_on = f"`sm-nanogpt launch --instance local --resume {ran.out.strip()}`"
+    assert goes_on in ran.error
+    assert goes_on in launching.command("status", ran.out.strip(), home=home).err
 
 
 def test_a_training_that_leaves_no_model_is_a_failure(

@@ -50,6 +50,12 @@ def test_temperature_zero_and_top_k_one_and_a_tiny_top_p_all_take_the_most_likel
     assert say("--top-p", "1e-9", "--seed", "4").out == greedy
 
 
+def test_what_temperature_zero_does_without_a_prompt_is_said(say: Callable[..., Ran]) -> None:
+    advice = "at temperature 0 a text without a --prompt tends to repeat one character"
+    assert advice in say("--temperature", "0").err
+    assert advice not in say("--temperature", "0", "--prompt", "The").err
+
+
 def test_the_text_begins_with_the_prompt(say: Callable[..., Ran]) -> None:
     ran = say("--prompt", "The class")
     assert ran.out.startswith("The class")
