@@ -1016,20 +1016,19 @@ def spawn(container: Container, n_local: int) -> int:
         command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
         children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
 
-    told_to_stop = False
+    told_to_stop = interrupted = False
 
-    def terminate() -> None:
+    def terminate(number: int = signal.SIGTERM) -> None:
         for child in children:
             if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
+                child.send_signal(number)
 
-    def forward(signum: int, frame: Any) -> None:  # of Ctrl-C they know, if a terminal sent it
-        nonlocal told_to_stop
-        if signum == signal.SIGINT and told_to_stop:
-            for child in children:
-                child.kill()  # a second Ctrl-C does not wait for the step to end
-        told_to_stop = True
-        terminate()
+    def forward(signum: int, frame: Any) -> None:
+        nonlocal told_to_stop, interrupted
+        # Of Ctrl-C they know, if a terminal sent it; a second one does not wait for the step's end.
+        again = interrupted and signum == signal.SIGINT
+        terminate(signal.SIGINT if again else signal.SIGTERM)
+        told_to_stop, interrupted = True, interrupted or signum == signal.SIGINT
 
     on_stop_signals(forward)
     status, deadline = 0, math.inf
@@ -2714,12 +2713,11 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
-# On a quiet machine some 5 were counted, and where a core was taken by another program 300 to 2500.
-PREEMPTIONS_A_SECOND = 100.0
-
-
 def preemptions() -> int:
-    """How often a thread of this process was halted for another program's; 0 outside of Linux."""
+    """How often a thread of this process was halted for another program's; 0 outside of Linux.
+
+    By 2 to 4 threads on a quiet machine some 5 a second, and 300 to 2500 where a core was taken.
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if sys.platform == "linux" else 0
 
 
@@ -2740,9 +2738,7 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
-        self.threads = torch.get_num_threads()  # at most
-        self.preempted = (time.monotonic(), preemptions())  # when it was looked at, and how often
-        self.patience, self.try_again_at = 4.0, math.inf  # seconds, and when
+        self.preempted: tuple[float, int] | None = None  # when that was looked at, and how often
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
@@ -2936,6 +2932,8 @@ class Trainer:
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
         steps_timed, started = 0, time.perf_counter()
+        if self.chief and group.device.type == "cpu" and torch.get_num_threads() > 1:
+            self.preempted = time.monotonic(), preemptions()
         while self.step < config.max_steps:
             agreement = group.largest_soon(self.wish())
             self.loss_sum += self.forward_backward(self.step)
@@ -2945,7 +2943,7 @@ class Trainer:
             self.step += 1
             self.steps_summed += 1
             steps_timed += 1
-            self.make_way()
+            self.look_for_others()
 
             wish = agreement()
             last = self.step == config.max_steps
@@ -3001,29 +2999,26 @@ class Trainer:
         self.loss_sum.zero_()
         self.steps_summed = 0
 
-    def make_way(self) -> None:
-        """Goes on with a thread fewer while other programs interrupt those there are.
+    def look_for_others(self) -> None:
+        """Says once, after some seconds of it, that other programs hold this one's threads up.
 
-        All threads wait for the slowest in each operation, so that on four cores, one of them busy,
-        four threads took 20 times as long as one. One more is tried again, less and less often.
-        The number of threads changes no bit.
+        All threads wait for the slowest in each operation: on four cores, one of them busy, four
+        threads took 20 times as long as one. Fewer are not taken unasked, as another number of
+        threads may change the last bits of what is learnt.
         """
+        if self.preempted is None:
+            return
         (then, before), now = self.preempted, time.monotonic()
-        if now - then < 0.5 or threads_said() or self.group.device.type != "cpu":
+        if now - then < 3:
             return
         count, threads = preemptions(), torch.get_num_threads()
         self.preempted = now, count
-        if (count - before) / (now - then) > PREEMPTIONS_A_SECOND and threads > 1:
-            torch.set_num_threads(threads - 1)
-            if self.chief and self.try_again_at == math.inf:
-                say(
-                    f"note: other programs take cores away: on with {threads - 1} of {threads} CPU"
-                    " threads, or what the moment allows (OMP_NUM_THREADS sets their number)"
-                )
-            self.try_again_at, self.patience = now + self.patience, min(60.0, 2 * self.patience)
-        elif now > self.try_again_at and threads < self.threads:
-            torch.set_num_threads(threads + 1)
-            self.try_again_at = now + self.patience
+        if (count - before) / (now - then) > max(100, 25 * threads):
+            self.preempted = None
+            say(
+                f"note: other programs use this machine's cores, and {threads} CPU threads wait for"
+                " each other: fewer are faster then; OMP_NUM_THREADS=1 and --resume go on with one"
+            )
 
     def wish(self) -> int:
         """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.

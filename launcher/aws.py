@@ -210,7 +210,7 @@ def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = m
         except Unreachable as error:
             if until is None:
                 until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-                tell(f"{error}; a job that runs goes on meanwhile, and it is asked for again")
+                tell(f"{error}; a job that runs goes on meanwhile, and it is tried again")
             if time.monotonic() >= until:
                 raise ServiceError(f"{error}; {goes_on}") from None
         except ServiceError as error:  # credentials have expired, for one

@@ -319,7 +319,8 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
 
 def test_of_a_shared_directory_the_last_upload_is_anybodys(tmp_path: Path, text_file: Path) -> None:
     mine, other = (Settings(home=tmp_path / n, store=str(tmp_path / "s")) for n in ("a", "b"))
-    assert last_upload(other) == upload_data(text_file, mine).uri
+    theirs = upload_data(text_file, mine).uri
+    assert last_upload(other) == theirs
 
 
 def test_where_a_directory_is_the_store_no_upload_to_another_is_taken(

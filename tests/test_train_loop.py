@@ -863,48 +863,22 @@ def test_a_training_whose_terminal_is_closed_stops_with_a_checkpoint(
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
 
 
-def test_the_number_of_threads_changes_no_bit(tmp_path: Path, text_file: Path) -> None:
-    how = {**SMALL, "n_embd": 128, "block_size": 64, "batch_size": 24, "dropout": 0.1}
-    made = []
-    for threads in ("1", "2", "3"):
-        arguments = words(**how, data=text_file, out=tmp_path / threads)
-        end = run(arguments, cwd=tmp_path, env=environment(OMP_NUM_THREADS=threads))
-        assert f"; {threads} CPU thread" in end.output
-        made.append((tmp_path / threads / "model/model.safetensors").read_bytes())
-    assert made[0] == made[1] == made[2]
-
-
-def test_threads_make_way_for_other_programs_and_come_back(
+def test_threads_that_other_programs_hold_up_are_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock, preempted, threads = 0.0, 0, 3
-
-    def set_threads(number: int) -> None:
-        nonlocal threads
-        threads = number
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr("torch.set_num_threads", set_threads)
-    monkeypatch.setattr(train, "preemptions", lambda: preempted)
-    monkeypatch.setattr("time.monotonic", lambda: clock)
     trainer = trainer_of(tmp_path)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr(train, "preemptions", lambda: 1000)
 
-    def after(seconds: float, interrupted: bool) -> int:
-        nonlocal clock, preempted
-        clock += seconds
-        preempted += int(1000 * seconds) if interrupted else 0
-        trainer.make_way()
-        return threads
+    def said_after(seconds: float, halted: int) -> str:
+        trainer.preempted = time.monotonic() - seconds, 1000 - halted
+        trainer.look_for_others()
+        return capsys.readouterr().out
 
-    assert [after(1, False), after(0.1, True)] == [3, 3]  # calm; too short a look
-    assert [after(1, True), after(1, True), after(1, True)] == [2, 1, 1]
-    assert (
-        capsys.readouterr().out.count("note: other programs take cores away: on with 2 of 3") == 1
-    )
-    assert [after(30, False), after(60, False), after(60, False)] == [2, 3, 3]
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert after(1, True) == 3
+    assert said_after(1, 1000) == said_after(10, 900) == ""  # too short a look; few enough
+    assert "note: other programs use this machine's cores, and 4 CPU" in said_after(4, 1000)
+    trainer.look_for_others()
+    assert trainer.preempted is None
     assert capsys.readouterr().out == ""
 
 
