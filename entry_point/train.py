@@ -361,10 +361,14 @@ def nearest_multiples(value: int, of: int) -> str:
 def nearest_name(name: str, known: Sequence[str]) -> str:
     """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
     short = {"".join(word[0] for word in other.split("_")): other for other in known}
-    close = difflib.get_close_matches(name, known, n=1)
-    if name in short:
-        close = [short[name]]
+    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
     return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
+
+
+def choices_for(value: str, choices: Sequence[str]) -> str:
+    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
+    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
 
 
 def allowed(f: dataclasses.Field[Any]) -> str:
@@ -400,8 +404,8 @@ def check_range(f: dataclasses.Field[Any], value: Any) -> None:
         or (m["most"] is not None and value > m["most"])
     )
     if wrong:
-        hint = nearest_name(value, m["choices"]) if isinstance(value, str) else ""
-        raise ConfigError(f"{f.name}={value!r}: must be {allowed(f)}{hint}")
+        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
+        raise ConfigError(f"{f.name}={value!r}: must be {must}")
 
 
 def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
@@ -435,9 +439,7 @@ def make_config(
         ConfigError: an unknown name or preset, or a value that is not allowed.
     """
     if preset is not None and preset not in PRESETS:
-        close = difflib.get_close_matches(preset, PRESETS, n=1)
-        hint = f", did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"preset={preset!r}: must be one of {', '.join(PRESETS)}{hint}")
+        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
     known = {f.name: f for f in dataclasses.fields(Config)}
     base, words = base or {}, PRESETS[preset].copy() if preset else {}
     if (values.get("optimizer") or base.get("optimizer")) == "adamw":

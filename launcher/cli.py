@@ -545,7 +545,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from launcher.tracking import describe, explain, logs, with_costs
+    from launcher.tracking import describe, logs, next_step, reason_of, with_costs
 
     settings = settings_of(context)
     (description,) = with_costs([describe(job_id, settings)], settings, note)
@@ -557,7 +557,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     lines = {
         "job": d.job_id,
         "state": d.state,
-        "reason": d.failure_reason,
+        "reason": reason_of(d),
         "instance": f"{d.instance_count} x {d.instance}",
         "created": moment(d.created),
         "started": moment(d.started),
@@ -575,7 +575,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         if value is not None:
             click.echo(f"{name + ':':<13}{value}")
     if not d.is_running:
-        note(explain(d, settings))
+        note(next_step(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
     if last:
         click.echo("its last lines:")

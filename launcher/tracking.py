@@ -224,15 +224,26 @@ def wait(
 
 def explain(description: JobDescription, settings: Settings) -> str:
     """What became of a job that has ended, why, and what to do next, in one line."""
-    job_id, reason = description.job_id, description.failure_reason
+    reason = reason_of(description)
+    told = f"job {description.job_id} {description.status.lower()}"
+    return f"{told}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
+
+
+def reason_of(description: JobDescription) -> str | None:
+    """Why a job ended as it did, with the remedy where there is one."""
+    reason = description.failure_reason
     for sign, remedy in remedies(description.instance).items():
         if reason and sign in reason:
             reason = f"{reason} ({remedy})"
-    told = f"job {job_id} {description.status.lower()}{f': {reason}' if reason else ''}"
+    return reason
+
+
+def next_step(description: JobDescription, settings: Settings) -> str:
+    """The command that one is likely to want for a job that has ended."""
+    job_id = description.job_id
     if description.status == "Completed":
-        return f"{told}; next: {settings.command(f'fetch-and-sample {job_id}')}"
+        return f"next: {settings.command(f'fetch-and-sample {job_id}')}"
     if description.checkpoint_uri is not None:
         resume = settings.command(f"launch --instance {description.instance} --resume {job_id}")
-        step = description.checkpoint_step
-        return f"{told}; go on from its checkpoint of step {step}: `{resume}`"
-    return f"{told}; no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"
+        return f"go on from its checkpoint of step {description.checkpoint_step}: `{resume}`"
+    return f"no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"

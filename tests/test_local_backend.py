@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -405,9 +406,10 @@ def test_a_rank_that_raises_ends_the_job_with_its_reason(
     job = Finished(home, ran.out.strip())
     assert f"job {job.job_id} failed: ValueError: the first cause" in ran.error
     assert f"`sm-nanogpt logs {job.job_id}`" in ran.error
-    told = launching.command("status", job.job_id, home=home).out
-    assert "Failed" in told
-    assert "ValueError: the first cause" in told
+    told = launching.command("status", job.job_id, home=home)
+    assert re.search(r"^state: +Failed$", told.out, re.MULTILINE)
+    assert re.search(r"^reason: +ValueError: the first cause$", told.out, re.MULTILINE)
+    assert told.err == f"no checkpoint is left; its log: `sm-nanogpt logs {job.job_id}`\n"
     failure = (job.directory / "hosts/algo-1/output/failure").read_text()
     assert failure == "ValueError: the first cause"
     assert not launching.ranks_of(job.directory)

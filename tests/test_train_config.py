@@ -241,6 +241,20 @@ def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
         config_of("--preset", "nosuch")
 
 
+@pytest.mark.parametrize(
+    "name, value, choices",
+    [
+        ("precision", "fp16", "auto, bfloat16, tf32, float32"),
+        ("device", "gpu", "auto, cuda, mps, cpu"),  # of which it does not mean cpu
+    ],
+)
+def test_a_choice_like_none_is_an_error_that_lists_them_once(
+    name: str, value: str, choices: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}': must be one of {choices}$"):
+        make_config({name: value})
+
+
 def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(
         ConfigError, match=r"preset='babe': .*cpu, quick, laptop, baby.*did you mean baby\?"
