@@ -102,7 +102,10 @@ class TrainingJob(BaseModel):
                 raise InputError(
                     f"{inner[0]}={value!r}: must be a number, true, false or text"
                 ) from None
-            raise InputError(f"{name}={first['input']!r}: {first['msg']}") from None
+            must = first["msg"].replace("Input should be", "must be", 1)
+            unknown = first["type"] == "extra_forbidden"
+            problem = "there is no such field" if unknown else must
+            raise InputError(f"{name}={first['input']!r}: {problem}") from None
 
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> TrainingJob:

@@ -215,7 +215,7 @@ def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: 
         (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
         (["--set", "batch_size=9", "--instance-count", "2"], "batch_size=8 or 10"),
         (["--set", "block_size=60000"], "block_size=60000"),
-        (["--instance-count", "0"], "instance_count=0"),
+        (["--instance-count", "0"], "instance_count=0: must be greater than or equal to 1"),
         (["--instance-count", "two"], "two"),
         (["--processes-per-instance", "0"], "processes_per_instance=0"),
         (["--entry-point", "missing.py"], "missing.py"),
