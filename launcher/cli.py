@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -203,7 +204,24 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     return read
 
 
-@cli.command("launch")
+class CloudOption(click.Option):
+    """An option of `launch` that is for jobs on SageMaker alone."""
+
+
+cloud_option = partial(click.option, cls=CloudOption)
+
+
+class LaunchCommand(Command):
+    """A command whose help sets these options apart."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, cloud in (("Options", False), ("Options for SageMaker alone", True)):
+            chosen = [p for p in self.get_params(ctx) if isinstance(p, CloudOption) is cloud]
+            with formatter.section(title):
+                formatter.write_dl([row for p in chosen if (row := p.get_help_record(ctx))])
+
+
+@cli.command("launch", cls=LaunchCommand)
 @click.option(
     "--instance",
     metavar="TYPE",
@@ -238,7 +256,7 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs("set"),
-    help="A hyperparameter.",
+    help="A hyperparameter; `python -m entry_point.train --help` lists them.",
 )
 @click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
 @click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
@@ -249,47 +267,60 @@ def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
     help="Show the log until the end (default: local), or come back at once (SageMaker).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the request to SageMaker; send nothing.")
-@click.option(
+@cloud_option(
     "--launcher",
     type=click.Choice(["pytorchddp", "torchrun"]),
     help="What starts the ranks on SageMaker (default: pytorchddp).",
 )
-@click.option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
-@click.option("--image-uri", metavar="URI", help="A container image of your own.")
-@click.option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
-@click.option(
+@cloud_option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
+@cloud_option("--image-uri", metavar="URI", help="A container image of your own.")
+@cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
+@cloud_option(
     "--max-cost",
     metavar="USD",
     type=float,
     help="Sets the time limit by what it may cost, with the jobs that it resumes.",
 )
-@click.option(
+@cloud_option(
     "--spot/--on-demand",
     default=None,
     help="Spot capacity: cheaper; goes on later (default: on demand, or as --resume's).",
 )
-@click.option(
+@cloud_option(
     "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
 )
-@click.option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
-@click.option(
+@cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
+@cloud_option(
     "--volume-size",
     metavar="GIB",
     type=int,
     help="Disk of each host, on a type without disks of its own (default: 50).",
 )
-@click.option(
+@cloud_option(
     "--environment",
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs("environment"),
     help="A variable in the container.",
 )
-@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True, callback=pairs("tag"))
-@click.option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
-@click.option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
-@click.option("--security-group", "security_group_ids", metavar="ID", multiple=True)
-@click.option(
+@cloud_option(
+    "--tag",
+    "tags",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=pairs("tag"),
+    help="A tag of the job.",
+)
+@cloud_option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
+@cloud_option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
+@cloud_option(
+    "--security-group",
+    "security_group_ids",
+    metavar="ID",
+    multiple=True,
+    help="Goes with --subnet.",
+)
+@cloud_option(
     "--network-isolation/--no-network-isolation",
     default=None,
     help="No network in the job (default: with network, or as --resume's).",

@@ -24,8 +24,9 @@ import pytest
 from launching import Finished, Ran
 
 import launcher
-from launcher import ServiceError
+from launcher import ServiceError, TrainingJob
 from launcher import cli as commands
+from launcher.job import LOCAL_FIELDS, option
 
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
 COMMANDS = [name for name in commands.cli.commands if name not in GROUPS]
@@ -131,6 +132,13 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
     three = ("upload-data", "launch", "fetch-and-sample")
     positions = [example.index(f"sm-nanogpt {command}") for command in three]
     assert positions == sorted(positions)
+
+
+def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
+    _, _, told = cli("launch", "--help").out.partition("Options for SageMaker alone:\n")
+    found_at_launch = {"affordable_run", "taken_over"}
+    fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
+    assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
 
 def test_help_makes_no_home(home: Path, cli: Callable[..., Ran]) -> None:
