@@ -2121,7 +2121,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str],
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, 100_000_000):
+        if size < 8 or length > size - 8:
             raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
         try:
             header = json.loads(file.read(length))

@@ -267,6 +267,12 @@ def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> Non
     assert loaded[1] == checkpoints.latest_state() == state_of(7)
 
 
+def test_a_checkpoint_holds_a_curve_of_any_length(checkpoints: Checkpoints) -> None:
+    state = {"step": 1, "best_step": None, "metrics": "x" * 100_000_000}  # the official limit
+    checkpoints.save("checkpoint", {}, state)
+    assert checkpoints.load_latest() == ({}, state)
+
+
 def test_a_fresh_directory_has_no_checkpoint(checkpoints: Checkpoints) -> None:
     assert checkpoints.load_latest() is None
 
