@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import difflib
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -2186,6 +2187,27 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    def claim(self) -> None:
+        """Keeps the directory from other trainings as long as this process lives.
+
+        Raises:
+            ConfigError: one is at work there.
+            CheckpointError: it cannot be made.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.claimed = os.open(self.directory, os.O_RDONLY)
+            fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another training is at work in {self.directory.parent}; go on with it when it has"
+                " ended, or choose another --out"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise CheckpointError(f"cannot write {self.directory}: {error.strerror}") from None
+            say(f"note: {self.directory} cannot be locked ({error.strerror}); train there once")
+
     def path(self, kind: str, step: int) -> Path:
         return self.directory / f"{kind}-{step:08d}.safetensors"
 
@@ -2925,6 +2947,8 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
+        if self.chief:
+            self.checkpoints.claim()
         self.restore()
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()

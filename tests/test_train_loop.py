@@ -442,6 +442,24 @@ def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
     assert [row["step"] for row in metrics(tmp_path / "mine/output")] == [5, 10, 15, 20]
 
 
+@pytest.mark.parametrize("how", [{"out": "mine", "processes": 2}, {"resume": "mine"}])
+def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
+    tmp_path: Path, text_file: Path, how: dict[str, Any]
+) -> None:
+    long = {**SMALL, "max_steps": 10**6, "log_interval": 1, "eval_interval": 10**6}
+    if "resume" in how:
+        long["checkpoint_seconds"] = 1e-6
+    with started(words(**long, data=text_file, out="mine"), cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        other = SMALL if "out" in how else {"max_steps": 10**6}
+        refused = run(words(**other, data=text_file, **how), cwd=tmp_path)
+    assert refused.status == 2, refused.output
+    assert refused.last_line.startswith("ConfigError: another training is at work in mine; ")
+    rows = (tmp_path / "mine/checkpoints/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end
+    assert steps == list(range(1, len(steps) + 1))
+
+
 # -- losses that are not finite --------------------------------------------------------------------
 
 
