@@ -54,9 +54,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Threads spin while they wait for each other, with GNU's OpenMP for some milliseconds. Where
-    # another program has taken a core, that keeps the one that is waited for from running; a
-    # hundredth of that costs nothing on a quiet machine. OpenMP reads this when torch loads it.
+    # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
+    # program has taken a core, the spinning holds up the very thread that is waited for. A
+    # hundredth of it is as fast on a quiet machine. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 with warnings.catch_warnings():
@@ -194,7 +194,7 @@ class Config:
         0.8, "last part of the steps, of linear fall", group="schedule", least=0, most=1
     )
     final_learning_rate: float = hyperparameter(
-        0.0, "at the last step, as a part of the peak", group="schedule", least=0, most=1
+        0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
     )
     weight_decay: float = hyperparameter(
         0.0, "of the matrices, decoupled", group="schedule", least=0
@@ -204,7 +204,7 @@ class Config:
     beta2: float = hyperparameter(0.95, "of AdamW", group="schedule", least=0, most=0.999999)
     short_windows: float = hyperparameter(
         0.0,
-        "first part of the steps, on windows of an eighth, then a quarter, then half of block_size",
+        "first part of the steps, in windows of an eighth, then a quarter, then half of block_size",
         group="schedule",
         least=0,
         most=1,
@@ -223,7 +223,8 @@ class Config:
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
-        "between checkpoints, beside evaluations' (0: 60; more where that is over 2 % of the time)",
+        "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
+        " would take over 2 % of the time)",
         group="report",
         least=0,
     )
@@ -289,7 +290,7 @@ class Config:
         parts = world_size * self.gradient_accumulation_steps
         if self.batch_size % parts:
             passes = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
-            processes = f"{world_size} processes"
+            processes = counted(world_size, "process")
             shares = processes if parts == world_size else f"{processes} with {passes}"
             raise ConfigError(
                 f"batch_size={self.batch_size} cannot be shared by"
@@ -354,6 +355,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def counted(n: int, word: str) -> str:
+    """'1 host', '2 hosts', '2 processes'."""
+    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
+
+
 def nearest_multiples(value: int, of: int) -> str:
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
@@ -395,11 +401,9 @@ FIELD_TYPES: dict[str, tuple[type, ...]] = {
 
 def check_range(f: dataclasses.Field[Any], value: Any) -> None:
     m = f.metadata
-    infinite = isinstance(value, float) and not math.isfinite(value)
     wrong = (
-        infinite
-        or (isinstance(value, bool) and f.type != "bool")
-        or not isinstance(value, FIELD_TYPES[str(f.type)])
+        type(value) not in FIELD_TYPES[str(f.type)]
+        or (isinstance(value, float) and not math.isfinite(value))
         or (m["choices"] and value not in m["choices"])
         or (m["least"] is not None and value < m["least"])
         or (m["most"] is not None and value > m["most"])
@@ -423,7 +427,7 @@ def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
                 if float(text).is_integer():  # 1e5
                     return int(float(text))
                 raise
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError):
         raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
     return text
 
@@ -442,10 +446,10 @@ def make_config(
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
     known = {f.name: f for f in dataclasses.fields(Config)}
-    base, words = base or {}, PRESETS[preset].copy() if preset else {}
+    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
     if (values.get("optimizer") or base.get("optimizer")) == "adamw":
-        words.pop("learning_rate", None)  # is Muon's
-    chosen = {**base, **words}
+        of_preset.pop("learning_rate", None)  # which is for Muon
+    chosen = {**base, **of_preset}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -500,8 +504,8 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         if not word.startswith("-"):
             raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
         if not word.startswith("--") or name not in known:
-            said = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
-            raise ConfigError(f"{said}: there is no such option{nearest_name(name, known)}")
+            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
+            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
@@ -512,16 +516,11 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         if name in given:
             raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
         given[name] = value
-    said_options: dict[str, Any] = {
-        f.name: given.pop(f.name) for f in dataclasses.fields(Options) if f.name in given
-    }
-    if processes := said_options.get("processes"):
-        if not processes.isdecimal() or int(processes) < 1:
-            raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-        said_options["processes"] = int(processes)
-    else:
-        said_options.pop("processes", None)
-    options = Options(**said_options)
+    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in dataclasses.fields(Options)}
+    processes = said.pop("processes")
+    if processes and not (processes.isdecimal() and int(processes)):
+        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
+    options = Options(**said, processes=int(processes or 0))
     if options.resume and options.out:
         raise ConfigError(
             f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
@@ -553,7 +552,7 @@ def usage() -> str:
         if f.metadata["group"] != group:
             group = f.metadata["group"]
             lines += ["", f"hyperparameters of the {group}:"]
-        kept = "; as before with --resume" * f.metadata["fixed"]
+        kept = "; --resume keeps it" * f.metadata["fixed"]
         lines.append(
             f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
         )
@@ -605,14 +604,16 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         DataError: the `training` channel is missing, or a channel is no directory.
         ConfigError: --data, --resume, --out or --validation, in a container.
     """
-    base = Path(env.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
     by_hand = options.data or options.resume
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = inside or (config_file.exists() and not by_hand)
     for name in ("data", "resume", "out", "validation"):
         if inside and getattr(options, name):
-            raise ConfigError(f"--{name}: in a container SageMaker says where things are")
+            raise ConfigError(
+                f"--{name}: in a container SageMaker says where things are; leave it out"
+            )
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)
@@ -650,8 +651,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 
     def channel(name: str) -> Path | None:
         variable = f"SM_CHANNEL_{name.upper()}"
-        path = Path(env.get(variable, base / "input/data" / name))
-        if variable in env and not path.is_dir():
+        path = Path(env.get(variable) or base / "input/data" / name)
+        if env.get(variable) and not path.is_dir():
             raise DataError(f"{variable}={path}: no such directory")
         return path if path.is_dir() else None
 
@@ -671,8 +672,8 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         interface=resources.get("network_interface_name"),
         training=training,
         validation=channel("validation"),
-        model_dir=Path(env.get("SM_MODEL_DIR", base / "model")),
-        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR", base / "output/data")),
+        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
+        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",
     )
 
@@ -680,7 +681,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 # ------------------------------------------------------------------------------------------------
 # Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
 # not, by which operations, with the text where, and what the ranks share. A training says what it
-# chose; device, precision, compile, --processes and OMP_NUM_THREADS say otherwise.
+# chose; device, precision, compile, --processes and OMP_NUM_THREADS override it.
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
@@ -694,16 +695,20 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
         return "cpu"
     if container.num_gpus and seen != container.num_gpus:
         raise TopologyError(
-            f"the host has {container.num_gpus} GPUs but torch {torch.__version__} sees {seen};"
-            " use a container image for GPUs, or set device=cpu"
+            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
+            f" {seen}; use a container image for GPUs, or set device=cpu"
         )
     if config.device == "cuda" and not seen:
-        raise TopologyError(f"device=cuda, but torch {torch.__version__} sees no GPU")
+        raise TopologyError(
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
+        )
     if seen and config.device != "mps":
         return "cuda"
     mps = torch.backends.mps.is_available()
     if config.device == "mps" and not mps:
-        raise TopologyError(f"device=mps, but torch {torch.__version__} sees none")
+        raise TopologyError(
+            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
+        )
     if config.device == "mps" and processes > 1:
         raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
     return "mps" if mps and processes == 1 else "cpu"
@@ -735,8 +740,8 @@ def local_processes(config: Config, container: Container, options: Options) -> i
     gpus = torch.cuda.device_count()
     if options.processes not in (0, gpus):
         raise TopologyError(
-            f"processes={options.processes}, but the host has {gpus} GPUs and each takes one"
-            " process; CUDA_VISIBLE_DEVICES chooses among them"
+            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
+            " one process; CUDA_VISIBLE_DEVICES chooses among them"
         )
     return gpus
 
@@ -811,8 +816,8 @@ def cpu_quota(root: Path) -> float:
 def keep_freed_memory() -> None:
     """Has glibc keep the memory of freed tensors for the next ones.
 
-    It would give large blocks back to the system, which clears every page anew when they are
-    asked for again: in some runs, as the heap happened to lie, a fifth of a step.
+    Else it returns large blocks to the system, which clears each page when it is asked for again.
+    In some runs, as the heap happened to lie, that took a fifth of a step.
     """
     trim_threshold, mmap_max = -1, -4  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
@@ -830,21 +835,23 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type of matrix products, and of gradients between ranks; also switches a chosen TF32 on.
+    """The type of matrix products, and of gradients between ranks; TF32 counts as float32.
 
     Raises:
         ConfigError: TF32 was chosen, and the device has none.
     """
-    if config.precision == "tf32":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            raise ConfigError("precision='tf32' needs a GPU of NVIDIA's Ampere or later")
-        torch.set_float32_matmul_precision("high")
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if config.precision == "tf32" and not ampere:
+        raise ConfigError(
+            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
+            " this device has"
+        )
     fast = config.precision == "auto" and has_fast_bfloat16(device)
     return torch.bfloat16 if fast or config.precision == "bfloat16" else torch.float32
 
 
 def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Compiling takes about a minute, and a GPU that the compiler knows (Triton: Volta and later).
+    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
 
     The bound is on each rank's arithmetic, 6 operations per parameter and token
     (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
@@ -884,9 +891,9 @@ def plain_attention(q: Tensor, dropout: float) -> bool:
 
 
 def near_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens on a GPU that has room for them, where batches are cut without the host.
+    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
 
-    A tenth of what is free then leaves the rest to the model.
+    Batches are then cut there, without the host.
     """
     if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
         return tokens.to(device)
@@ -936,31 +943,19 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
         except (KeyError, ValueError):
             raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
 
+    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = number("WORLD_SIZE")
-        local_size = next(
-            (n for n in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE") if n in env), None
-        )
-        ranks = Ranks(
-            rank=number("RANK"),
-            world_size=world_size,
-            local_rank=number("LOCAL_RANK"),
-            local_world_size=number(local_size) if local_size else max(1, world_size // n_hosts),
-            # smddprun, between mpirun and this script, sets both kinds.
-            launcher=env.get(
-                "SM_NANOGPT_LAUNCHER", "mpirun" if "OMPI_COMM_WORLD_SIZE" in env else "torchrun"
-            ),
-        )
-    elif "OMPI_COMM_WORLD_SIZE" in env:
-        ranks = Ranks(
-            rank=number("OMPI_COMM_WORLD_RANK"),
-            world_size=number("OMPI_COMM_WORLD_SIZE"),
-            local_rank=number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-            launcher=env.get("SM_NANOGPT_LAUNCHER", "mpirun"),
-        )
+        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
+    elif mpi[1] in env:
+        names = mpi
     else:
         return None
+    rank, world_size, local_rank, *rest = map(number, names)
+    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
+    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
     if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
         raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
     if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
@@ -972,7 +967,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     return ranks
 
 
-def words_of(error: RuntimeError) -> str:
+def in_one_line(error: RuntimeError) -> str:
     """What torch says of a connection, in one line."""
     # NCCL's cause stands in a later line; what follows this word are places in C++.
     return " ".join(str(error).split("Exception raised from")[0].split())
@@ -996,12 +991,12 @@ def spawn(container: Container, n_local: int) -> int:
             store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             raise TopologyError(
-                f"cannot serve the ranks at {address}:{port}: {words_of(error)}"
+                f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
                 " (MASTER_PORT names another port)"
             ) from None
         port = store.port
     children = []
-    lifeline, held = os.pipe()  # nobody writes: the children see its end when this process ends
+    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
     for local_rank in range(n_local):
         env = dict(
             os.environ,
@@ -1028,7 +1023,7 @@ def spawn(container: Container, n_local: int) -> int:
 
     def forward(signum: int, frame: Any) -> None:
         nonlocal told_to_stop, interrupted
-        # Of Ctrl-C they know, if a terminal sent it; a second one does not wait for the step's end.
+        # A terminal's Ctrl-C reaches them too. A second one does not wait for the step's end.
         again = interrupted and signum == signal.SIGINT
         terminate(signal.SIGINT if again else signal.SIGTERM)
         told_to_stop, interrupted = True, interrupted or signum == signal.SIGINT
@@ -1045,8 +1040,6 @@ def spawn(container: Container, n_local: int) -> int:
                 child.kill()
         time.sleep(0.05)
     status = status or next((code for code in codes if code), 0)
-    del store
-    os.close(held)
     if status >= 0:
         return status
     if not told_to_stop:  # a killed rank says nothing itself
@@ -1146,7 +1139,7 @@ class Group:
         except RuntimeError as error:
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
-                f" {words_of(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
+                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
                 " interface to use)"
             ) from None
         if named:
@@ -1162,7 +1155,9 @@ class Group:
                 f"{host}: {int(count)}"
                 for host, count in zip(container.hosts, ranks_of_host.tolist(), strict=True)
             )
-            raise TopologyError(f"the hosts are not equally in the group of ranks: {found}")
+            raise TopologyError(
+                f"the hosts are not equally in the group of ranks: {found}; start as many on each"
+            )
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
@@ -1206,7 +1201,7 @@ class Group:
 
         Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
         arithmetic four GPUs without NVLink save up to a sixth of a step. torch's bf16_compress_hook
-        does the same, but asks for CUDA, and to import it imported NumPy in older versions.
+        does the same, but asks for CUDA, and in older versions its import takes NumPy.
         """
         gradients = bucket.buffer()
         sent = gradients.to(torch.bfloat16).div_(self.world_size)
@@ -1281,7 +1276,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 class FirstIds:
-    """Ids in the order in which characters first come, as long as the rest is not known."""
+    """Ids of characters in the order of their first appearance: all are known at the end alone."""
 
     def __init__(self) -> None:
         self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
@@ -1339,7 +1334,7 @@ def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
 def write_first_ids(
     files: Sequence[Path], first_ids: FirstIds, out: Path
 ) -> tuple[dict[torch.dtype, int], str]:
-    """Writes the text as first ids, in a wider type from where there are more of them.
+    """Writes the text as first ids, in a wider type from the chunk on that needs it.
 
     Returns the number of characters in each type, in the file's order, and the SHA-256 of the
     files.
@@ -1374,11 +1369,10 @@ def id_dtype(count: int) -> torch.dtype:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, shared, readable and writable."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
+    if not tensor.nbytes:
         return memoryview(bytearray())
-    array = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]  # which else may be gone before the view
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
     return memoryview(array).cast("B")
 
 
@@ -1407,9 +1401,11 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         described = group.share(described, source=first, within=f"host{group.host_index}")
         chief = group.share(described, source=group.rank == 0)
         if described["sha256"] != chief["sha256"]:
+            named = len(container.hosts) > 1
+            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
             raise DataError(
-                f"host {container.current_host} has other text than {container.hosts[0]};"
-                " every host needs the whole channel (S3DataDistributionType FullyReplicated)"
+                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
             )
         dtype = id_dtype(len(described["vocabulary"]))
         parts = [
@@ -1506,11 +1502,8 @@ class Batches:
 
     def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
         self.tokens, self.device = near_device(tokens, device), device
-        self.block_size, self.batch_size, self.seed = (
-            config.block_size,
-            config.batch_size,
-            config.seed,
-        )
+        self.block_size, self.batch_size = config.block_size, config.batch_size
+        self.seed = config.seed
         n = len(tokens) - 1  # the last character is only ever a target
         self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
         self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
@@ -1688,8 +1681,8 @@ class KeyValueCache:
 
 
 QUERIES_AT_ONCE = 256
-# A token sampled for so few sequences at once costs the reading of the weights, which int8 makes
-# less of (PackedLinear); for more of them it costs the products, with the weights and in attend.
+# With so few sequences at once, to sample a token takes as long as to read the weights, of which
+# int8 has fewer bytes (PackedLinear); with more, as long as the products, here and in attend.
 FEW_SEQUENCES = 4
 
 
@@ -1896,12 +1889,10 @@ class Muon:
             directions.append(gradient.lerp_(buffer, self.momentum))  # Nesterov
         updates = self.orthogonalize(directions, dtype)
         for (members, buffer), update in zip(self.groups, updates, strict=True):
-            rows, first = buffer.size(1), 0
-            for _, weight, n_fused in members:
+            parts = update.split([n_fused for _, _, n_fused in members])
+            for (_, weight, n_fused), part in zip(members, parts, strict=True):
                 matrices = weight.view(n_fused, -1, weight.size(1))
-                part = update[first : first + n_fused]
-                first += n_fused
-                if matrices.size(1) != rows:
+                if matrices.size(1) != buffer.size(1):
                     part = part.mT
                 scale = max(1.0, matrices.size(1) / matrices.size(2)) ** 0.5
                 if self.weight_decay:
@@ -1930,10 +1921,9 @@ class Muon:
     def state(self) -> dict[str, Tensor]:
         state = {}
         for members, buffer in self.groups:
-            first = 0
-            for name, _, n_fused in members:
-                state[f"momentum.{name}"] = buffer[first : first + n_fused]
-                first += n_fused
+            parts = buffer.split([n_fused for _, _, n_fused in members])
+            for (name, _, _), part in zip(members, parts, strict=True):
+                state[f"momentum.{name}"] = part
         return state
 
 
@@ -2036,7 +2026,7 @@ def window_length(step: int, config: Config) -> int:
     Attention over short windows is cheap, and what is near is learnt first (arXiv:2108.06084).
     """
     part = step / (config.short_windows * config.max_steps) if config.short_windows else 1.0
-    return config.block_size >> 3 - min(3, int(3 * part))
+    return config.block_size >> (3 - min(3, int(3 * part)))
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
@@ -2070,7 +2060,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     offset = 0
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in contents.items():
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + tensor.nbytes
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -2162,7 +2152,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         file.seek(start)
         for name, entry in header.items():
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            if file.readinto(raw_bytes(tensor)) != tensor.numel() * tensor.element_size():
+            if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                 raise FormatError(f"{path.name} is damaged: it ends early")
             digest.update(raw_bytes(tensor))
             tensors[name] = tensor
@@ -2194,19 +2184,20 @@ class Checkpoints:
             ConfigError: one is at work there.
             CheckpointError: it cannot be made.
         """
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        with self.writing(self.directory):
             self.claimed = os.open(self.directory, os.O_RDONLY)
-            fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another training is at work in {self.directory.parent}; go on with it when it has"
-                " ended, or choose another --out"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise CheckpointError(f"cannot write {self.directory}: {error.strerror}") from None
-            say(f"note: {self.directory} cannot be locked ({error.strerror}); train there once")
+            try:
+                fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another training is at work in {self.directory.parent}; go on with it when it"
+                    " has ended, or choose another --out"
+                ) from None
+            except OSError as error:  # some file systems know no locks
+                say(
+                    f"note: {self.directory} cannot be locked ({error.strerror}); start no second"
+                    " training there"
+                )
 
     def path(self, kind: str, step: int) -> Path:
         return self.directory / f"{kind}-{step:08d}.safetensors"
@@ -2218,35 +2209,36 @@ class Checkpoints:
         )
         return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[Path]:
+        """Makes the directory for a file; raises CheckpointError where it cannot be written."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            yield path
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
     def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Writes a checkpoint and then drops the files that no kept checkpoint needs.
 
         Raises:
             CheckpointError: it cannot be written; the earlier ones are untouched.
         """
-        path = self.path(kind, state["step"])
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        with self.writing(self.path(kind, state["step"])) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
             if kind == "checkpoint":
                 self.prune(state["step"])
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
     def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
         """Adds rows to metrics.jsonl, or replaces what is there. Raises CheckpointError."""
-        path = self.directory / "metrics.jsonl"
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        with self.writing(self.directory / "metrics.jsonl") as path:
             if append:
                 with path.open("a") as file:
                     file.write(lines)
             else:
                 with replacing(path) as temporary:
                     temporary.write_text(lines)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
     def prune(self, newest: int) -> None:
         """Drops all but two checkpoints up to `newest`, and what no kept one needs.
@@ -2705,7 +2697,7 @@ def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> 
     """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
     words = [f"step={row['step']}/{max_steps}"]
     words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
-    words.append(f"time_left={timedelta(seconds=round(seconds_left))}")
+    words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
     return " ".join(words)
 
 
@@ -2740,7 +2732,7 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
 def preemptions() -> int:
     """How often a thread of this process was halted for another program's; 0 outside of Linux.
 
-    By 2 to 4 threads on a quiet machine some 5 a second, and 300 to 2500 where a core was taken.
+    With 2 to 4 threads: about 5 a second on a quiet machine, 300 to 2500 where a core was taken.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if sys.platform == "linux" else 0
 
@@ -2762,7 +2754,7 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
-        self.preempted: tuple[float, int] | None = None  # when that was looked at, and how often
+        self.last_look: tuple[float, int] | None = None  # at the preemptions: when, how many
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
         self.best_step: int | None = None
@@ -2773,12 +2765,17 @@ class Trainer:
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
         # Since the last metric line: this rank's losses, and the steps they are of. In float64
-        # (which MPS has not) a sum of float32 is exact, so that interruptions do not round it.
+        # (which MPS lacks) the sum is exact, so that an interrupted training logs the same numbers.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
         self.steps_summed = 0
 
         dtype = choose_precision(config, device)
+        if config.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        without = torch.tensor(float(dtype != torch.bfloat16), device=device)
+        if float(group.sum_(without)):  # hosts may differ, and gradients travel in one type
+            dtype = torch.float32
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
@@ -2864,7 +2861,7 @@ class Trainer:
         if loaded is not None:
             check_resumable(loaded[1], self.state())
         state = loaded and loaded[1]
-        # Of the curve, which may be longer than the store takes, the others ask for the end alone.
+        # The curve may be longer than the store takes; the others need its last row alone.
         short = state and {**state, "metrics": state["metrics"][-1:]}
         shared = self.group.share(short, source=self.chief)
         state = state or shared
@@ -2927,8 +2924,8 @@ class Trainer:
             bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
             for cut in range(4)
         }
-        first_steps = sorted(step for step in found if step in steps)  # some may never come
-        for step in (step for step in first_steps for _ in range(2)):
+        first_steps = [step for step in found if step in steps]  # some lengths may never come
+        for step in sorted(2 * first_steps):
             try:
                 self.forward_backward(step)
             except Exception as error:
@@ -2953,13 +2950,13 @@ class Trainer:
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
         self.saved_at = time.monotonic()
-        if self.chief:  # later lines than the checkpoint's belong to steps that come again
+        if self.chief:  # lines after the checkpoint's step go, as those steps come again
             self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
         steps_timed, started = 0, time.perf_counter()
         if self.chief and group.device.type == "cpu" and torch.get_num_threads() > 1:
-            self.preempted = time.monotonic(), preemptions()
+            self.last_look = time.monotonic(), preemptions()
         while self.step < config.max_steps:
             agreement = group.largest_soon(self.wish())
             self.loss_sum += self.forward_backward(self.step)
@@ -2969,7 +2966,7 @@ class Trainer:
             self.step += 1
             self.steps_summed += 1
             steps_timed += 1
-            self.look_for_others()
+            self.notice_busy_cores()
 
             wish = agreement()
             last = self.step == config.max_steps
@@ -3025,22 +3022,22 @@ class Trainer:
         self.loss_sum.zero_()
         self.steps_summed = 0
 
-    def look_for_others(self) -> None:
+    def notice_busy_cores(self) -> None:
         """Says once, after some seconds of it, that other programs hold this one's threads up.
 
         All threads wait for the slowest in each operation: on four cores, one of them busy, four
         threads took 20 times as long as one. Fewer are not taken unasked, as another number of
         threads may change the last bits of what is learnt.
         """
-        if self.preempted is None:
+        if self.last_look is None:
             return
-        (then, before), now = self.preempted, time.monotonic()
+        (then, before), now = self.last_look, time.monotonic()
         if now - then < 3:
             return
         count, threads = preemptions(), torch.get_num_threads()
-        self.preempted = now, count
+        self.last_look = now, count
         if (count - before) / (now - then) > max(100, 25 * threads):
-            self.preempted = None
+            self.last_look = None
             say(
                 f"note: other programs use this machine's cores, and {threads} CPU threads wait for"
                 " each other: fewer are faster then; OMP_NUM_THREADS=1 and --resume go on with one"
@@ -3083,9 +3080,7 @@ class Trainer:
         assert self.best_step is not None
         tensors, _ = self.checkpoints.load("best", self.best_step)
         best = model_tensors(tensors)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(best[name])
+        self.model.load_state_dict(best)
         training = {
             "step": self.best_step,
             "val_loss": self.best_val_loss,
@@ -3126,8 +3121,8 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         gpus = torch.cuda.device_count()
         if ranks.local_world_size != gpus:
             raise TopologyError(
-                f"this host has {gpus} GPUs, and {ranks.launcher} started"
-                f" {ranks.local_world_size} process{'es' * (ranks.local_world_size > 1)} on it;"
+                f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+                f" {counted(ranks.local_world_size, 'process')} on it;"
                 " each GPU takes one"
             )
         torch.cuda.set_device(ranks.local_rank)
@@ -3163,13 +3158,13 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     on_stop_signals(on_signal)
     hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
     if trainer.chief:
-        where = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
-        threads = torch.get_num_threads()
-        each = f"{ranks.local_world_size} " * (hosts * ranks.local_world_size == ranks.world_size)
+        machine = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
+        even = hosts * ranks.local_world_size == ranks.world_size
+        each = f"{ranks.local_world_size} {machine}" if even else machine
         say(
-            f"running on {hosts} host{'s' * (hosts > 1)} x {each}{where} = {ranks.world_size}"
-            f" process{'es' * (ranks.world_size > 1)} in one group"
-            f" (launched by {ranks.launcher}; {threads} CPU thread{'s' * (threads > 1)} each)"
+            f"running on {counted(hosts, 'host')} x {each}"
+            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
         )
         say(f"chosen: {', '.join(trainer.choices)}")
         parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -3206,6 +3201,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())
         return 0
+    if sys.stdout is None:  # as `>&-` leaves it
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # A sample may hold characters that the log's encoding has not.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A warning would name an exception class, and SageMaker would take it for the failure.

@@ -460,6 +460,13 @@ def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
     assert steps == list(range(1, len(steps) + 1))
 
 
+def test_a_training_needs_nobody_to_read_its_log(tmp_path: Path, text_file: Path) -> None:
+    command = ("sh", "-c", 'exec "$@" >&-', "sh", sys.executable, str(SCRIPT))
+    end = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, command=command)
+    assert (end.status, end.output) == (0, "")
+    assert (tmp_path / "mine/model/model.safetensors").exists()
+
+
 # -- losses that are not finite --------------------------------------------------------------------
 
 
@@ -806,6 +813,10 @@ def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
     assert "val_loss" not in train.metric_line(row, 2000, 0)
 
 
+def test_a_metric_line_can_tell_any_time() -> None:
+    assert "time_left=115740740 days" in train.metric_line({"step": 1}, 10**16, 1e15)
+
+
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
 def test_metric_regexes_find_each_number_behind_the_prefix_of_mpirun(prefix: str) -> None:
     row = dict(step=5, train_loss=4.5, val_loss=3.25, learning_rate=0.5, tokens_per_second=9.0)
@@ -889,14 +900,14 @@ def test_threads_that_other_programs_hold_up_are_told_of_once(
     monkeypatch.setattr(train, "preemptions", lambda: 1000)
 
     def said_after(seconds: float, halted: int) -> str:
-        trainer.preempted = time.monotonic() - seconds, 1000 - halted
-        trainer.look_for_others()
+        trainer.last_look = time.monotonic() - seconds, 1000 - halted
+        trainer.notice_busy_cores()
         return capsys.readouterr().out
 
     assert said_after(1, 1000) == said_after(10, 900) == ""  # too short a look; few enough
     assert "note: other programs use this machine's cores, and 4 CPU" in said_after(4, 1000)
-    trainer.look_for_others()
-    assert trainer.preempted is None
+    trainer.notice_busy_cores()
+    assert trainer.last_look is None
     assert capsys.readouterr().out == ""
 
 

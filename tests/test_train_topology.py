@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from runs import (
     SCRIPT,
     SMALL,
     edited_script,
+    ended,
     environment,
     free_port,
     make_hosts,
     run,
     run_hosts,
+    started,
     words,
 )
 
@@ -117,8 +119,12 @@ def test_resourceconfig_stands_in_for_variables_missing_or_broken(
     assert container.num_gpus is None
 
 
-def test_directories_have_their_places_without_variables(base: Path) -> None:
-    container = container_of(base)
+@pytest.mark.parametrize("values", [{}, {"SM_MODEL_DIR": "", "SM_OUTPUT_DATA_DIR": ""}])
+def test_directories_have_their_places_without_variables_or_words_in_them(
+    base: Path, values: dict[str, str]
+) -> None:
+    container = container_of(base, **values, **({"SM_CHANNEL_TRAINING": ""} if values else {}))
+    assert container.training == base / "input/data/training"
     assert container.model_dir == base / "model"
     assert container.output_dir == base / "output/data"
     assert container.checkpoint_dir == base / "checkpoints"
@@ -445,6 +451,47 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
+def hosts_by_hand() -> list[dict[str, str]]:
+    """The environments of two hosts of one rank each, as torchrun makes them."""
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [{**env, **ranks, "RANK": str(rank)} for rank in range(2)]
+
+
+def test_hosts_without_names_that_have_different_text_are_told_by_rank(
+    text: str, tmp_path: Path
+) -> None:
+    for name, content in {"0": text, "1": text.replace("Python", "Pythons", 1)}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "input.txt").write_text(content, encoding="utf-8")
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                started(words(**SMALL, data="input.txt"), cwd=tmp_path / env["RANK"], env=env)
+            )
+            for env in hosts_by_hand()
+        ]
+        ends = [ended(process) for process in processes]
+    assert all(end.status for end in ends)
+    told = "DataError: the host of rank 1 has other text than that of rank 0;"
+    assert ends[1].last_line.startswith(told)
+
+
+def test_hosts_of_which_one_has_no_fast_bfloat16_compute_in_float32(
+    tmp_path: Path, text_file: Path
+) -> None:
+    place = '    if device.type == "cpu":\n        tests = '
+    command = edited_script(
+        tmp_path / "mixed.py", (place, f"    return os.environ['RANK'] == '0'\n{place}")
+    )
+    ends = run_hosts(
+        words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand(), command=command
+    )
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "chosen: float32, " in ends[0].output
+    assert "gradients averaged in float32" in ends[0].output
+
+
 def test_one_process_takes_all_cores_whoever_launched_it(tmp_path: Path, text_file: Path) -> None:
     """Some builds of torch take one thread when Open MPI's variables are there."""
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
@@ -458,12 +505,7 @@ def test_one_process_takes_all_cores_whoever_launched_it(tmp_path: Path, text_fi
 
 
 def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_file: Path) -> None:
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    envs = [
-        {**env, "RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for r in range(2)
-    ]
-    first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand())
     assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
 
 
