@@ -2757,6 +2757,7 @@ class Trainer:
         self.last_look: tuple[float, int] | None = None  # at the preemptions: when, how many
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
+        self.saved_at = math.inf  # when that was, or the training began
         self.best_step: int | None = None
         self.best_val_loss = math.inf
         self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
@@ -2779,15 +2780,15 @@ class Trainer:
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
-        compiled = config.compile == "on"
+        self.compiled = config.compile == "on"
         pays = compiling_pays(self.model, config, device, group.world_size)
         if config.compile == "auto" and pays:
-            compiled = can_compile()
-            if not compiled and self.chief:
+            self.compiled = can_compile()
+            if not self.compiled and self.chief:
                 say("note: not compiled: it takes Triton, a C compiler and Python.h")
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
         # A graph for all lengths of windows would break at each attention.
-        net: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
         self.ddp: nn.Module = net
         if group.world_size > 1:
             self.ddp = DistributedDataParallel(
@@ -2797,18 +2798,24 @@ class Trainer:
             )
             if dtype == torch.bfloat16:  # in a lambda, as DDP takes no annotations that are strings
                 self.ddp.register_comm_hook(None, lambda state, bucket: group.average_soon(bucket))
-        plain = device.type == "cpu" and not compiled
-        named = str(dtype).removeprefix("torch.")
-        self.choices = [
-            "tf32" if config.precision == "tf32" else named,
-            "compiled" if compiled else "eager",
-            f"{'plain' if plain else 'fused'} operations",
-            f"text {'in memory' if self.batches.tokens.device.type == 'cpu' else 'on the GPU'}",
+
+    @property
+    def choices(self) -> list[str]:
+        """What was chosen by the device and the model, in words."""
+        cpu = self.group.device.type == "cpu"
+        near = self.batches.tokens.device.type != "cpu"
+        named = str(self.model.compute_dtype).removeprefix("torch.")
+        choices = [
+            "tf32" if self.config.precision == "tf32" else named,
+            "compiled" if self.compiled else "eager",
+            f"{'plain' if cpu and not self.compiled else 'fused'} operations",
+            f"text {'on the GPU' if near else 'in memory'}",
         ]
-        if group.world_size > 1:
-            self.choices.append(f"gradients averaged in {named}")
+        if self.group.world_size > 1:
+            choices.append(f"gradients averaged in {named}")
             if muon := self.optimizer.muon:
-                self.choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
+                choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
+        return choices
 
     # -- state ------------------------------------------------------------------------------------
 
