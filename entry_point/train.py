@@ -1144,6 +1144,20 @@ class Group:
             ) from None
         if named:
             self.check_hosts(container)
+        else:
+            self.check_order(ranks)
+
+    def check_order(self, ranks: Ranks) -> None:
+        """Raises TopologyError unless the ranks are numbered host by host."""
+        ranks_of_host = torch.zeros(self.world_size, device=self.device)
+        ranks_of_host[self.host_index] = 1
+        whole = self.sum_(ranks_of_host)[self.host_index] == ranks.local_world_size
+        if self.sum_(whole.float()) < self.world_size:
+            raise TopologyError(
+                f"{ranks.launcher} did not number the ranks host by host: rank {ranks.rank} is the"
+                f" host's number {ranks.local_rank} of {ranks.local_world_size}"
+                " (`mpirun --map-by slot` and `srun --distribution=block` do)"
+            )
 
     def check_hosts(self, container: Container) -> None:
         """Raises TopologyError unless each host of the job brought the same number of ranks."""

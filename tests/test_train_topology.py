@@ -522,6 +522,22 @@ def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
     assert "running on 2 hosts x CPU = 3 processes in one group" in first.output
 
 
+def test_ranks_that_are_not_numbered_host_by_host_are_refused(
+    tmp_path: Path, text_file: Path
+) -> None:
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    places = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    envs = [  # dealt to two hosts in turn
+        {**env, **places, "RANK": str(rank), "LOCAL_RANK": str(rank // 2)} for rank in range(4)
+    ]
+    ends = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    assert [end.status for end in ends] == [1, 1, 1, 1]
+    assert ends[2].last_line.startswith(
+        "TopologyError: torchrun did not number the ranks host by host: rank 2 is the host's number"
+        " 1 of 2 "
+    )
+
+
 @pytest.mark.parametrize("option", ["out", "validation"])
 def test_an_option_that_a_container_settles_is_refused_there(tmp_path: Path, option: str) -> None:
     env = {"SAGEMAKER_BASE_DIR": str(tmp_path), "SM_HOSTS": '["algo-1"]'}
