@@ -451,11 +451,25 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
-def hosts_by_hand() -> list[dict[str, str]]:
-    """The environments of two hosts of one rank each, as torchrun makes them."""
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+def test_hosts_that_are_not_all_in_the_group_are_refused(text: str, tmp_path: Path) -> None:
+    first, _ = make_hosts(tmp_path / "ml", text, 2)  # twice, and the second not at all
+    envs = [{**first, **place} for place in places_of_two()]
+    ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
+    assert [end.status for end in ends] == [1, 1]
+    told = "TopologyError: the hosts are not equally in the group of ranks: algo-1: 2, algo-2: 0;"
+    assert ends[0].last_line.startswith(told)
+
+
+def places_of_two() -> list[dict[str, str]]:
+    """What torchrun tells two hosts of one rank each."""
     ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return [{**env, **ranks, "RANK": str(rank)} for rank in range(2)]
+    return [{**ranks, "RANK": str(rank)} for rank in range(2)]
+
+
+def hosts_by_hand() -> list[dict[str, str]]:
+    """The environments of such hosts, where no container names them."""
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return [{**env, **place} for place in places_of_two()]
 
 
 def test_hosts_without_names_that_have_different_text_are_told_by_rank(
