@@ -771,7 +771,7 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
 # -- what it prints and leaves ---------------------------------------------------------------------
 
 
-def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
+def test_the_metric_line_has_each_number_under_its_name() -> None:
     row = {
         "step": 250,
         "train_loss": 1.81234,
@@ -789,13 +789,22 @@ def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
-def test_metric_regexes_find_each_number_behind_the_prefix_of_mpirun(prefix: str) -> None:
-    row = dict(step=5, train_loss=4.5, val_loss=3.25, learning_rate=0.5, tokens_per_second=9.0)
-    line = prefix + train.metric_line(row, 10, 1)
-    for name, value in [("train_loss", 4.5), ("val_loss", 3.25), ("learning_rate", 0.5)]:
-        assert [float(v) for v in re.findall(rf"{name}=([0-9.]+)", line)] == [value]
-    assert re.findall("tokens_per_second=([0-9.]+)", line) == ["9"]
-    assert re.findall("step=([0-9]+)", line) == ["5"]
+def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
+    prefix: str,
+) -> None:
+    row = dict(step=250, train_loss=2.130314, val_loss=10.5, learning_rate=0.00001)
+    line = prefix + train.metric_line({**row, "tokens_per_second": 25765.4}, 2000, 3725)
+    found = {
+        definition["Name"]: [float(value) for value in re.findall(definition["Regex"], line)]
+        for definition in train.metric_definitions()
+    }
+    assert found == {
+        "step": [250],
+        "train_loss": [2.13031],
+        "val_loss": [10.5],
+        "learning_rate": [0.00001],
+        "tokens_per_second": [25765],
+    }
 
 
 def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(

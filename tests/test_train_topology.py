@@ -463,7 +463,8 @@ def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_f
         {**env, "RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         for r in range(2)
     ]
-    first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    first, second = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
+    assert (first.status, second.status) == (0, 0), first.output + second.output
     assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
 
 
