@@ -40,6 +40,7 @@ from launcher.aws import why
 from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import SageMakerBackend, source_archive
 from launcher.instances import INSTANCES, has_local_storage, remark
+from launcher.settings import load_settings
 from launcher.submission import new_job_id
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -280,6 +281,18 @@ def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert f"store: s3://{bucket}/sm-nanogpt (the account's default bucket" in ran.err
+
+
+def test_no_default_bucket_but_this_accounts_own_is_asked_for(cloud: Emulator) -> None:
+    """Anybody may make a bucket of that name, and would then have the text and the script."""
+    backend, owners = SageMakerBackend(load_settings()), []
+
+    def note(params: dict[str, Any], **_: Any) -> None:
+        owners.append(params["headers"].get("x-amz-expected-bucket-owner"))
+
+    backend.client("s3").meta.events.register("before-call.s3.HeadBucket", note)
+    backend.default_bucket()
+    assert owners == [ACCOUNT]
 
 
 # -- launching -------------------------------------------------------------------------------------
