@@ -736,9 +736,13 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
     assert not gaps or max(gaps) - min(gaps) <= 32
 
 
-def test_evaluation_is_the_mean_over_the_windows(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32")
+def test_evaluation_is_the_mean_over_the_windows_without_dropout(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32", dropout=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainer.model.parameters():  # the layers begin as nothing, also to dropout
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
+    assert trainer.model.training  # on which goes with dropout
     x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
     trainer.model.eval()
     with torch.no_grad():
