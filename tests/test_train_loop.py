@@ -565,6 +565,21 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
     assert trainer.checkpoints.steps("checkpoint") == [0]
 
 
+def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.save_checkpoint()
+    trainer.loss_sum.fill_(math.nan)
+    trainer.step = trainer.steps_summed = 5
+    for act in (trainer.save_checkpoint, lambda: trainer.log(False, 1.0, 1.0)):
+        with pytest.raises(NonFiniteLossError, match="the loss is nan, not finite at step 5"):
+            act()
+    assert trainer.checkpoints.steps("checkpoint") == [0]
+    assert trainer.metrics == []
+    assert capsys.readouterr().out == ""
+
+
 def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
     tmp_path: Path,
 ) -> None:
