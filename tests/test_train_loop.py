@@ -1014,6 +1014,23 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
     assert end.last_line == "AssertionError: that is enough"
 
 
+def test_a_rank_that_hears_no_signal_does_not_outlive_one_that_failed(
+    tmp_path: Path, text_file: Path
+) -> None:
+    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    deaf = (
+        "    if ranks.rank == 0:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "        time.sleep(100)\n"
+        "    raise DataError('that is enough')\n"
+    )
+    command = edited_script(tmp_path / "train.py", (line, deaf + line))
+    arguments = words(**SMALL, data=text_file, processes=2)
+    with started(arguments, cwd=tmp_path, command=command) as process:
+        end = ended(process, limit=60)
+    assert (end.status, end.last_line) == (2, "DataError: that is enough")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
 def test_the_memory_of_freed_tensors_serves_the_next() -> None:
     code = (
