@@ -1014,6 +1014,15 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
     assert end.last_line == "AssertionError: that is enough"
 
 
+def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_file: Path) -> None:
+    """SageMaker would take that for the reason of a failure."""
+    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
+    command = edited_script(tmp_path / "train.py", (line, warning + line))
+    end = run(words(**SMALL, data=text_file, processes=1), cwd=tmp_path, command=command)
+    assert (end.status, end.output) == (2, "note: two lines\nDataError: none\n")
+
+
 def test_a_rank_that_hears_no_signal_does_not_outlive_one_that_failed(
     tmp_path: Path, text_file: Path
 ) -> None:
