@@ -64,8 +64,11 @@ def test_a_smoke_run_prints_a_table_and_writes_the_same_as_json(
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     lines = ran.stdout.splitlines()
+    assert found["rows"]
     assert len([line for line in lines if line.startswith("| ")]) == 1 + len(found["rows"])
-    assert all(row[""] in ran.stdout for row in found["rows"])
+    for row in found["rows"]:
+        assert row[""] in ran.stdout
+        assert any(name and value for name, value in row.items()), row  # it has a figure
     assert "smoke run: these figures mean nothing" in lines
     assert found["machine"]["command"] in ran.stdout
 
@@ -101,6 +104,14 @@ def test_nanogpts_time_leaves_out_what_holds_an_evaluation(measure: ModuleType) 
     moments = [0.0, 5.0, 6.0, 8.0, 9.0, 11.0]
     found = trainers.seconds_of_iteration(zip(moments, said, strict=True))
     assert found == pytest.approx((1.0 + 2.0) / 20)
+
+
+def test_a_text_that_came_in_one_piece_has_no_rate_and_says_so(measure: ModuleType) -> None:
+    import sampling
+
+    at_once = measure.Process([sys.executable, "-c", "print('a' * 40)"])
+    with pytest.raises(measure.Failed, match="in one piece"):
+        sampling.our_rate(at_once, 1, 40)
 
 
 def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -> None:

@@ -48,11 +48,15 @@ def word_options(command: str) -> list[str]:
     ]
 
 
-def modules_after(code: str) -> set[str]:
+def modules_after(code: str, home: Path) -> set[str]:
     """The top-level modules that a piece of code leaves loaded."""
     report = "import sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", f"{code}\n{report}"],
+        env=launching.environment(home),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
@@ -63,24 +67,24 @@ def modules_after(code: str) -> set[str]:
 HEAVY = {"torch", "numpy", "sagemaker", "boto3", "botocore", "s3fs", "fsspec", "pydantic"}
 
 
-def test_help_imports_nothing_heavy() -> None:
-    loaded = modules_after("from launcher.cli import run\nassert run(['--help']) == 0")
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    loaded = modules_after("from launcher.cli import run\nassert run(['--help']) == 0", tmp_path)
     assert "click" in loaded
     assert not loaded & HEAVY
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_commands_help_imports_nothing_heavy(command: str) -> None:
-    loaded = modules_after(f"from launcher.cli import run\nassert run('{command} -h'.split()) == 0")
-    assert not loaded & HEAVY
+def test_a_commands_help_imports_nothing_heavy(command: str, tmp_path: Path) -> None:
+    code = f"from launcher.cli import run\nassert run('{command} -h'.split()) == 0"
+    assert not modules_after(code, tmp_path) & HEAVY
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    assert not modules_after("import launcher") & HEAVY
+def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert not modules_after("import launcher", tmp_path) & HEAVY
 
 
 @pytest.mark.parametrize(
-    "words", ["status {job}", "logs {job}", "wait {job}", "upload-data {text}"]
+    "words", ["jobs", "status {job}", "logs {job}", "wait {job}", "upload-data {text}"]
 )
 def test_what_trains_and_samples_nothing_here_imports_neither_torch_nor_aws(
     finished: Finished, tmp_path: Path, text_file: Path, words: str
@@ -88,8 +92,7 @@ def test_what_trains_and_samples_nothing_here_imports_neither_torch_nor_aws(
     home = tmp_path / "home"
     shutil.copytree(finished.home, home)
     said = words.format(job=finished.job_id, text=text_file).split()
-    code = f"import os\nos.environ['SM_NANOGPT_HOME'] = {str(home)!r}\n"
-    loaded = modules_after(f"{code}from launcher.cli import run\nassert run({said}) == 0")
+    loaded = modules_after(f"from launcher.cli import run\nassert run({said}) == 0", home)
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
 
 

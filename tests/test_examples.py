@@ -50,7 +50,11 @@ def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[s
     notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    assert "val_loss" in str(notebook.cells)
+    printed = [str(cell.get("outputs", "")) for cell in notebook.cells]
+    assert any("step=20/20 train_loss=" in each for each in printed)
+    assert any("'Completed'" in each and "'val_loss': " in each for each in printed)
+    assert any(each.count("---") == 2 for each in printed)  # two samples
+    assert any("'model.safetensors'" in each for each in printed)
 
 
 def test_committed_notebooks_hold_no_output() -> None:

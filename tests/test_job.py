@@ -62,6 +62,36 @@ def test_a_default_of_an_edited_script_that_cannot_be_sent_is_left_to_the_script
     assert "motto" not in job.sendable_hyperparameters()
 
 
+@pytest.mark.parametrize("motto", ["a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501])
+def test_a_value_that_a_shell_of_the_container_may_take_for_a_command_is_refused(
+    tmp_path: Path, motto: str
+) -> None:
+    place = "    device: str = hyper"
+    field = '    motto: str = hyperparameter("ab", "", group="report")\n'
+    script = launching.edited(tmp_path / "mine.py", (place, field + place))
+    job = TrainingJob(entry_point=script, hyperparameters={"motto": motto})
+    with pytest.raises(InputError, match="motto="):
+        job.sendable_hyperparameters()
+
+
+def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None:
+    place = "    device: str = hyper"
+    more = "".join(f'    x{i}: int = hyperparameter(1, "", group="report")\n' for i in range(80))
+    script = launching.edited(tmp_path / "mine.py", (place, more + place))
+    with pytest.raises(InputError, match="AWS allows 80"):
+        TrainingJob(entry_point=script).sendable_hyperparameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "said"),
+    [("environment", 100, "AWS allows 100"), ("tags", 48, "AWS allows 48")],
+)
+def test_more_variables_or_tags_than_aws_takes_are_refused(name: str, most: int, said: str) -> None:
+    values = {f"A{i}": "b" for i in range(most)}
+    TrainingJob(instance="ml.g5.xlarge", **{name: values})
+    assert said in refusal(instance="ml.g5.xlarge", **{name: {**values, "B": "b"}})
+
+
 def test_the_nearest_preset_is_named() -> None:
     assert "did you mean baby?" in refusal(preset="babby")
 

@@ -723,6 +723,14 @@ def test_a_log_that_could_not_be_written_for_a_while_says_so(
     ]
 
 
+def test_why_a_job_failed_is_told_in_as_many_characters_as_by_sagemaker(
+    tmp_path: Path, text_file: Path
+) -> None:
+    state = run_ranks(tmp_path, text_file, "raise ValueError('x' * 2000)")
+    assert state["status"] == "Failed"
+    assert state["reason"] == f"ValueError: {'x' * 1024}"[:1024]
+
+
 def test_why_a_job_failed_is_told_though_the_disk_is_full(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

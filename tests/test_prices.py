@@ -62,6 +62,14 @@ def test_the_price_list_is_asked_once_a_week(service: MoneyService, home: Path) 
     assert service.operations() == ["GetProducts"] * 2
 
 
+def test_an_answer_of_a_day_that_is_yet_to_come_is_not_fresh(
+    service: MoneyService, home: Path
+) -> None:
+    """A clock that was ahead would else keep it for as long."""
+    keep(home, 6.0, days=-1)
+    assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
+
+
 def test_an_old_answer_is_better_than_none_and_says_its_date(
     service: MoneyService, home: Path
 ) -> None:

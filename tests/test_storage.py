@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any
 import fsspec
 import launching
 import pytest
+from emulator import Emulator
 from launching import Ran
 from s3fs import S3FileSystem
 
@@ -208,15 +210,21 @@ def test_an_upload_goes_to_s3_below_the_prefix(
 
 
 def test_an_unchanged_text_is_not_sent_to_s3_again(
-    s3: Any, cli: Callable[..., Ran], text_file: Path
+    s3: Any, emulator: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
+    def sent() -> list[str]:
+        """Names of what was put into the store since this was last asked."""
+        put = [each.resource for each in emulator.accesses if each.action == "s3:PutObject"]
+        emulator.accesses.clear()
+        return [resource.rpartition("/data/")[2] for resource in put]
+
     first = cli("upload-data", str(text_file))
-    name = next(key for key in keys(s3) if key.endswith(".txt"))
-    sent = s3.head_object(Bucket=s3.bucket, Key=name)["LastModified"]
+    name = first.out.strip().rpartition("/")[2]
+    assert set(sent()) == {f"{name}/input.txt", f"{name}.json", "latest.json"}
     second = cli("upload-data", str(text_file))
     assert second.out == first.out
     assert "nothing was sent" in second.err
-    assert s3.head_object(Bucket=s3.bucket, Key=name)["LastModified"] == sent
+    assert set(sent()) == {"latest.json"}  # the pointer to the last upload
 
 
 def test_an_interrupted_upload_to_s3_leaves_nothing_that_counts_as_data(
@@ -227,6 +235,50 @@ def test_an_interrupted_upload_to_s3_leaves_nothing_that_counts_as_data(
     assert not [key for key in keys(s3) if key.endswith(".json")]
     with pytest.raises(InputError, match="nothing was uploaded"):
         last_upload(load_settings())
+
+
+@pytest.mark.parametrize(
+    ("body", "metadata"), [(b"conten", True), (b"content", False)], ids=["size", "sha256"]
+)
+def test_what_arrives_in_s3_otherwise_than_it_was_sent_is_refused(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, metadata: bool
+) -> None:
+    async def put(fs: Any, source: str, path: str, **options: Any) -> None:
+        said = options["Metadata"] if metadata else {}
+        s3.put_object(Bucket=s3.bucket, Key="file", Body=body, Metadata=said)
+
+    (tmp_path / "file").write_bytes(b"content")
+    monkeypatch.setattr(S3FileSystem, "_put_file", put)
+    with pytest.raises(ServiceError, match="what arrived is not what was sent"):
+        storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
+
+
+def test_what_comes_out_of_s3_otherwise_than_it_went_in_is_refused(s3: Any, tmp_path: Path) -> None:
+    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata={"sha256": "0" * 64})
+    with pytest.raises(ServiceError, match="what arrived is not what is there"):
+        storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
+
+
+def test_what_comes_out_of_s3_cut_short_is_refused(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def get(fs: Any, path: str, target: str, **options: Any) -> None:
+        Path(target).write_bytes(b"conten")
+
+    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content")  # by others: it has no SHA-256
+    monkeypatch.setattr(S3FileSystem, "_get_file", get)
+    with pytest.raises(ServiceError, match="what arrived is not what is there"):
+        storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
+
+
+def test_an_interrupted_document_is_not_in_s3(s3: Any) -> None:
+    uri = f"s3://{s3.bucket}/document.json"
+    with pytest.raises(Interrupted), storage.replacing(uri) as file:
+        file.write(b"half")
+        raise Interrupted
+    del file
+    gc.collect()  # what was left open would be sent then
+    assert keys(s3) == []
 
 
 def test_a_missing_bucket_is_one_line_and_is_not_created(

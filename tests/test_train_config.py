@@ -298,8 +298,8 @@ def test_a_resumed_training_has_its_directory_and_takes_no_other(tmp_path: Path)
 
 def test_importing_does_nothing(tmp_path: Path) -> None:
     probe = (
-        "import importlib.util, sys, torch, signal\n"
-        "before = torch.get_rng_state(), signal.getsignal(signal.SIGTERM)\n"
+        "import importlib.util, os, sys, torch, signal\n"
+        "before = torch.get_rng_state(), signal.getsignal(signal.SIGTERM), dict(os.environ)\n"
         f"spec = importlib.util.spec_from_file_location('train', {str(SCRIPT)!r})\n"
         "module = importlib.util.module_from_spec(spec)\n"
         "sys.modules['train'] = module\n"
@@ -307,8 +307,10 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
         "assert not torch.distributed.is_initialized()\n"
         "assert torch.equal(before[0], torch.get_rng_state())\n"
         "assert before[1] == signal.getsignal(signal.SIGTERM)\n"
+        "assert before[2] == dict(os.environ)\n"
     )
     env = environment(PYTHONDONTWRITEBYTECODE="1", SM_HOSTS="broken", RANK="7", WORLD_SIZE="9")
+    env.pop("GOMP_SPINCOUNT", None)  # as importing it in this process would have left it
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=tmp_path, env=env, capture_output=True, timeout=60
     )

@@ -210,6 +210,19 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_old_file(
     assert file.read_bytes() == old
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, synced = tmp_path / "a.safetensors", []
+
+    def note(fd: int) -> None:
+        synced.append(("directory" if Path(f"/dev/fd/{fd}").is_dir() else "file", place.exists()))
+
+    monkeypatch.setattr(train.os, "fsync", note)
+    train.write_safetensors(place, TENSORS, {})
+    assert synced == [("file", False), ("directory", True)]
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -590,6 +590,21 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
     assert trainer.checkpoints.steps("checkpoint") == [0]
 
 
+def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.save_checkpoint()
+    trainer.loss_sum.fill_(math.nan)
+    trainer.step = trainer.steps_summed = 5
+    for act in (trainer.save_checkpoint, lambda: trainer.log(False, 1.0, 1.0)):
+        with pytest.raises(NonFiniteLossError, match="the loss is nan, not finite at step 5"):
+            act()
+    assert trainer.checkpoints.steps("checkpoint") == [0]
+    assert trainer.metrics == []
+    assert capsys.readouterr().out == ""
+
+
 def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
     tmp_path: Path,
 ) -> None:
@@ -761,9 +776,13 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
     assert not gaps or max(gaps) - min(gaps) <= 32
 
 
-def test_evaluation_is_the_mean_over_the_windows(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32")
+def test_evaluation_is_the_mean_over_the_windows_without_dropout(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_windows=0, precision="float32", dropout=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainer.model.parameters():  # the layers begin as nothing, also to dropout
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
+    assert trainer.model.training  # on which goes with dropout
     x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
     trainer.model.eval()
     with torch.no_grad():
@@ -796,7 +815,7 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
 # -- what it prints and leaves ---------------------------------------------------------------------
 
 
-def test_the_metric_line_is_as_metric_definitions_read_it() -> None:
+def test_the_metric_line_has_each_number_under_its_name() -> None:
     row = {
         "step": 250,
         "train_loss": 1.81234,
@@ -818,13 +837,22 @@ def test_a_metric_line_can_tell_any_time() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
-def test_metric_regexes_find_each_number_behind_the_prefix_of_mpirun(prefix: str) -> None:
-    row = dict(step=5, train_loss=4.5, val_loss=3.25, learning_rate=0.5, tokens_per_second=9.0)
-    line = prefix + train.metric_line(row, 10, 1)
-    for name, value in [("train_loss", 4.5), ("val_loss", 3.25), ("learning_rate", 0.5)]:
-        assert [float(v) for v in re.findall(rf"{name}=([0-9.]+)", line)] == [value]
-    assert re.findall("tokens_per_second=([0-9.]+)", line) == ["9"]
-    assert re.findall("step=([0-9]+)", line) == ["5"]
+def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
+    prefix: str,
+) -> None:
+    row = dict(step=250, train_loss=2.130314, val_loss=10.5, learning_rate=0.00001)
+    line = prefix + train.metric_line({**row, "tokens_per_second": 25765.4}, 2000, 3725)
+    found = {
+        definition["Name"]: [float(value) for value in re.findall(definition["Regex"], line)]
+        for definition in train.metric_definitions()
+    }
+    assert found == {
+        "step": [250],
+        "train_loss": [2.13031],
+        "val_loss": [10.5],
+        "learning_rate": [0.00001],
+        "tokens_per_second": [25765],
+    }
 
 
 def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(
@@ -1013,6 +1041,32 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
         assert time.monotonic() - before < 30
     assert end.status == 1
     assert end.last_line == "AssertionError: that is enough"
+
+
+def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_file: Path) -> None:
+    """SageMaker would take that for the reason of a failure."""
+    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
+    command = edited_script(tmp_path / "train.py", (line, warning + line))
+    end = run(words(**SMALL, data=text_file, processes=1), cwd=tmp_path, command=command)
+    assert (end.status, end.output) == (2, "note: two lines\nDataError: none\n")
+
+
+def test_a_rank_that_hears_no_signal_does_not_outlive_one_that_failed(
+    tmp_path: Path, text_file: Path
+) -> None:
+    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    deaf = (
+        "    if ranks.rank == 0:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "        time.sleep(100)\n"
+        "    raise DataError('that is enough')\n"
+    )
+    command = edited_script(tmp_path / "train.py", (line, deaf + line))
+    arguments = words(**SMALL, data=text_file, processes=2)
+    with started(arguments, cwd=tmp_path, command=command) as process:
+        end = ended(process, limit=60)
+    assert (end.status, end.last_line) == (2, "DataError: that is enough")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")

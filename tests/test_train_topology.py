@@ -519,7 +519,8 @@ def test_one_process_takes_all_cores_whoever_launched_it(tmp_path: Path, text_fi
 
 
 def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_file: Path) -> None:
-    first, _ = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand())
+    first, second = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand())
+    assert (first.status, second.status) == (0, 0), first.output + second.output
     assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
 
 

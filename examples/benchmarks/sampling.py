@@ -54,7 +54,7 @@ with torch.no_grad():
 
 def benchmark(args: Namespace, scratch: Path) -> Report:
     name = "smoke" if args.quick else args.shape
-    length = 40 if args.quick else args.characters
+    length = 400 if args.quick else args.characters
     job = our_job(args, scratch, name)
     one, many = "ours, 1 sample", f"ours, {args.samples} at once"
     sides: dict[str, Callable[[int], float]] = {
@@ -128,6 +128,8 @@ def our_rate(job: Process, samples: int, length: int) -> float:
             first = first or last
         if popen.wait():
             raise Failed(f"{shlex.join(command)}: exit status {popen.returncode}")
+    if last == first:
+        raise Failed(f"{shlex.join(command)}: its text came in one piece; take more --characters")
     return samples * (length - 1) / (last - first)
 
 
