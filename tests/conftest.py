@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import botocore.session
 import launching
 import pytest
 import torch
@@ -18,6 +20,10 @@ from sagemaker_service import SageMaker, scripted
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
+
+# Each session parses the models of services anew, and tests make thousands of sessions. Here these
+# share them, as the clients of one do; moto has its own, since clients change theirs a little.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 
 @pytest.fixture(scope="session")
