@@ -324,8 +324,9 @@ class Cluster:
     Each host has `gpus` GPUs as far as nvidia-smi knows, and the launchers start one rank for each.
     What is in /opt/ml when the hosts start is up to the caller, who writes below Host.ml.
 
-    With `volume`, /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a
-    socket that listens there inside the host, for the caller to answer.
+    With `threads`, each rank has so many; without, as many as it takes by itself. With `volume`,
+    /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a socket that
+    listens there inside the host, for the caller to answer.
     """
 
     def __init__(
@@ -335,6 +336,7 @@ class Cluster:
         job_name: str,
         hosts: int,
         gpus: int,
+        threads: int | None,
         smddprun: bool = False,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
@@ -351,6 +353,8 @@ class Cluster:
         self.failed_first: Host | None = None
         self.failed_at = 0.0
         self.variables = {"TRAINING_JOB_NAME": job_name, **(variables or {})}
+        if threads is not None:
+            self.variables.setdefault("OMP_NUM_THREADS", str(threads))
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):
@@ -536,6 +540,7 @@ class Job(Cluster):
         launcher: str = "pytorchddp",
         hosts: int = 1,
         gpus: int = 2,
+        threads: int | None = 1,  # the cores are those of other tests too
         script: Path = SCRIPT,
         smddprun: bool = False,
         second_environment_sed: str = "",
@@ -546,6 +551,7 @@ class Job(Cluster):
             job_name="sm-nanogpt-contract",
             hosts=hosts,
             gpus=gpus,
+            threads=threads,
             smddprun=smddprun,
             second_environment_sed=second_environment_sed,
         )

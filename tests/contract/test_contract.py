@@ -16,6 +16,8 @@ import runs
 from container import Host, Job
 from runs import SMALL, edited_script, words
 
+from entry_point import train
+
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 
 # How the ranks are started, and who says so in the log.
@@ -110,7 +112,8 @@ def test_hosts_that_are_each_started_alone_make_one_model_and_say_so(finished: F
 DECLARE = (
     "    config, options = parse_argv(argv)\n",
     """\
-    names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG")
+    names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG",
+        "OMP_NUM_THREADS")
     say("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
     config, options = parse_argv(argv)
 """,
@@ -137,7 +140,7 @@ def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list
     """A job whose ranks declare what reached them, which on the second host is broken."""
     script = tmp_path_factory.mktemp("declaring") / "train.py"
     edited_script(script, DECLARE)
-    options = dict(second_environment_sed=LOSSES, script=script)
+    options = dict(second_environment_sed=LOSSES, script=script, threads=None)
     return finished("broken", hosts=2, values=ODD_VALUES, **options)
 
 
@@ -160,7 +163,13 @@ def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host
 
 
 def test_mpirun_alone_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
-    assert [env["RANK"] for env, _ in declared(broken).values()] == [None] * 4
+    found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
+    assert found == [(None, None)] * 4
+
+
+def test_ranks_that_nobody_gives_threads_share_the_cores_of_their_host(broken: list[Host]) -> None:
+    threads = max(1, train.available_cores() // 2)
+    assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
 
 def test_hyperparameters_reach_every_rank_through_argv(broken: list[Host]) -> None:
