@@ -475,20 +475,6 @@ class Cluster:
         self.kill()
         assert None not in codes or any(codes), f"hung:\n{self.log}"
 
-    def wait_for_file(self, pattern: str, limit: float = LIMIT) -> None:
-        """Until the first host has such a file in /opt/ml."""
-        deadline = time.time() + limit
-        while not any(self.hosts[0].ml.glob(pattern)):
-            ended = [process.poll() for process in self.containers] != [None] * len(self.hosts)
-            assert not ended and time.time() < deadline, f"no {pattern}:\n{self.log}"
-            time.sleep(0.05)
-
-    def stop(self, grace: float) -> None:
-        """StopTrainingJob, which on SageMaker gives 120 s of grace."""
-        self.signal(signal.SIGTERM)
-        time.sleep(grace)
-        self.kill()
-
     def processes(self, index: int) -> list[list[str]]:
         """The command line of each process of a host, followed by those of the ones above it.
 
@@ -544,7 +530,6 @@ class Job(Cluster):
         script: Path = SCRIPT,
         smddprun: bool = False,
         second_environment_sed: str = "",
-        checkpoints: Path | None = None,
     ) -> None:
         super().__init__(
             directory,
@@ -573,7 +558,5 @@ class Job(Cluster):
                 channels=["training"],
             )
             (host.ml / "input/data/training/input.txt").write_text(text)
-            if checkpoints is not None:
-                shutil.copytree(checkpoints, host.checkpoints, dirs_exist_ok=True)
             with tarfile.open(host.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as tar:
                 tar.add(script, "train.py")

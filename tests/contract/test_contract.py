@@ -245,31 +245,6 @@ def test_a_hyperparameter_that_only_the_ranks_can_refuse_is_named(
 # -- the end of a job ------------------------------------------------------------------------------
 
 
-def test_a_stopped_job_leaves_checkpoints_on_which_a_new_one_goes_on(
-    excerpt: str, tmp_path: Path
-) -> None:
-    endless = dict(max_steps=1_000_000, log_interval=1_000_000, eval_interval=1_000_000)
-    values = {**VALUES, **endless, "checkpoint_seconds": 1}
-    with Job(tmp_path / "stopped", text=excerpt, values=values) as job:
-        job.wait_for_file("checkpoints/checkpoint-*.safetensors")
-        job.stop(grace=3)
-    stopped = job.hosts[0]
-    assert stopped.status == -9  # SIGTERM reached nothing
-    assert "stopped by a signal" not in stopped.log
-    newest = max(stopped.checkpoints.glob("checkpoint-*.safetensors"))
-    step = int(newest.stem.removeprefix("checkpoint-"))
-    assert step > 0
-
-    values = {**VALUES, "max_steps": step + 10}
-    with Job(
-        tmp_path / "resumed", text=excerpt, values=values, checkpoints=stopped.checkpoints
-    ) as job:
-        job.wait()
-    assert_done(job.hosts)
-    assert f"resumed from the checkpoint of step {step}" in job.log
-    assert training_of(job.hosts[0])["metrics"]["step"] == step + 10
-
-
 def test_containers_end_with_the_tests_however_those_end(tmp_path: Path) -> None:
     program = f"""
 import sys, time
