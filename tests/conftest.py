@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ import torch
 from emulator import ROLE_ACTIONS, Emulator, make_role, serving
 from money_service import TODAY, MoneyService
 from sagemaker_service import SageMaker, scripted
+
+ROOT = Path(__file__).parent.parent
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
@@ -80,13 +83,14 @@ def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launchi
 def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> launching.Finished:
     """A job of one process that ended well. It is shared: look, but change nothing."""
 
-    def build(directory: Path) -> launching.Finished:
+    def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
         ran = launching.command(*launching.launching(data=text_file), home=home)
         assert ran.code == 0, ran.err
-        return launching.Finished(home, ran.out.strip())
+        return home, ran.out.strip()
 
-    return launching.once(tmp_path_factory, "finished", build)
+    home, job_id = launching.once(tmp_path_factory, "finished", build)
+    return launching.Finished(Path(home), job_id)
 
 
 @pytest.fixture
@@ -95,6 +99,24 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
     copy = launching.Finished(home, finished.job_id)
     shutil.copytree(finished.directory, copy.directory)
     return copy
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, made of a copy: building leaves files beside its sources, and
+    takes those that it finds there."""
+
+    def build(directory: Path) -> tuple[Path]:
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, directory)
+        for name in ("launcher", "entry_point", "infra"):
+            shutil.copytree(ROOT / name, directory / name)
+        launching.pip(sys.executable, "wheel", "--no-deps", "-w", directory / "dist", directory)
+        (built,) = (directory / "dist").glob("*.whl")
+        return (built,)
+
+    (path,) = launching.once(tmp_path_factory, "wheel", build)
+    return Path(path)
 
 
 # ------------------------------------------------------------------------------------------------
