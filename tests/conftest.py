@@ -63,7 +63,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     yield path
-    launching.kill_below(path)
+    if (path / "jobs").exists():
+        launching.kill_below(path)
 
 
 @pytest.fixture

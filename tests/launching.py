@@ -216,7 +216,7 @@ def until(condition: Callable[[], Any], limit: float = runs.LIMIT) -> Any:
     deadline = time.monotonic() + limit
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(0.2)  # asking takes a process or a request
     return value
 
 
