@@ -29,6 +29,22 @@ torch.set_num_threads(1)
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 
+@pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each worker begins with its part of the longest tests, which are those of contract and e2e.
+
+    It gets a stretch of this list, and takes from the ends of the others' when it is through.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.path.parent != Path(__file__).parent]
+    short = [item for item in items if item.path.parent == Path(__file__).parent]
+    cuts = [len(short) * index // workers for index in range(workers + 1)]
+    shares = [
+        long[index::workers] + short[cuts[index] : cuts[index + 1]] for index in range(workers)
+    ]
+    items[:] = [item for share in shares for item in share]
+
+
 @pytest.fixture(scope="session")
 def text() -> str:
     """Real English of several hundred thousand characters, which every CPython carries.
