@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import botocore.session
 import launching
 import pytest
 import torch
@@ -16,8 +19,30 @@ from emulator import ROLE_ACTIONS, Emulator, make_role, serving
 from money_service import TODAY, MoneyService
 from sagemaker_service import SageMaker, scripted
 
+ROOT = Path(__file__).parent.parent
+
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
+
+# Each session parses the models of services anew, and tests make thousands of sessions. Here these
+# share them, as the clients of one do; moto has its own, since clients change theirs a little.
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+
+
+@pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each worker begins with its part of the longest tests, which are those of contract and e2e.
+
+    It gets a stretch of this list, and takes from the ends of the others' when it is through.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.path.parent != Path(__file__).parent]
+    short = [item for item in items if item.path.parent == Path(__file__).parent]
+    cuts = [len(short) * index // workers for index in range(workers + 1)]
+    shares = [
+        long[index::workers] + short[cuts[index] : cuts[index + 1]] for index in range(workers)
+    ]
+    items[:] = [item for share in shares for item in share]
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +79,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     yield path
-    launching.kill_below(path)
+    if (path / "jobs").exists():
+        launching.kill_below(path)
 
 
 @pytest.fixture
@@ -74,13 +100,14 @@ def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launchi
 def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> launching.Finished:
     """A job of one process that ended well. It is shared: look, but change nothing."""
 
-    def build(directory: Path) -> launching.Finished:
+    def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
         ran = launching.command(*launching.launching(data=text_file), home=home)
         assert ran.code == 0, ran.err
-        return launching.Finished(home, ran.out.strip())
+        return home, ran.out.strip()
 
-    return launching.once(tmp_path_factory, "finished", build)
+    home, job_id = launching.once(tmp_path_factory, "finished", build)
+    return launching.Finished(Path(home), job_id)
 
 
 @pytest.fixture
@@ -89,6 +116,24 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
     copy = launching.Finished(home, finished.job_id)
     shutil.copytree(finished.directory, copy.directory)
     return copy
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, made of a copy: building leaves files beside its sources, and
+    takes those that it finds there."""
+
+    def build(directory: Path) -> tuple[Path]:
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, directory)
+        for name in ("launcher", "entry_point", "infra"):
+            shutil.copytree(ROOT / name, directory / name)
+        launching.pip(sys.executable, "wheel", "--no-deps", "-w", directory / "dist", directory)
+        (built,) = (directory / "dist").glob("*.whl")
+        return (built,)
+
+    (path,) = launching.once(tmp_path_factory, "wheel", build)
+    return Path(path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -78,8 +78,10 @@ def sets(**values: Any) -> list[str]:
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
-def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Finished]) -> Finished:
-    """What `build` makes in a directory of its own, made once for all the workers of a test run."""
+def once(
+    factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Sequence[str | Path]]
+) -> list[str]:
+    """What `build` says of what it made in a directory of its own, once for all the workers."""
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with Path(f"{directory}.lock").open("w") as lock:
@@ -88,10 +90,15 @@ def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Fin
         if not record.exists():
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
-            job = build(directory)
-            record.write_text(json.dumps([str(job.home), job.job_id]))
-        home, job_id = json.loads(record.read_text())
-    return Finished(Path(home), job_id)
+            record.write_text(json.dumps([str(each) for each in build(directory)]))
+        return json.loads(record.read_text())  # type: ignore[no-any-return]
+
+
+def pip(python: str | Path, *words: str | Path) -> None:
+    """pip of an interpreter, which compiles nothing: little of what it installs is imported."""
+    quiet = ("--quiet", "--disable-pip-version-check")
+    late = ("--no-compile",) if words[0] == "install" else ()
+    subprocess.run([python, "-m", "pip", *quiet, *words, *late], check=True, timeout=900)
 
 
 def launching(*extra: str, data: str | Path | None = None, **values: Any) -> list[str]:
@@ -209,7 +216,7 @@ def until(condition: Callable[[], Any], limit: float = runs.LIMIT) -> Any:
     deadline = time.monotonic() + limit
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(0.2)  # asking takes a process or a request
     return value
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import launching
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -30,12 +30,10 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     return dict(os.environ)
 
 
-def run(
-    command: list[str | Path], cwd: Path, environment: dict[str, str], timeout: float = 300
-) -> str:
+def run(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> str:
     """What a command prints on stdout; it has to succeed."""
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -64,21 +62,11 @@ def test_committed_notebooks_hold_no_output() -> None:
 
 
 def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
-    tmp_path: Path, environment: dict[str, str]
+    wheel: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    source = tmp_path / "source"  # building leaves files beside the sources
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("launcher", "entry_point", "infra"):
-        shutil.copytree(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], tmp_path, environment, 300)
-    (wheel,) = tmp_path.glob("*.whl")
     run([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)
     python = tmp_path / "clean" / "bin" / "python"
-    install = [python, *pip[1:], "install", "-c", ROOT / "constraints.txt", wheel]
-    run(install, tmp_path, environment, 900)
+    launching.pip(python, "install", "-c", ROOT / "constraints.txt", wheel)
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

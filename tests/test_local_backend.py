@@ -150,7 +150,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
     Its ranks wrote down their environment, argv and working directory. It is shared.
     """
 
-    def build(base: Path) -> Finished:
+    def build(base: Path) -> tuple[Path, str]:
         home = base / "höme with spaces [x] %41"
         (base / "texts/deep").mkdir(parents=True)
         whole = text_file.read_text(encoding="utf-8")
@@ -186,9 +186,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        return Finished(home, done.stdout.strip())
+        return home, done.stdout.strip()
 
-    return launching.once(tmp_path_factory, "cluster", build)
+    home, job_id = launching.once(tmp_path_factory, "cluster", build)
+    return Finished(Path(home), job_id)
 
 
 def seen_by(cluster: Finished, rank: int) -> dict[str, Any]:

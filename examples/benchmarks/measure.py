@@ -83,8 +83,12 @@ def told(words: Mapping[str, Any]) -> list[str]:
 def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
     """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
     args = made.parse_args()
+    # Settings of whoever measures are no part of the shipped command.
+    for name in [name for name in os.environ if name.startswith(("SM_", "OMP_", "MKL_"))]:
+        del os.environ[name]
     if args.quick:
         args.rounds = 1
+        os.environ["OMP_NUM_THREADS"] = "1"  # so that none waits for another
     try:
         check_paths(args)
         load = os.getloadavg()[0] if args.quick or args.anyway else wait_until_quiet(args.wait)
@@ -217,13 +221,11 @@ class Process:
 @contextlib.contextmanager
 def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
     """A running process that is gone afterwards, with all that it started."""
-    # Settings of whoever measures are no part of the shipped command.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SM_", "OMP_", "MKL_"))}
     # This checkout comes before an installed one.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One GPU, which is what nanoGPT takes by itself.
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": gpu, **process.env}
     popen = subprocess.Popen(
         process.command, cwd=process.cwd, env=env, start_new_session=True, **streams

@@ -146,18 +146,21 @@ def take_config_as_it_is(config: dict[Any, Any]) -> None:
 
 @contextmanager
 def trusted_config() -> Iterator[None]:
-    """The SDK validates its config, which is our own constant, anew at each of fifty look-ups: 2 s.
-
-    For as long as this holds, it does not.
+    """The SDK validates its config, which is our own constant, as it reads it and anew at each of
+    fifty look-ups: 2 s. For as long as this holds, it does not.
     """
+    import sagemaker.config.config
     import sagemaker.utils
 
     validate = sagemaker.utils.validate_sagemaker_config
-    sagemaker.utils.validate_sagemaker_config = take_config_as_it_is  # type: ignore[assignment]
+    modules: tuple[Any, ...] = (sagemaker.config.config, sagemaker.utils)
+    for module in modules:
+        module.validate_sagemaker_config = take_config_as_it_is
     try:
         yield
     finally:
-        sagemaker.utils.validate_sagemaker_config = validate
+        for module in modules:
+            module.validate_sagemaker_config = validate
 
 
 def create_request(plan: Plan, home: Path) -> dict[str, Any]:

@@ -324,8 +324,9 @@ class Cluster:
     Each host has `gpus` GPUs as far as nvidia-smi knows, and the launchers start one rank for each.
     What is in /opt/ml when the hosts start is up to the caller, who writes below Host.ml.
 
-    With `volume`, /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a
-    socket that listens there inside the host, for the caller to answer.
+    With `threads`, each rank has so many; without, as many as it takes by itself. With `volume`,
+    /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a socket that
+    listens there inside the host, for the caller to answer.
     """
 
     def __init__(
@@ -335,6 +336,7 @@ class Cluster:
         job_name: str,
         hosts: int,
         gpus: int,
+        threads: int | None,
         smddprun: bool = False,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
@@ -351,6 +353,8 @@ class Cluster:
         self.failed_first: Host | None = None
         self.failed_at = 0.0
         self.variables = {"TRAINING_JOB_NAME": job_name, **(variables or {})}
+        if threads is not None:
+            self.variables.setdefault("OMP_NUM_THREADS", str(threads))
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):
@@ -471,20 +475,6 @@ class Cluster:
         self.kill()
         assert None not in codes or any(codes), f"hung:\n{self.log}"
 
-    def wait_for_file(self, pattern: str, limit: float = LIMIT) -> None:
-        """Until the first host has such a file in /opt/ml."""
-        deadline = time.time() + limit
-        while not any(self.hosts[0].ml.glob(pattern)):
-            ended = [process.poll() for process in self.containers] != [None] * len(self.hosts)
-            assert not ended and time.time() < deadline, f"no {pattern}:\n{self.log}"
-            time.sleep(0.05)
-
-    def stop(self, grace: float) -> None:
-        """StopTrainingJob, which on SageMaker gives 120 s of grace."""
-        self.signal(signal.SIGTERM)
-        time.sleep(grace)
-        self.kill()
-
     def processes(self, index: int) -> list[list[str]]:
         """The command line of each process of a host, followed by those of the ones above it.
 
@@ -536,16 +526,17 @@ class Job(Cluster):
         launcher: str = "pytorchddp",
         hosts: int = 1,
         gpus: int = 2,
+        threads: int | None = 1,  # the cores are those of other tests too
         script: Path = SCRIPT,
         smddprun: bool = False,
         second_environment_sed: str = "",
-        checkpoints: Path | None = None,
     ) -> None:
         super().__init__(
             directory,
             job_name="sm-nanogpt-contract",
             hosts=hosts,
             gpus=gpus,
+            threads=threads,
             smddprun=smddprun,
             second_environment_sed=second_environment_sed,
         )
@@ -567,7 +558,5 @@ class Job(Cluster):
                 channels=["training"],
             )
             (host.ml / "input/data/training/input.txt").write_text(text)
-            if checkpoints is not None:
-                shutil.copytree(checkpoints, host.checkpoints, dirs_exist_ok=True)
             with tarfile.open(host.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as tar:
                 tar.add(script, "train.py")

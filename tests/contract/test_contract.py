@@ -16,6 +16,8 @@ import runs
 from container import Host, Job
 from runs import SMALL, edited_script, words
 
+from entry_point import train
+
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 
 # How the ranks are started, and who says so in the log.
@@ -110,7 +112,8 @@ def test_hosts_that_are_each_started_alone_make_one_model_and_say_so(finished: F
 DECLARE = (
     "    config, options = parse_argv(argv)\n",
     """\
-    names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG")
+    names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG",
+        "OMP_NUM_THREADS")
     say("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
     config, options = parse_argv(argv)
 """,
@@ -137,7 +140,7 @@ def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list
     """A job whose ranks declare what reached them, which on the second host is broken."""
     script = tmp_path_factory.mktemp("declaring") / "train.py"
     edited_script(script, DECLARE)
-    options = dict(second_environment_sed=LOSSES, script=script)
+    options = dict(second_environment_sed=LOSSES, script=script, threads=None)
     return finished("broken", hosts=2, values=ODD_VALUES, **options)
 
 
@@ -160,7 +163,13 @@ def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host
 
 
 def test_mpirun_alone_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
-    assert [env["RANK"] for env, _ in declared(broken).values()] == [None] * 4
+    found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
+    assert found == [(None, None)] * 4
+
+
+def test_ranks_that_nobody_gives_threads_share_the_cores_of_their_host(broken: list[Host]) -> None:
+    threads = max(1, train.available_cores() // 2)
+    assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
 
 def test_hyperparameters_reach_every_rank_through_argv(broken: list[Host]) -> None:
@@ -234,31 +243,6 @@ def test_a_hyperparameter_that_only_the_ranks_can_refuse_is_named(
 
 
 # -- the end of a job ------------------------------------------------------------------------------
-
-
-def test_a_stopped_job_leaves_checkpoints_on_which_a_new_one_goes_on(
-    excerpt: str, tmp_path: Path
-) -> None:
-    endless = dict(max_steps=1_000_000, log_interval=1_000_000, eval_interval=1_000_000)
-    values = {**VALUES, **endless, "checkpoint_seconds": 1}
-    with Job(tmp_path / "stopped", text=excerpt, values=values) as job:
-        job.wait_for_file("checkpoints/checkpoint-*.safetensors")
-        job.stop(grace=3)
-    stopped = job.hosts[0]
-    assert stopped.status == -9  # SIGTERM reached nothing
-    assert "stopped by a signal" not in stopped.log
-    newest = max(stopped.checkpoints.glob("checkpoint-*.safetensors"))
-    step = int(newest.stem.removeprefix("checkpoint-"))
-    assert step > 0
-
-    values = {**VALUES, "max_steps": step + 10}
-    with Job(
-        tmp_path / "resumed", text=excerpt, values=values, checkpoints=stopped.checkpoints
-    ) as job:
-        job.wait()
-    assert_done(job.hosts)
-    assert f"resumed from the checkpoint of step {step}" in job.log
-    assert training_of(job.hosts[0])["metrics"]["step"] == step + 10
 
 
 def test_containers_end_with_the_tests_however_those_end(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def aws(
 ) -> Iterator[Emulator]:
     """SageMaker with two ranks on each host, and a person who may use it."""
     container.require()
-    runs = Containers(tmp_path / "machines", gpus=2, rate=RATE)
+    runs = Containers(tmp_path / "machines", gpus=2, rate=RATE, threads=1)
     runs.attach(emulator)
     emulator.reset(SageMaker(runs, RATE))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")

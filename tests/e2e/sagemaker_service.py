@@ -351,7 +351,8 @@ def any_object(bucket: str, prefix: str) -> bool:
 # -- jobs that only seem to run --------------------------------------------------------------------
 
 STAGES = (("Starting", 0.2), ("Downloading", 0.2), ("Training", 3.0), ("Uploading", 0.2))
-STOPPING_SECONDS = 0.5
+FAILING_SECONDS = 0.2  # of the training of a job that is to fail
+STOPPING_SECONDS = 0.2
 LOG_DELAY_SECONDS = 0.3
 
 
@@ -381,13 +382,14 @@ def scripted(job: Job) -> None:
         for stage, seconds in STAGES:
             if stage != job.secondary:
                 job.enter(stage)
-            end = time.time() + seconds
+            fails = stage == "Training" and "reason" in job.script
+            end = time.time() + (FAILING_SECONDS if fails else seconds)
             while time.time() < end and not job.stopping.wait(0.02):
                 speak()
             if job.stopping.is_set():
                 time.sleep(STOPPING_SECONDS)
                 return job.end("Stopped")
-            if stage == "Training" and "reason" in job.script:
+            if fails:
                 return job.end("Failed", job.script["reason"])
         job.metrics = {"val_loss": 1.5, "step": 1000.0}
         return job.end("Completed")

@@ -47,13 +47,10 @@ def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Path:
+def installed(wheel: Path, tmp_path: Path) -> Path:
     """A directory with the installed wheel, which shadows the checkout."""
     place = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", place, wheel], check=True)
+    launching.pip(sys.executable, "install", "--no-deps", "--target", place, wheel)
     return place
 
 

@@ -41,14 +41,20 @@ class Containers:
     """A Run that really trains. directory takes what the hosts need of the disk.
 
     A host shows `gpus` GPUs, whatever the instance type; a rank is started for each. `rate` is how
-    many of SageMaker's seconds go by in one of ours. Of the volume, a GiB is `gib` bytes, or
-    without limit where that is None.
+    many of SageMaker's seconds go by in one of ours. Each rank has `threads`, or as many as it
+    takes where that is None; a GiB of the volume is `gib` bytes, or without limit.
     """
 
     def __init__(
-        self, directory: Path, gpus: int = 2, rate: float = 1.0, gib: int | None = None
+        self,
+        directory: Path,
+        gpus: int = 2,
+        rate: float = 1.0,
+        threads: int | None = None,
+        gib: int | None = None,
     ) -> None:
-        self.directory, self.gpus, self.rate, self.gib = directory, gpus, rate, gib
+        self.directory, self.gpus, self.rate = directory, gpus, rate
+        self.threads, self.gib = threads, gib
         self.attempts: dict[str, Attempt] = {}  # by job, the one that runs
         self.threads: list[threading.Thread] = []
         self.closed = threading.Event()
@@ -132,6 +138,7 @@ class Attempt:
             job_name=job.name,
             hosts=job.hosts,
             gpus=containers.gpus,
+            threads=containers.threads,
             volume=None if gib is None else gib * size,
             port=int(port),
             variables={
