@@ -171,6 +171,8 @@ def latest_uri(settings: Settings) -> str:
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if its manifest is there and every file has its size."""
     uri = uri.rstrip("/")
+    if re.fullmatch(r"s3://[^/]+", uri):  # with .json behind it, it would name another bucket
+        return None
     manifest = storage.read_text(f"{uri}.json", settings)
     if manifest is None:
         return None

@@ -172,8 +172,8 @@ class Settings(BaseSettings):
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True
         files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
-        return any(
-            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().exists()
+        return any(  # as boto3 takes them; `=` and /dev/null are to name none
+            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().is_file()
             for name, file in files
         )
 

@@ -97,6 +97,8 @@ def reported(uri: str) -> Iterator[None]:
     except OSError as error:
         if error.strerror and not error.__cause__:
             raise ServiceError(f"{uri}: {error.strerror}") from None
+        if isinstance(error, FileNotFoundError) and not error.__cause__:  # of a bucket it has
+            raise ServiceError(f"{uri}: nothing is there") from None
         raise failure(uri, error) from None
     except Exception as error:
         # botocore's errors share no base with anything in fsspec, and importing botocore to name

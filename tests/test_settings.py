@@ -33,6 +33,18 @@ def test_an_empty_variable_counts_as_unset(home: Path, monkeypatch: pytest.Monke
     assert settings.data_store == settings.local_store
 
 
+@pytest.mark.parametrize("file", ["", "/dev/null", "missing"])
+def test_a_configuration_of_aws_that_is_no_file_is_no_use_of_aws(
+    home: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", file)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", file)
+    assert not load_settings().reaches_aws
+    (home.parent / "aws").write_text("[default]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home.parent / "aws"))
+    assert load_settings().reaches_aws
+
+
 def test_a_relative_home_is_below_the_working_directory(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
