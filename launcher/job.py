@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, must_be
+from launcher.instances import check_instance
 
 if TYPE_CHECKING:
     from launcher.prices import Price
@@ -102,13 +103,13 @@ class TrainingJob(BaseModel):
                 raise InputError(
                     f"{inner[0]}={value!r}: must be a number, true, false or text"
                 ) from None
-            must = first["msg"].replace("Input should be", "must be", 1)
             unknown = first["type"] == "extra_forbidden"
-            problem = "there is no such field" if unknown else must
+            problem = "there is no such field" if unknown else must_be(first["msg"])
             raise InputError(f"{name}={first['input']!r}: {problem}") from None
 
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> TrainingJob:
+        check_instance(self.instance)
         local = self.instance == "local"
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
         cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody

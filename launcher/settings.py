@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from launcher.errors import InputError
+from launcher.errors import InputError, must_be
 
 
 def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
+
+
+def config_file() -> Path:
+    return default_home() / "config.toml"
 
 
 PREFIX = "SM_NANOGPT_"
@@ -115,7 +119,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
+        file = TomlConfigSettingsSource(settings_cls, config_file())
         return init_settings, env_settings, file
 
     def command(self, words: str) -> str:
@@ -246,11 +250,11 @@ def load_settings(**said: str | None) -> Settings:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])
         unknown = first["type"] == "extra_forbidden"
-        told = first["msg"].removeprefix("Value error, ")
-        reason = "there is no such setting" if unknown else told
-        raise InputError(f"setting {name}={first['input']!r}: {reason}") from None
+        meant = f"there is no such setting; did you mean {nearest(name)}?"
+        reason = meant if unknown else must_be(first["msg"])
+        raise InputError(f"{said_by(name, words)}={first['input']!r}: {reason}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{default_home() / 'config.toml'}: not TOML: {error}") from None
+        raise InputError(f"{config_file()}: not TOML: {error}") from None
     except RuntimeError as error:  # `~` of nobody
         raise InputError(f"{error} SM_NANOGPT_HOME names the directory to keep things in") from None
     except OSError as error:
@@ -261,11 +265,24 @@ def load_settings(**said: str | None) -> Settings:
     return settings
 
 
+def said_by(name: str, words: Mapping[str, str]) -> str:
+    """Where a setting was said, in words to look for."""
+    if name in words:
+        return f"--{name}"
+    named = [word for word in os.environ if word.upper() == f"{PREFIX}{name.upper()}"]
+    return next((word for word in named if os.environ[word]), f"{config_file()}: {name}")
+
+
 def check_variables() -> None:
     """Raises InputError for a variable that looks like a setting and is none, as a misspelt one."""
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name, value in sorted(os.environ.items()):
         odd = name.upper().startswith(PREFIX) and name.upper() not in known | NO_SETTINGS
         if odd and value:
-            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)
-            raise InputError(f"{name}: there is no such setting; did you mean {near[0]}?")
+            meant = PREFIX + nearest(name[len(PREFIX) :]).upper()
+            raise InputError(f"{name}: there is no such setting; did you mean {meant}?")
+
+
+def nearest(name: str) -> str:
+    """The setting that a misspelt one may be meant for."""
+    return difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0)[0]

@@ -13,7 +13,7 @@ from launcher import money
 from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
-from launcher.instances import check_instance, has_local_storage
+from launcher.instances import has_local_storage
 from launcher.job import JOB_ID, JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
@@ -49,12 +49,11 @@ def all_backends(settings: Settings) -> Iterator[Backend]:
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
-    """Raises InputError when nothing here runs such an instance."""
+    """The place that runs such an instance."""
     if instance == "local":
         from launcher.backends.local import LocalBackend
 
         return LocalBackend(settings)
-    check_instance(instance)
     from launcher.backends.sagemaker import SageMakerBackend
 
     return SageMakerBackend(settings)
