@@ -184,9 +184,28 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
 
 
 @pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["frobnicate"], ""),
+        (["--store", "here"], ""),
+        (["infra", "frobnicate"], " infra"),
+        (["infra", "show", "extra"], " infra show"),
+        (["launch", "--nonsense"], " launch"),
+        (["status"], " status"),
+    ],
+)
+def test_words_that_are_off_are_told_with_the_help_to_look_at(
+    cli: Callable[..., Ran], words: list[str], command: str
+) -> None:
+    ran = cli(*words)
+    assert ran.code == 2
+    assert re.search(rf"[^.]; `sm-nanogpt{command} --help` shows what there is$", ran.error)
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["upload-data", ""], "path"),
+        (["upload-data", ""], "PATH"),
         (["status", ""], "JOB-ID"),
         *[
             ([*command.split(), option, "", *rest], option)
