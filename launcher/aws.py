@@ -63,7 +63,7 @@ ACTIONS: dict[str, str] = {
             "NotAuthorized",
             "UnauthorizedOperation",
         ),
-        "not allowed; ask for the permission, or use another AWS_PROFILE or store",
+        "not allowed; ask for the permission, or use another AWS_PROFILE",
     ),
     **dict.fromkeys(THROTTLED, "AWS is throttling; wait a minute and try again"),
     **dict.fromkeys(

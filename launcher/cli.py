@@ -529,14 +529,20 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     from launcher.tracking import jobs_and_failure, with_costs
 
     settings = settings_of(context)
-    found, failure = jobs_and_failure(settings, note)
+    unread: list[str] = []
+
+    def tell(line: str) -> None:
+        unread.append(line)
+        note(line)
+
+    found, failure = jobs_and_failure(settings, tell)
     try:
         found = with_costs(found, settings, note)
     except (InputError, ServiceError) as error:
         failure = failure or error
     if as_json:
         print_json([asdict(description) for description in found])
-    elif found or failure is None:
+    elif found or not (failure or unread):
         print_jobs(found, settings)
     if failure is not None:
         raise failure
@@ -661,6 +667,8 @@ def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
         for line in logs(job_id, follow, settings_of(context), tell=note):
             click.echo(line)
     except KeyboardInterrupt:
+        if not follow:
+            raise
         note("the job goes on")
 
 

@@ -137,7 +137,8 @@ class TrainingJob(BaseModel):
         for name, value in self.environment.items():
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
                 problem = (
-                    f"--environment {name}: a name of letters, digits and _, a value up to 512"
+                    f"--environment {name}: a name is of letters, digits and _, and a value has 512"
+                    " characters at most"
                 )
         for name, value in self.tags.items():
             ours = name.lower().startswith("aws:") or name == TAG_KEY
@@ -278,7 +279,7 @@ class TrainingJob(BaseModel):
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(
                 f"max_steps={max_steps}: the earlier job came to step {step} already;"
-                " --set max_steps=N goes on from there, up to a larger N"
+                f" `--set max_steps=N`, with N above {step}, goes on from there"
             )
 
 

@@ -86,10 +86,10 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
         return None if configured is None else Ceiling(configured, said_by)
     if configured is not None and job.max_cost > configured:
         raise InputError(
-            f"--max-cost {job.max_cost:g}: the configured ceiling (SM_NANOGPT_MAX_COST or max_cost"
-            f" in config.toml) is {usd(configured)}"
+            f"--max-cost says {usd(job.max_cost)}, and the configured ceiling (SM_NANOGPT_MAX_COST"
+            f" or max_cost in config.toml) is {usd(configured)}"
         )
-    return Ceiling(job.max_cost, f"--max-cost {job.max_cost:g}{origin(job, 'max_cost')}")
+    return Ceiling(job.max_cost, f"--max-cost{origin(job, 'max_cost')}")
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:

@@ -453,6 +453,18 @@ def test_a_job_whose_record_lacks_something_hides_no_other(
     assert ran.err.startswith(f"job {odd.name} is left out: {odd / 'job.json'} is damaged, or of")
 
 
+def test_where_no_job_can_be_read_nobody_says_that_there_are_none(
+    home: Path, cli: Callable[..., Ran]
+) -> None:
+    broken = home / "jobs/sm-nanogpt-20990101-000000-abcdef"
+    broken.mkdir(parents=True)
+    (broken / "job.json").write_text("{")
+    ran = cli("jobs")
+    assert (ran.code, ran.out) == (0, "")
+    assert ran.err.startswith(f"job {broken.name} is left out: ")
+    assert ran.err.count("\n") == 1
+
+
 def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:
     ran = cli("jobs")
     assert (ran.code, ran.out) == (0, "")

@@ -849,6 +849,25 @@ def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(
     assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
 
 
+def test_ctrl_c_in_logs_that_are_not_followed_says_nothing_of_the_job(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.tracking.logs", interrupted)
+    ran = cli("logs", "some-job")
+    assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+def test_a_dry_run_of_a_local_job_is_refused_before_any_text_is_looked_for(
+    cli: Callable[..., Ran],
+) -> None:
+    ran = cli(*launching.launching("--dry-run", data="missing.txt"))
+    assert ran.code == 2
+    assert ran.error.startswith("--dry-run shows the request to SageMaker")
+
+
 def test_ctrl_c_in_logs_leaves_the_job_alone(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
@@ -1055,7 +1074,10 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
     assert ran.code == 2
-    assert "max_steps=5" in ran.error
+    assert ran.error == (
+        "max_steps=5: the earlier job came to step 10 already; `--set max_steps=N`, with N above"
+        " 10, goes on from there"
+    )
 
 
 def test_a_job_that_has_its_model_cannot_be_resumed_without_more_steps(

@@ -241,7 +241,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--spot", "--keep-alive", "60"), "--keep-alive does not go with --spot"),
         (("--keep-alive", "3601"), "keep_alive=3601: must be at most 3600"),
         (("--subnet", "subnet-1"), "--subnet and --security-group go together"),
-        (("--environment", f"A={'x' * 513}"), "--environment A"),
+        (("--environment", f"A={'x' * 513}"), "a value has 512 characters at most"),
         (("--environment", "a-b=c"), "--environment a-b"),
         (("--tag", "aws:a=b"), "--tag aws:a"),
         (("--processes-per-instance", "2"), "--processes-per-instance is for --instance local"),
