@@ -333,6 +333,19 @@ def test_a_store_that_gives_no_answer_is_told_from_one_that_refuses(
         storage.list_files("s3://bucket/prefix")
 
 
+def test_a_small_document_goes_to_s3_in_one_request_and_by_the_key_of_the_settings(
+    s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
+    storage.write_text(f"s3://{s3.bucket}/there", "text")
+    sent = [access.action for access in emulator.accesses if access.resource.endswith("/there")]
+    assert sent == ["s3:PutObject"]
+    there = s3.get_object(Bucket=s3.bucket, Key="there")
+    assert there["Body"].read() == b"text"
+    assert there["ServerSideEncryption"] == "aws:kms"
+    assert there["SSEKMSKeyId"].endswith("alias/mine")
+
+
 def test_a_file_that_is_gone_from_s3_is_a_failure_that_says_so(s3: Any) -> None:
     uri = f"s3://{s3.bucket}/some/gone"
     with pytest.raises(ServiceError, match=f"^{uri}: nothing is there$"):

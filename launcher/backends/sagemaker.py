@@ -242,8 +242,7 @@ class SageMakerBackend:
             if not source or not storage.copy(source, target, self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
         record = job.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(record, indent=2) + "\n"
-        storage.write_text(self.job_uri(job_id, "job.json"), text, self.settings)
+        storage.write_json(self.job_uri(job_id, "job.json"), record, self.settings)
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**request)
