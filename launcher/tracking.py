@@ -72,17 +72,17 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
             f"there is no job {job_id!r}, as an id is of letters, digits and dashes, 63 at most:"
             f" {known}"
         )
-    backend = None
+    asked: list[str] = []
     try:
         for backend in all_backends(settings):
-            description = backend.describe(job_id)
-            if description is not None:
+            if (description := backend.describe(job_id)) is not None:
                 return backend, description
+            asked.append(backend.place)
     except InputError as error:
         raise InputError(
             f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
         ) from None
-    where = backend.place if backend else ""
+    where = " or ".join(asked)
     if not settings.reaches_aws:
         where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
     raise ServiceError(f"there is no job {job_id!r} {where}: {known}")

@@ -1348,7 +1348,7 @@ def test_an_upload_is_encrypted_with_the_key_of_the_settings(
 def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
-    assert "there is no job 'nope'" in ran.error
+    assert "there is no job 'nope' on this machine or in us-east-1: " in ran.error
 
 
 @pytest.fixture
