@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.instances import check_instance
@@ -63,7 +63,7 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"  # with `resume`, unless it is said, as the earlier job's
+    instance: str = "local"  # with `resume`: the earlier job's, where none is given
     instance_count: int = Field(default=1, ge=1, le=100)
     processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
     data: str | None = None  # URI or path; None: the last upload
@@ -80,7 +80,6 @@ class TrainingJob(BaseModel):
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
-    taken_over: frozenset[str] = Field(default=frozenset(), exclude=True)  # fields, from `resume`'s
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -91,6 +90,8 @@ class TrainingJob(BaseModel):
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
     network_isolation: bool = False
+
+    _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields, from `resume`'s
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -159,6 +160,10 @@ class TrainingJob(BaseModel):
     def limit_is_open(self) -> bool:
         """Whether the time limit is still to be found, from the cost ceiling."""
         return self.max_cost is not None and "max_run" not in self.model_fields_set
+
+    def origin(self, name: str) -> str:
+        """Words behind an option that nobody typed for this job, but for the one it resumes."""
+        return f" of job {self.resume}" if name in self._taken_over else ""
 
     @property
     def time_limit(self) -> int:

@@ -181,7 +181,7 @@ def take_over(
     for name in said.keys() & kept.keys() & {"environment", "tags"}:
         said[name] = {**kept[name], **said[name]}
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
-    after = after.model_copy(update={"taken_over": frozenset(kept) - frozenset(said)})
+    after._taken_over = frozenset(kept) - frozenset(said)
     return after, before, earlier
 
 
