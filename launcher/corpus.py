@@ -183,13 +183,13 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
 
 
 def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
-    """The URI of the data set that was last uploaded from here; where none was, by anybody.
+    """The URI of the data set that a launch without --data takes.
 
-    From here means to the store, or to this machine's own if that is on S3, as text stays here
-    where the account cannot be asked; and to any where no store is set, as it may have gone to a
-    stack's. Others upload to a shared store too: where nothing went there from here, what they did
-    and what stayed here may both be meant, unless the job is local. Offline, no remote store is
-    asked.
+    It is the last upload from this machine: to the store that is set, or to this machine's own if
+    that is on S3 (text stays here while AWS cannot be asked); to any store where none is set.
+    Where nothing went to the store from here, it is the store's own last upload, by anybody. If
+    that one and one kept here may both be meant, it is an error, but for a local job, which takes
+    the one here. Offline, no remote store is asked.
 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.

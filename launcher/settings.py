@@ -34,8 +34,8 @@ PREFIX = "SM_NANOGPT_"
 # What the training script is told by who starts it.
 NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
 
-# The words before a command, in the order of its help, and the commands to which they matter where
-# that is not all of them: a job's id is found by region and profile alone.
+# The options before a command, and the commands that use them; () is all. A job's id is found by
+# region and profile alone.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "store": ("upload-data", "launch", "doctor"),
     "region": (),
@@ -46,8 +46,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 
-# What begins with neither of these is another place in each directory.
-WHOLE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
+# How a location begins that means the same from every directory.
+ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -87,7 +87,7 @@ class Settings(BaseSettings):
     @classmethod
     def _one_place(cls, store: str) -> str:
         check_location(store)
-        if store and not WHOLE.match(store):
+        if store and not ABSOLUTE.match(store):
             raise ValueError("would be another place in each directory; begin it with / or ~/")
         return store
 
@@ -240,7 +240,7 @@ def load_settings(**said: str | None) -> Settings:
     """
     check_variables()
     words = {name: value for name, value in said.items() if value}
-    if "store" in words and not WHOLE.match(words["store"]):
+    if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # what is typed is meant here
     try:
         settings = Settings(**words)  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ def take_over(
     """The job on top of the one it resumes: what it does not say itself is as it was there, each
     hyperparameter, variable and tag by itself.
 
-    Hyperparameters that the script does not have, another one or another version, are told.
+    Tells which of the earlier job's hyperparameters this script does not have.
 
     Returns it, the earlier job, and how that one stands.
     """
@@ -189,7 +189,7 @@ def take_over(
 class Channel:
     """Text of a job: as the user named it, where the job reads it, and what has to be sent first.
 
-    upload is None where nobody here ever read it.
+    upload is None for a text on S3 that `upload-data` did not put there: its length is not known.
     """
 
     named: str
@@ -199,7 +199,7 @@ class Channel:
 
 
 def find_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
-    """Text that is where the job reads it stays there; what is on this machine goes there."""
+    """Where the job will read a text. One on this machine is surveyed, to be sent to the store."""
     uri, path = storage.to_uri(location), storage.local_path(location)
     if path is None and offline:
         return Channel(location, uri, None, [])
