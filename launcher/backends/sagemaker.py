@@ -218,12 +218,13 @@ class SageMakerBackend:
         """
         total, now = 0.0, time.time()
         while job.resume is not None:
-            description, job_id = self.describe(job.resume), job.resume
-            price = prices.of(description.instance) if description else None
-            if description is None or price is None:
+            job_id, raw = job.resume, self.raw(job.resume)
+            earlier = describe_job(raw, None) if raw is not None else None
+            price = prices.of(earlier.instance) if earlier else None
+            if earlier is None or price is None:
                 raise InputError(f"what the earlier job {job_id} has cost is not known")
             job = self.job(job_id)
-            total += money.cost_of(description, price, now)
+            total += money.cost_of(earlier, price, now)
         return total
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
