@@ -63,7 +63,7 @@ ACTIONS: dict[str, str] = {
             "NotAuthorized",
             "UnauthorizedOperation",
         ),
-        "not allowed; ask for the permission, or use another AWS_PROFILE or store",
+        "not allowed; ask for the permission, or use another AWS_PROFILE",
     ),
     **dict.fromkeys(THROTTLED, "AWS is throttling; wait a minute and try again"),
     **dict.fromkeys(
@@ -113,7 +113,10 @@ def retrying() -> Any:
 
 
 def max_attempts() -> int:
-    """Raises InputError where botocore, which reads the variable too, would not name it."""
+    """How often a call is tried.
+
+    Raises InputError if AWS_MAX_ATTEMPTS is no number; botocore's own error would not name it.
+    """
     word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
     if not word.isdecimal():
         raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number; or unset it")

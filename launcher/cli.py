@@ -81,9 +81,10 @@ class Command(click.Command):
         for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes
             value = ctx.params.get(parameter.name or "")
             if value == "" or (isinstance(value, tuple) and "" in value):
-                named = parameter.metavar if isinstance(parameter, click.Argument) else None
+                argument = isinstance(parameter, click.Argument)
+                named = (argument and parameter.metavar) or parameter.opts[0]
                 without = "" if parameter.required else ", or leave it out"
-                raise InputError(f"{named or parameter.opts[0]}: is empty; give a word{without}")
+                raise InputError(f"{named.strip('[]')}: is empty; give a word{without}")
         return rest
 
 
@@ -134,7 +135,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
 
 
 @cli.command("upload-data")
-@click.argument("path", required=False)
+@click.argument("path", metavar="[PATH]", required=False)
 @click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
 @JSON
 @click.pass_context
@@ -528,14 +529,20 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     from launcher.tracking import jobs_and_failure, with_costs
 
     settings = settings_of(context)
-    found, failure = jobs_and_failure(settings, note)
+    unread: list[str] = []
+
+    def tell(line: str) -> None:
+        unread.append(line)
+        note(line)
+
+    found, failure = jobs_and_failure(settings, tell)
     try:
         found = with_costs(found, settings, note)
     except (InputError, ServiceError) as error:
         failure = failure or error
     if as_json:
         print_json([asdict(description) for description in found])
-    elif found or failure is None:
+    elif found or not (failure or unread):
         print_jobs(found, settings)
     if failure is not None:
         raise failure
@@ -660,6 +667,8 @@ def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
         for line in logs(job_id, follow, settings_of(context), tell=note):
             click.echo(line)
     except KeyboardInterrupt:
+        if not follow:
+            raise
         note("the job goes on")
 
 
@@ -723,19 +732,29 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     """
     from dataclasses import asdict
 
-    from launcher.doctor import FAILURE, examine
+    from launcher.doctor import FAILURE, WARNING, examine
     from launcher.instances import check_instance
 
     settings = settings_of(context)
     check_instance(instance)
-    findings = []
+
+    def show(result: str, check: str, text: str) -> None:
+        click.echo(f"{result:<8} {check + ':':<15} {text}")
+        sys.stdout.flush()
+
+    findings, left_out = [], []
     for finding in examine(settings, instance, train=not no_train):
         findings.append(finding)
-        if not as_json:
-            click.echo(f"{finding.result:<8} {finding.check + ':':<15} {finding.text}")
-            sys.stdout.flush()
+        if as_json or (no_train and finding.check == "local training"):  # as was asked for
+            continue
+        if finding.left_out:
+            left_out.append(finding.check)
+        else:
+            show(finding.result, finding.check, finding.text)
     if as_json:
         print_json([asdict(finding) for finding in findings])
+    if left_out:
+        show(WARNING, "not checked", f"{', '.join(left_out)} (for want of what failed)")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
     if failed and instance != "local" and not settings.reaches_aws:
         note(f"`{settings.command('doctor --instance local')}` checks this machine alone")
@@ -975,7 +994,10 @@ def silence(stream: TextIO) -> None:
 
 def told(error: Exception) -> str:
     if isinstance(error, click.ClickException):
-        return " ".join(error.format_message().split())
+        text = " ".join(error.format_message().split())
+        if context := getattr(error, "ctx", None):
+            text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
+        return text
     if isinstance(error, (InputError, ServiceError)):
         return str(error)
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"

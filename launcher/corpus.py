@@ -16,7 +16,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher import storage
@@ -79,11 +79,11 @@ def upload_data(
     settings = stack_store(settings or load_settings(), tell)
     upload, sources = survey(path, settings)
     send(upload, sources, settings, progress)
-    storage.write_text(latest_uri(settings), json.dumps({"uri": upload.uri}) + "\n", settings)
+    storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
     noted = read_noted(settings)
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last
-    storage.write_text(str(settings.last_uploads), json.dumps(noted, indent=2) + "\n")
+    storage.write_json(str(settings.last_uploads), noted)
     return upload
 
 
@@ -139,12 +139,9 @@ def survey(
     uri = storage.to_uri(storage.join(settings.data_store, "data", name))
     upload = Upload(
         uri=uri,
-        size=text.size,
-        characters=text.characters,
-        vocabulary_size=text.vocabulary_size,
-        sha256=text.sha256,
         files=tuple(name for name, _ in files),
         uploaded=offline or find_upload(uri, settings) is None,
+        **asdict(text),
     )
     return upload, [source for _, source in files]
 
@@ -161,7 +158,7 @@ def send(
     for name, source in zip(upload.files, sources, strict=True):
         storage.write_file(source, storage.join(upload.uri, name), progress, settings)
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
-    storage.write_text(f"{upload.uri}.json", json.dumps(manifest, indent=2) + "\n", settings)
+    storage.write_json(f"{upload.uri}.json", manifest, settings)
 
 
 def latest_uri(settings: Settings) -> str:
@@ -171,6 +168,8 @@ def latest_uri(settings: Settings) -> str:
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if its manifest is there and every file has its size."""
     uri = uri.rstrip("/")
+    if re.fullmatch(r"s3://[^/]+", uri):  # with .json behind it, it would name another bucket
+        return None
     manifest = storage.read_text(f"{uri}.json", settings)
     if manifest is None:
         return None
@@ -180,17 +179,17 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
         return None
     there = storage.list_files(uri, settings)
     complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
-    return Upload(**{**asdict(upload), "files": tuple(upload.files)}) if complete else None
+    return replace(upload, files=tuple(upload.files)) if complete else None
 
 
 def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
-    """The URI of the data set that was last uploaded from here; where none was, by anybody.
+    """The URI of the data set that a launch without --data takes.
 
-    From here means to the store, or to this machine's own if that is on S3, as text stays here
-    where the account cannot be asked; and to any where no store is set, as it may have gone to a
-    stack's. Others upload to a shared store too: where nothing went there from here, what they did
-    and what stayed here may both be meant, unless the job is local. Offline, no remote store is
-    asked.
+    It is the last upload from this machine: to the store that is set, or to this machine's own if
+    that is on S3 (text stays here while AWS cannot be asked); to any store where none is set.
+    Where nothing went to the store from here, it is the store's own last upload, by anybody. If
+    that one and one kept here may both be meant, it is an error, but for a local job, which takes
+    the one here. Offline, no remote store is asked.
 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from typing import Any
 
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
 from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import LOG_GROUP
+from launcher.backends.sagemaker import LOG_GROUP, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu, remark
@@ -36,12 +37,12 @@ from launcher.submission import launch
 from launcher.tracking import wait
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
+LEFT_OUT = "not checked: it needs "
 
 MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
 TRAINING_SECONDS = 300  # for a training that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
-
-
+# The operators of conditions that `trusts` understands.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
 
@@ -56,6 +57,11 @@ class Finding:
     check: str
     result: str
     text: str
+
+    @property
+    def left_out(self) -> bool:
+        """Whether nothing was looked at, as a check that it needs failed."""
+        return self.text.startswith(LEFT_OUT)
 
 
 @dataclass
@@ -81,23 +87,30 @@ class Patient:
         return self.clients[service]
 
     def ask(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-        """An answer of AWS.
-
-        Raises:
-            Doubt: the person may not ask this.
-            ServiceError: AWS refuses for another reason, or cannot be reached.
-        """
-        from botocore.exceptions import BotoCoreError, ClientError
-        from botocore.parsers import ResponseParserError
-
-        try:
+        """An answer of AWS. Raises as `asking`."""
+        with asking(operation):
             return dict(getattr(self.client(service), operation)(**request))
-        except ClientError as error:
-            if code_and_message(error)[0] in DENIED:
-                raise Doubt(f"not checked: {why(error)}") from None
-            raise ServiceError(f"{operation}: {why(error)}") from None
-        except (BotoCoreError, ResponseParserError) as error:
-            raise ServiceError(f"{operation}: {why(error)}") from None
+
+
+@contextmanager
+def asking(operation: str) -> Iterator[None]:
+    """Turns what boto3 raises into words.
+
+    Raises:
+        Doubt: the person may not ask this.
+        ServiceError: AWS refuses for another reason, or cannot be reached.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    try:
+        yield
+    except ClientError as error:
+        if code_and_message(error)[0] in DENIED:
+            raise Doubt(f"not checked: {why(error)}") from None
+        raise ServiceError(f"{operation}: {why(error)}") from None
+    except (BotoCoreError, ResponseParserError) as error:
+        raise ServiceError(f"{operation}: {why(error)}") from None
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -441,25 +454,14 @@ def compare_quota(patient: Patient, use: str) -> str:
 
 def running_instances(patient: Patient, spot: bool) -> int:
     """How many instances of the type the account's training jobs use, on spot capacity or not."""
-    filters = [{"Name": "TrainingJobStatus", "Operator": "Equals", "Value": "InProgress"}]
-    used = 0
-    token: dict[str, str] = {}
-    while True:
-        page = patient.ask(
-            "sagemaker",
-            "search",
-            Resource="TrainingJob",
-            SearchExpression={"Filters": filters},
-            **token,
-        )
-        for job in (result["TrainingJob"] for result in page["Results"]):
-            resources = job["ResourceConfig"]
-            same = resources.get("InstanceType") == patient.instance
-            if same and job.get("EnableManagedSpotTraining", False) == spot:
-                used += resources["InstanceCount"]
-        if not page.get("NextToken"):
-            return used
-        token = {"NextToken": page["NextToken"]}
+    with asking("search"):
+        running = list(search_jobs(patient.client("sagemaker"), "TrainingJobStatus", "InProgress"))
+    return sum(
+        job["ResourceConfig"]["InstanceCount"]
+        for job in running
+        if job["ResourceConfig"].get("InstanceType") == patient.instance
+        and job.get("EnableManagedSpotTraining", False) == spot
+    )
 
 
 @dataclass(frozen=True)
@@ -499,7 +501,7 @@ def examine(settings: Settings, instance: str, train: bool = True) -> Iterator[F
         lacking = [name for name in check.needs if name in missing]
         if lacking:
             missing.add(check.name)
-            yield Finding(check.name, WARNING, f"not checked: it needs {' and '.join(lacking)}")
+            yield Finding(check.name, WARNING, LEFT_OUT + " and ".join(lacking))
             continue
         try:
             yield Finding(check.name, OK, check.look(patient))

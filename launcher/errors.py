@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+# How pydantic says it, and how we do.
+WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
+
 
 class InputError(Exception):
     """What the user said or gave cannot be used: exit code 2. The text says what to do instead."""
@@ -9,3 +18,10 @@ class InputError(Exception):
 
 class ServiceError(Exception):
     """A job, a store or a service failed: exit code 1. The text says what to do next."""
+
+
+def must_be(message: str) -> str:
+    """What pydantic says of a value, in the words that our other errors have."""
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    return message.partition(", unable to")[0]

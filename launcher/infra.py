@@ -222,9 +222,10 @@ class Deployment:
         return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
 
     def removal(self) -> Removal | None:
-        """What destroy would do; None where there is no stack, or one of somebody's changes alone.
+        """What destroy would do.
 
-        Changes of ours wait where a deployment was killed at its question.
+        None where there is no stack, or only change sets of others wait under its name. Ours wait
+        where a deployment was killed at its question.
 
         Raises:
             InputError, ServiceError: as plan.

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, must_be
+from launcher.instances import check_instance
 
 if TYPE_CHECKING:
     from launcher.prices import Price
@@ -62,7 +63,7 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"  # with `resume`, unless it is said, as the earlier job's
+    instance: str = "local"  # with `resume`: the earlier job's, where none is given
     instance_count: int = Field(default=1, ge=1, le=100)
     processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
     data: str | None = None  # URI or path; None: the last upload
@@ -79,7 +80,6 @@ class TrainingJob(BaseModel):
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=2_419_200)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
-    taken_over: frozenset[str] = Field(default=frozenset(), exclude=True)  # fields, from `resume`'s
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -90,6 +90,8 @@ class TrainingJob(BaseModel):
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
     network_isolation: bool = False
+
+    _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields, from `resume`'s
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -102,13 +104,13 @@ class TrainingJob(BaseModel):
                 raise InputError(
                     f"{inner[0]}={value!r}: must be a number, true, false or text"
                 ) from None
-            must = first["msg"].replace("Input should be", "must be", 1)
             unknown = first["type"] == "extra_forbidden"
-            problem = "there is no such field" if unknown else must
+            problem = "there is no such field" if unknown else must_be(first["msg"])
             raise InputError(f"{name}={first['input']!r}: {problem}") from None
 
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> TrainingJob:
+        check_instance(self.instance)
         local = self.instance == "local"
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
         cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody
@@ -136,7 +138,8 @@ class TrainingJob(BaseModel):
         for name, value in self.environment.items():
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
                 problem = (
-                    f"--environment {name}: a name of letters, digits and _, a value up to 512"
+                    f"--environment {name}: a name is of letters, digits and _, and a value has 512"
+                    " characters at most"
                 )
         for name, value in self.tags.items():
             ours = name.lower().startswith("aws:") or name == TAG_KEY
@@ -157,6 +160,10 @@ class TrainingJob(BaseModel):
     def limit_is_open(self) -> bool:
         """Whether the time limit is still to be found, from the cost ceiling."""
         return self.max_cost is not None and "max_run" not in self.model_fields_set
+
+    def origin(self, name: str) -> str:
+        """Words behind an option that nobody typed for this job, but for the one it resumes."""
+        return f" of job {self.resume}" if name in self._taken_over else ""
 
     @property
     def time_limit(self) -> int:
@@ -277,7 +284,7 @@ class TrainingJob(BaseModel):
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(
                 f"max_steps={max_steps}: the earlier job came to step {step} already;"
-                " --set max_steps=N goes on from there, up to a larger N"
+                f" `--set max_steps=N`, with N above {step}, goes on from there"
             )
 
 

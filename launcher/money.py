@@ -68,11 +68,6 @@ def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
     return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
 
 
-def origin(job: TrainingJob, name: str) -> str:
-    """Words that follow an option which nobody typed for this job, but for the one it resumes."""
-    return f" of job {job.resume}" if name in job.taken_over else ""
-
-
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     """What limits a job's cost. One that is taken over gives way to a lower one of the settings.
 
@@ -81,15 +76,15 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     """
     configured = settings.max_cost
     lower = configured is not None and job.max_cost is not None and configured < job.max_cost
-    if job.max_cost is None or (lower and "max_cost" in job.taken_over):
+    if job.max_cost is None or (lower and job.origin("max_cost")):
         said_by = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
         return None if configured is None else Ceiling(configured, said_by)
     if configured is not None and job.max_cost > configured:
         raise InputError(
-            f"--max-cost {job.max_cost:g}: the configured ceiling (SM_NANOGPT_MAX_COST or max_cost"
-            f" in config.toml) is {usd(configured)}"
+            f"--max-cost says {usd(job.max_cost)}, and the configured ceiling (SM_NANOGPT_MAX_COST"
+            f" or max_cost in config.toml) is {usd(configured)}"
         )
-    return Ceiling(job.max_cost, f"--max-cost {job.max_cost:g}{origin(job, 'max_cost')}")
+    return Ceiling(job.max_cost, f"--max-cost{job.origin('max_cost')}")
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
@@ -114,7 +109,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     if "max_run" in job.model_fields_set and job.max_cost is None:
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
         raise InputError(
-            f"--max-run {job.max_run}{origin(job, 'max_run')} may cost {usd(worst)} with"
+            f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with"
             f" {', '.join(parts)}, and {usd(ceiling.amount)} is {ceiling.said_by};"
             f" --max-run {longest} stays below it"
         )
@@ -175,8 +170,8 @@ def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
         return allows
     if job.time_limit == job.max_run:
         said = "max_run" in job.model_fields_set
-        return f"--max-run{origin(job, 'max_run')} says; {allows}" if said else ""
-    return f"--max-wait{origin(job, 'max_wait')} says; {allows}"
+        return f"--max-run{job.origin('max_run')} says; {allows}" if said else ""
+    return f"--max-wait{job.origin('max_wait')} says; {allows}"
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,23 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from launcher.errors import InputError
+from launcher.errors import InputError, must_be
 
 
 def default_home() -> Path:
     return Path(os.environ.get("SM_NANOGPT_HOME") or "~/.sm-nanogpt").expanduser()
 
 
+def config_file() -> Path:
+    return default_home() / "config.toml"
+
+
 PREFIX = "SM_NANOGPT_"
 # What the training script is told by who starts it.
 NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
 
-# The words before a command, in the order of its help, and the commands to which they matter where
-# that is not all of them: a job's id is found by region and profile alone.
+# The options before a command, and the commands that use them; () is all. A job's id is found by
+# region and profile alone.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "store": ("upload-data", "launch", "doctor"),
     "region": (),
@@ -42,8 +46,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 Tell = Callable[[str], object]  # says a line to the person at the terminal
 
-# What begins with neither of these is another place in each directory.
-WHOLE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
+# How a location begins that means the same from every directory.
+ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -83,7 +87,7 @@ class Settings(BaseSettings):
     @classmethod
     def _one_place(cls, store: str) -> str:
         check_location(store)
-        if store and not WHOLE.match(store):
+        if store and not ABSOLUTE.match(store):
             raise ValueError("would be another place in each directory; begin it with / or ~/")
         return store
 
@@ -115,7 +119,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = TomlConfigSettingsSource(settings_cls, default_home() / "config.toml")
+        file = TomlConfigSettingsSource(settings_cls, config_file())
         return init_settings, env_settings, file
 
     def command(self, words: str) -> str:
@@ -172,8 +176,8 @@ class Settings(BaseSettings):
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True
         files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
-        return any(
-            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().exists()
+        return any(  # as boto3 takes them; `=` and /dev/null are to name none
+            Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().is_file()
             for name, file in files
         )
 
@@ -236,7 +240,7 @@ def load_settings(**said: str | None) -> Settings:
     """
     check_variables()
     words = {name: value for name, value in said.items() if value}
-    if "store" in words and not WHOLE.match(words["store"]):
+    if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # what is typed is meant here
     try:
         settings = Settings(**words)  # type: ignore[arg-type]
@@ -246,11 +250,11 @@ def load_settings(**said: str | None) -> Settings:
         first = error.errors()[0]
         name = "_".join(str(part) for part in first["loc"])
         unknown = first["type"] == "extra_forbidden"
-        told = first["msg"].removeprefix("Value error, ")
-        reason = "there is no such setting" if unknown else told
-        raise InputError(f"setting {name}={first['input']!r}: {reason}") from None
+        meant = f"there is no such setting; did you mean {nearest(name)}?"
+        reason = meant if unknown else must_be(first["msg"])
+        raise InputError(f"{said_by(name, words)}={first['input']!r}: {reason}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{default_home() / 'config.toml'}: not TOML: {error}") from None
+        raise InputError(f"{config_file()}: not TOML: {error}") from None
     except RuntimeError as error:  # `~` of nobody
         raise InputError(f"{error} SM_NANOGPT_HOME names the directory to keep things in") from None
     except OSError as error:
@@ -261,11 +265,24 @@ def load_settings(**said: str | None) -> Settings:
     return settings
 
 
+def said_by(name: str, words: Mapping[str, str]) -> str:
+    """Where a setting was said, in words to look for."""
+    if name in words:
+        return f"--{name}"
+    named = [word for word in os.environ if word.upper() == f"{PREFIX}{name.upper()}"]
+    return next((word for word in named if os.environ[word]), f"{config_file()}: {name}")
+
+
 def check_variables() -> None:
     """Raises InputError for a variable that looks like a setting and is none, as a misspelt one."""
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name, value in sorted(os.environ.items()):
         odd = name.upper().startswith(PREFIX) and name.upper() not in known | NO_SETTINGS
         if odd and value:
-            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0)
-            raise InputError(f"{name}: there is no such setting; did you mean {near[0]}?")
+            meant = PREFIX + nearest(name[len(PREFIX) :]).upper()
+            raise InputError(f"{name}: there is no such setting; did you mean {meant}?")
+
+
+def nearest(name: str) -> str:
+    """The setting that a misspelt one may be meant for."""
+    return difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0)[0]

@@ -97,6 +97,8 @@ def reported(uri: str) -> Iterator[None]:
     except OSError as error:
         if error.strerror and not error.__cause__:
             raise ServiceError(f"{uri}: {error.strerror}") from None
+        if isinstance(error, FileNotFoundError) and not error.__cause__:  # of a bucket it has
+            raise ServiceError(f"{uri}: nothing is there") from None
         raise failure(uri, error) from None
     except Exception as error:
         # botocore's errors share no base with anything in fsspec, and importing botocore to name
@@ -124,30 +126,16 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
 
 
 @contextmanager
-def replacing(uri: str, settings: Settings | None = None) -> Iterator[Any]:
-    """A file to write, which appears under its name, whole, when the body succeeds."""
-    place = local_path(uri)
-    if place is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_file(place) as file:
-            yield file
-        return
-    fs, path = file_system(uri, settings)
-    # No directories are made: on S3 that would create a misspelt bucket.
-    target = fs.open(path, "wb", autocommit=False)
-    try:
-        yield target
-        target.close()
-        target.commit()
-    except BaseException:
-        target.discard()
-        target.closed = True  # else it is sent after all, when the object is collected
-        raise
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """As replacing_file, in a directory that is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_file(path) as file:
+        yield file
 
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[BinaryIO]:
-    """The same in a directory that is there.
+    """A local file to write, in a directory that exists: it appears whole, or not at all.
 
     It is on the disk before it has its name: after a loss of power it would be there and empty.
     """
@@ -180,8 +168,8 @@ def write_file(
     Raises:
         ServiceError: the store refuses, or what arrived is not what was sent.
     """
-    if local_path(uri) is not None:
-        with reported(uri), source.open("rb") as file, replacing(uri) as target:
+    if (place := local_path(uri)) is not None:
+        with reported(uri), source.open("rb") as file, replacing(place) as target:
             while chunk := file.read(CHUNK_BYTES):
                 target.write(chunk)
                 progress(len(chunk))
@@ -219,14 +207,23 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:
+    write_text(uri, json.dumps(value, indent=2) + "\n", settings)
+
+
 def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
-    """Writes a small document, whole or not at all."""
     write_bytes(uri, text.encode(), settings)
 
 
 def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:
-    with reported(uri), replacing(uri, settings) as target:
-        target.write(content)
+    """Writes a small document, whole or not at all."""
+    with reported(uri):
+        if (place := local_path(uri)) is not None:
+            with replacing(place) as file:
+                file.write(content)
+        else:
+            fs, path = file_system(uri, settings)
+            fs.pipe_file(path, content)  # one request; it makes no bucket, so no misspelt one
 
 
 def copy(source: str, target: str, settings: Settings | None = None) -> int:
@@ -285,8 +282,7 @@ def read_cache(file: Path) -> dict[str, dict[str, Any]]:
 def write_cache(file: Path, region: str, values: Mapping[str, Any]) -> None:
     """Puts the values in place of the region's. Where that cannot be, AWS is only asked again."""
     with suppress(ServiceError):
-        text = json.dumps({**read_cache(file), region: values}, indent=2)
-        write_text(str(file), f"{text}\n")
+        write_json(str(file), {**read_cache(file), region: values})
 
 
 def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:

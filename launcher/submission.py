@@ -18,7 +18,7 @@ from launcher.instances import has_local_storage, looks_like_gpu, remark
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
-from launcher.tracking import backend_for, describe, find
+from launcher.tracking import backend_for, find
 
 
 def launch(job: TrainingJob, settings: Settings | None = None) -> str:
@@ -88,11 +88,10 @@ def prepare(
     Raises:
         InputError, ServiceError: as launch.
     """
-    asked, taken = job, None
-    if job.resume is not None and job.instance_is_open:
-        # Anew, so that it is held against what such an instance has.
-        said = {name: getattr(job, name) for name in job.model_fields_set}
-        job = TrainingJob(**said, instance=describe(job.resume, settings).instance)
+    asked = job
+    if job.resume is not None:
+        home, earlier = find(job.resume, settings)
+        job = ready_to_resume(job, earlier, settings)
     local = job.instance == "local"
     if not local:
         settings = cloud_settings(settings, dry_run, tell)
@@ -100,8 +99,7 @@ def prepare(
     if not local:
         tell(remark(job.instance))
     if job.resume is not None:
-        taken = take_over(job, settings, tell)
-        job = taken[0]
+        job, before = take_over(job, home, earlier, tell)
     if job.entry_point is not None:
         script = storage.path_of(job.entry_point).absolute()
         job = job.model_copy(update={"entry_point": script})
@@ -118,8 +116,8 @@ def prepare(
         channels["validation"] = find_channel(job.validation, near, dry_run)
     check_length(channels, config)
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
-    if taken is not None:
-        job.check_resumable(*taken[1:])
+    if job.resume is not None:
+        job.check_resumable(before, earlier)
     last = asked.data is None and asked.resume is None
     tell(f"data: {job.data}{' (the last upload)' if last else ''}")
     if job.preset and not asked.preset:
@@ -130,18 +128,13 @@ def prepare(
     return job, backend, settings
 
 
-def take_over(
-    job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
-) -> tuple[TrainingJob, TrainingJob, JobDescription]:
-    """The job on top of the one it resumes: what it does not say itself is as it was there, each
-    hyperparameter, variable and tag by itself.
+def ready_to_resume(job: TrainingJob, earlier: JobDescription, settings: Settings) -> TrainingJob:
+    """The job with the instance type of the one it resumes, where it names none.
 
-    Hyperparameters that the script does not have, another one or another version, are told.
-
-    Returns it, the earlier job, and how that one stands.
+    Raises:
+        InputError: one would run on this machine and the other on SageMaker.
+        ServiceError: the earlier job still runs, or left no checkpoint.
     """
-    assert job.resume is not None
-    backend, earlier = find(job.resume, settings)
     if earlier.is_running:
         raise ServiceError(
             f"job {job.resume} is {earlier.status}; stop it first:"
@@ -149,17 +142,35 @@ def take_over(
         )
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
+    if job.instance_is_open:
+        # Anew, so that it is held against what such an instance has.
+        said = {name: getattr(job, name) for name in job.model_fields_set}
+        return TrainingJob(**said, instance=earlier.instance)
     if (earlier.instance == "local") != (job.instance == "local"):
         raise InputError(
             f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
             f" --instance {job.instance} reads them"
         )
-    before = backend.job(job.resume)
+    return job
+
+
+def take_over(
+    job: TrainingJob, home: Backend, earlier: JobDescription, tell: Tell = lambda line: None
+) -> tuple[TrainingJob, TrainingJob]:
+    """The job on top of the one it resumes: what it does not say itself is as it was there, each
+    hyperparameter, variable and tag by itself.
+
+    Tells which of the earlier job's hyperparameters this script does not have.
+
+    Returns it, and the earlier job, which ran at `home` and stands as `earlier`.
+    """
+    assert job.resume is not None
+    before = home.job(job.resume)
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
     if job.entry_point is None:  # whose presets the words of this job mean
-        backend.check_script(job.resume, before)
+        home.check_script(job.resume, before)
         job = job.model_copy(update={"entry_point": before.entry_point})
     sent, known = earlier.hyperparameters, job.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):
@@ -181,15 +192,15 @@ def take_over(
     for name in said.keys() & kept.keys() & {"environment", "tags"}:
         said[name] = {**kept[name], **said[name]}
     after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
-    after = after.model_copy(update={"taken_over": frozenset(kept) - frozenset(said)})
-    return after, before, earlier
+    after._taken_over = frozenset(kept) - frozenset(said)
+    return after, before
 
 
 @dataclass(frozen=True)
 class Channel:
     """Text of a job: as the user named it, where the job reads it, and what has to be sent first.
 
-    upload is None where nobody here ever read it.
+    upload is None for a text on S3 that `upload-data` did not put there: its length is not known.
     """
 
     named: str
@@ -199,7 +210,7 @@ class Channel:
 
 
 def find_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
-    """Text that is where the job reads it stays there; what is on this machine goes there."""
+    """Where the job will read a text. One on this machine is surveyed, to be sent to the store."""
     uri, path = storage.to_uri(location), storage.local_path(location)
     if path is None and offline:
         return Channel(location, uri, None, [])

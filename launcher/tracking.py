@@ -13,7 +13,7 @@ from launcher import money
 from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.errors import InputError, ServiceError
-from launcher.instances import check_instance, has_local_storage
+from launcher.instances import has_local_storage
 from launcher.job import JOB_ID, JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
@@ -49,12 +49,11 @@ def all_backends(settings: Settings) -> Iterator[Backend]:
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
-    """Raises InputError when nothing here runs such an instance."""
+    """The place that runs such an instance."""
     if instance == "local":
         from launcher.backends.local import LocalBackend
 
         return LocalBackend(settings)
-    check_instance(instance)
     from launcher.backends.sagemaker import SageMakerBackend
 
     return SageMakerBackend(settings)
@@ -73,17 +72,17 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
             f"there is no job {job_id!r}, as an id is of letters, digits and dashes, 63 at most:"
             f" {known}"
         )
-    backend = None
+    asked: list[str] = []
     try:
         for backend in all_backends(settings):
-            description = backend.describe(job_id)
-            if description is not None:
+            if (description := backend.describe(job_id)) is not None:
                 return backend, description
+            asked.append(backend.place)
     except InputError as error:
         raise InputError(
             f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
         ) from None
-    where = backend.place if backend else ""
+    where = " or ".join(asked)
     if not settings.reaches_aws:
         where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
     raise ServiceError(f"there is no job {job_id!r} {where}: {known}")

@@ -139,7 +139,7 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
 
 def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
     _, _, told = cli("launch", "--help").out.partition("Options for SageMaker alone:\n")
-    found_at_launch = {"affordable_run", "taken_over"}
+    found_at_launch = {"affordable_run"}
     fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
@@ -187,9 +187,28 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
 
 
 @pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["frobnicate"], ""),
+        (["--store", "here"], ""),
+        (["infra", "frobnicate"], " infra"),
+        (["infra", "show", "extra"], " infra show"),
+        (["launch", "--nonsense"], " launch"),
+        (["status"], " status"),
+    ],
+)
+def test_words_that_are_off_are_told_with_the_help_to_look_at(
+    cli: Callable[..., Ran], words: list[str], command: str
+) -> None:
+    ran = cli(*words)
+    assert ran.code == 2
+    assert re.search(rf"[^.]; `sm-nanogpt{command} --help` shows what there is$", ran.error)
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["upload-data", ""], "path"),
+        (["upload-data", ""], "PATH"),
         (["status", ""], "JOB-ID"),
         *[
             ([*command.split(), option, "", *rest], option)
@@ -435,6 +454,18 @@ def test_a_job_whose_record_lacks_something_hides_no_other(
     assert [row.split()[0] for row in ran.out.splitlines()[1:]] == [job.job_id]
     assert ran.err.count("\n") == 1
     assert ran.err.startswith(f"job {odd.name} is left out: {odd / 'job.json'} is damaged, or of")
+
+
+def test_where_no_job_can_be_read_nobody_says_that_there_are_none(
+    home: Path, cli: Callable[..., Ran]
+) -> None:
+    broken = home / "jobs/sm-nanogpt-20990101-000000-abcdef"
+    broken.mkdir(parents=True)
+    (broken / "job.json").write_text("{")
+    ran = cli("jobs")
+    assert (ran.code, ran.out) == (0, "")
+    assert ran.err.startswith(f"job {broken.name} is left out: ")
+    assert ran.err.count("\n") == 1
 
 
 def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:

@@ -153,6 +153,29 @@ def test_a_field_that_is_unknown_or_impossible_is_named_with_its_value(
     assert named in refusal(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"instance_count": 0}, "instance_count=0: must be at least 1"),
+        ({"instance_count": 101}, "instance_count=101: must be at most 100"),
+        ({"max_cost": 0}, "max_cost=0: must be more than 0"),
+        ({"instance_count": "two"}, "instance_count='two': must be a valid integer"),
+        ({"launcher": "mpirun"}, "launcher='mpirun': must be 'pytorchddp' or 'torchrun'"),
+    ],
+)
+def test_what_a_field_must_be_is_told_in_few_words(values: dict[str, object], said: str) -> None:
+    assert refusal(**values) == said
+
+
+@pytest.mark.parametrize("name", ["g5.xlarge", "loca"])
+def test_what_is_no_instance_is_refused_before_all_else(
+    home: Path, cli: Callable[..., Ran], name: str
+) -> None:
+    ran = cli("launch", "--instance", name, "--processes-per-instance", "2")
+    assert ran.code == 2
+    assert ran.error.startswith(f"--instance {name}: must be local or a SageMaker type")
+
+
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_sizes() -> None:
     job = TrainingJob(hyperparameters={"batch_size": 9})
     with pytest.raises(InputError, match="batch_size=8 or 12"):
@@ -245,7 +268,7 @@ def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: 
         (["--set", "batch_size=7", "--processes-per-instance", "2"], "batch_size=6 or 8"),
         (["--set", "batch_size=9", "--instance-count", "2"], "batch_size=8 or 10"),
         (["--set", "block_size=60000"], "block_size=60000"),
-        (["--instance-count", "0"], "instance_count=0: must be greater than or equal to 1"),
+        (["--instance-count", "0"], "instance_count=0: must be at least 1"),
         (["--instance-count", "two"], "two"),
         (["--processes-per-instance", "0"], "processes_per_instance=0"),
         (["--entry-point", "missing.py"], "missing.py"),

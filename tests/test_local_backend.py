@@ -34,6 +34,7 @@ from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun, Rank
 from launcher.submission import take_over
+from launcher.tracking import find
 
 MAIN = 'if __name__ == "__main__":\n'
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
@@ -858,6 +859,25 @@ def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(
     assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
 
 
+def test_ctrl_c_in_logs_that_are_not_followed_says_nothing_of_the_job(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.tracking.logs", interrupted)
+    ran = cli("logs", "some-job")
+    assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+def test_a_dry_run_of_a_local_job_is_refused_before_any_text_is_looked_for(
+    cli: Callable[..., Ran],
+) -> None:
+    ran = cli(*launching.launching("--dry-run", data="missing.txt"))
+    assert ran.code == 2
+    assert ran.error.startswith("--dry-run shows the request to SageMaker")
+
+
 def test_ctrl_c_in_logs_leaves_the_job_alone(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
@@ -1011,7 +1031,7 @@ def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_versi
     record["hyperparameters"]["momentum"] = 0.5
     file.write_text(json.dumps(record))
     asked = TrainingJob(instance="local", resume=job.job_id)
-    taken, _, _ = take_over(asked, launching.settings_of(job.home))
+    taken, _ = take_over(asked, *find(job.job_id, launching.settings_of(job.home)))
     assert taken.hyperparameters["momentum"] == 0.5
 
 
@@ -1021,7 +1041,7 @@ def test_a_preset_over_a_resumed_job_leaves_its_adamw_the_learning_rate(job: Fin
     record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
     file.write_text(json.dumps(record))
     asked = TrainingJob(instance="local", resume=job.job_id, preset="baby")
-    taken, _, _ = take_over(asked, launching.settings_of(job.home))
+    taken, _ = take_over(asked, *find(job.job_id, launching.settings_of(job.home)))
     assert taken.hyperparameters["learning_rate"] == 0.002
 
 
@@ -1034,7 +1054,8 @@ def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
     file.write_text(json.dumps(record))
     told: list[str] = []
     asked = TrainingJob(resume=job.job_id, hyperparameters={"max_steps": 15})
-    taken, before, earlier = take_over(asked, launching.settings_of(job.home), told.append)
+    home, earlier = find(job.job_id, launching.settings_of(job.home))
+    taken, before = take_over(asked, home, earlier, told.append)
     taken.check_resumable(before, earlier)
     assert len(told) == 1 and "has no gone;" in told[0]
 
@@ -1064,7 +1085,10 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
     assert ran.code == 2
-    assert "max_steps=5" in ran.error
+    assert ran.error == (
+        "max_steps=5: the earlier job came to step 10 already; `--set max_steps=N`, with N above"
+        " 10, goes on from there"
+    )
 
 
 def test_a_job_that_has_its_model_cannot_be_resumed_without_more_steps(
@@ -1097,6 +1121,14 @@ def test_a_running_job_cannot_be_resumed(
     assert ran.code == 1
     assert f"`sm-nanogpt stop {job.job_id}`" in ran.error
     assert len(list((home / "jobs").iterdir())) == 1
+
+
+def test_a_local_job_cannot_be_resumed_on_sagemaker_whether_that_can_be_asked_or_not(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("launch", "--resume", job.job_id, "--instance", "ml.g5.xlarge")
+    assert ran.code == 2
+    assert ran.error.startswith(f"job {job.job_id} ran on local; ")
 
 
 def test_a_job_without_checkpoints_cannot_be_resumed(

@@ -216,9 +216,9 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--max-wait", "100"), "--max-wait is for --spot"),
         (("--spot", "--max-wait", "100"), "--max-wait 100 has to be at least --max-run 86400"),
         (("--spot", "--keep-alive", "60"), "--keep-alive does not go with --spot"),
-        (("--keep-alive", "3601"), "less than or equal to 3600"),
+        (("--keep-alive", "3601"), "keep_alive=3601: must be at most 3600"),
         (("--subnet", "subnet-1"), "--subnet and --security-group go together"),
-        (("--environment", f"A={'x' * 513}"), "--environment A"),
+        (("--environment", f"A={'x' * 513}"), "a value has 512 characters at most"),
         (("--environment", "a-b=c"), "--environment a-b"),
         (("--tag", "aws:a=b"), "--tag aws:a"),
         (("--processes-per-instance", "2"), "--processes-per-instance is for --instance local"),
@@ -228,7 +228,7 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--instance", "local", "--spot"), "--spot is for SageMaker"),
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
         (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "say one"),
-        (("--max-run", "1"), "greater than or equal to 60"),
+        (("--max-run", "1"), "max_run=1: must be at least 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
         (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
@@ -1343,7 +1343,7 @@ def test_an_upload_is_encrypted_with_the_key_of_the_settings(
 def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
-    assert "there is no job 'nope'" in ran.error
+    assert "there is no job 'nope' on this machine or in us-east-1: " in ran.error
 
 
 @pytest.fixture

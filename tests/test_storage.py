@@ -20,6 +20,7 @@ from launcher import InputError, ServiceError, storage, upload_data
 from launcher.aws import Unreachable
 from launcher.corpus import last_upload
 from launcher.settings import load_settings
+from launcher.submission import find_channel
 
 ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
 
@@ -381,6 +382,34 @@ def test_a_store_that_gives_no_answer_is_told_from_one_that_refuses(
     S3FileSystem.clear_instance_cache()
     with pytest.raises(Unreachable, match=r"^s3://bucket/prefix: .*the network"):
         storage.list_files("s3://bucket/prefix")
+
+
+def test_a_small_document_goes_to_s3_in_one_request_and_by_the_key_of_the_settings(
+    s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
+    storage.write_text(f"s3://{s3.bucket}/there", "text")
+    sent = [access.action for access in emulator.accesses if access.resource.endswith("/there")]
+    assert sent == ["s3:PutObject"]
+    there = s3.get_object(Bucket=s3.bucket, Key="there")
+    assert there["Body"].read() == b"text"
+    assert there["ServerSideEncryption"] == "aws:kms"
+    assert there["SSEKMSKeyId"].endswith("alias/mine")
+
+
+def test_a_file_that_is_gone_from_s3_is_a_failure_that_says_so(s3: Any) -> None:
+    uri = f"s3://{s3.bucket}/some/gone"
+    with pytest.raises(ServiceError, match=f"^{uri}: nothing is there$"):
+        storage.fingerprint(uri)
+
+
+def test_a_whole_bucket_may_be_the_text_and_no_other_bucket_is_asked(
+    s3: Any, emulator: Emulator, text_file: Path
+) -> None:
+    s3.put_object(Bucket=s3.bucket, Key="input.txt", Body=text_file.read_bytes())
+    for uri in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/"):
+        assert find_channel(uri, load_settings()).uri == uri
+    assert not [access for access in emulator.accesses if ".json" in access.resource]
 
 
 def test_a_uri_behind_which_nothing_is_is_refused_in_one_line(

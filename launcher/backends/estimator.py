@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,12 @@ class Plan:
     max_wait: int | None
     keep_alive: int | None
     volume_size: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-    kms_key: str | None = None
-    volume_kms_key: str | None = None
-    subnets: tuple[str, ...] = ()
-    security_group_ids: tuple[str, ...] = ()
-    network_isolation: bool = False
+    environment: Mapping[str, str]
+    kms_key: str | None
+    volume_kms_key: str | None
+    subnets: tuple[str, ...]
+    security_group_ids: tuple[str, ...]
+    network_isolation: bool
 
 
 # The environment is the whole process's: two that change it at once would each put back what the

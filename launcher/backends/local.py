@@ -72,6 +72,8 @@ class LocalBackend:
         self.settings = settings
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+        if dry_run:
+            self.dry_run("", job)  # which is refused
         processes, _ = plan_processes(job)
         return job.config(job.instance_count * processes)
 

@@ -72,7 +72,7 @@ class SageMakerBackend:
 
     @property
     def place(self) -> str:
-        return f"on this machine or in {self.region}"
+        return f"in {self.region}"
 
     @property
     def poll_seconds(self) -> float:
@@ -218,12 +218,13 @@ class SageMakerBackend:
         """
         total, now = 0.0, time.time()
         while job.resume is not None:
-            description, job_id = self.describe(job.resume), job.resume
-            price = prices.of(description.instance) if description else None
-            if description is None or price is None:
+            job_id, raw = job.resume, self.raw(job.resume)
+            earlier = describe_job(raw, None) if raw is not None else None
+            price = prices.of(earlier.instance) if earlier else None
+            if earlier is None or price is None:
                 raise InputError(f"what the earlier job {job_id} has cost is not known")
             job = self.job(job_id)
-            total += money.cost_of(description, price, now)
+            total += money.cost_of(earlier, price, now)
         return total
 
     def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
@@ -236,14 +237,11 @@ class SageMakerBackend:
         place = self.job_uri(job_id, "source", "sourcedir.tar.gz")
         storage.write_bytes(place, archive, self.settings)
         if job.resume is not None:
-            earlier = self.raw(job.resume) or {}
-            source = earlier.get("CheckpointConfig", {}).get("S3Uri", "")
-            target = self.checkpoint_uri(job_id)
-            if not source or not storage.copy(source, target, self.settings):
-                raise ServiceError(f"job {job.resume} has no checkpoints at {source or 'S3'}")
+            source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
+            if not storage.copy(source, self.checkpoint_uri(job_id), self.settings):
+                raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
         record = job.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(record, indent=2) + "\n"
-        storage.write_text(self.job_uri(job_id, "job.json"), text, self.settings)
+        storage.write_json(self.job_uri(job_id, "job.json"), record, self.settings)
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**request)
@@ -288,6 +286,13 @@ class SageMakerBackend:
             raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
         return raw
 
+    def known(self, job_id: str) -> dict[str, Any]:
+        """The same of a job that was found before. Raises ServiceError if it was deleted since."""
+        raw = self.raw(job_id)
+        if raw is None:
+            raise ServiceError(f"there is no job {job_id!r} {self.place}")
+        return raw
+
     def describe(self, job_id: str) -> JobDescription | None:
         raw = self.raw(job_id)
         if raw is None:
@@ -325,34 +330,14 @@ class SageMakerBackend:
 
     def files_of(self, job_id: str) -> str:
         """The prefix of a job's files, in whichever store it was launched to."""
-        raw = self.raw(job_id) or {}
-        prefix = raw.get("OutputDataConfig", {}).get("S3OutputPath")
-        if not prefix:
-            raise ServiceError(f"there is no job {job_id!r} {self.place}")
-        return storage.join(prefix, job_id)
+        return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         """By tag, so that other jobs of the account are left out."""
-        search = {
-            "Resource": "TrainingJob",
-            "SearchExpression": {
-                "Filters": [{"Name": f"Tags.{TAG_KEY}", "Operator": "Equals", "Value": TAG_VALUE}]
-            },
-            "SortBy": "CreationTime",
-            "SortOrder": "Descending",
-        }
-        client = self.client("sagemaker")
-        token: dict[str, str] = {}
-        while True:
-            with service_errors("Search"):
-                page = client.search(**search, **token)
-                results = page["Results"]
-            for result in results:
-                if is_our_job(result["TrainingJob"]):
-                    yield describe_job(result["TrainingJob"], None)
-            if not page.get("NextToken"):
-                return
-            token = {"NextToken": page["NextToken"]}
+        with service_errors("Search"):
+            for raw in search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE):
+                if is_our_job(raw):
+                    yield describe_job(raw, None)
 
     def stop(self, job_id: str) -> None:
         with service_errors("StopTrainingJob"):
@@ -438,6 +423,19 @@ def check_checkpoints(job: TrainingJob) -> None:
             f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
             " checkpoint_seconds (by default it is a minute)"
         )
+
+
+def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
+    """The account's training jobs with this value of a property, newest first."""
+    pages = client.get_paginator("search").paginate(
+        Resource="TrainingJob",
+        SearchExpression={"Filters": [{"Name": name, "Operator": "Equals", "Value": value}]},
+        SortBy="CreationTime",
+        SortOrder="Descending",
+    )
+    for page in pages:
+        for result in page["Results"]:
+            yield result["TrainingJob"]
 
 
 def is_our_job(raw: dict[str, Any]) -> bool:

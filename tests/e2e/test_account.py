@@ -27,6 +27,7 @@ from policies import allowed, statements
 
 from launcher import infra
 from launcher.money import usd
+from launcher.storage import PART_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"
@@ -130,8 +131,8 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     bucket, key = stack["store"].split("/")[2], stack["kms_key"]
 
     account.refuse["UploadPart"] = ("InvalidRequest", "broken off")
-    large = tmp_path / "large.txt"
-    large.write_text(text_file.read_text() * (1 + (20 << 20) // text_file.stat().st_size))
+    large = tmp_path / "large.txt"  # which is sent in parts
+    large.write_text(text_file.read_text() * (1 + 2 * PART_BYTES // text_file.stat().st_size))
     command("upload-data", str(large), code=1)
     account.refuse.clear()
     command("upload-data", str(text_file))
