@@ -129,9 +129,9 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
     machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
     ran = cli(*LAUNCH, "--data", str(text_file), *machine, *sets(**values))
-    assert re.search(r"failed: CheckpointError: .*: No space left on device \(", ran.error)
-    assert "--volume-size gives more disk" in ran.error
-    assert re.search(r"reason: +CheckpointError: .*: No space left on device\n", failed(cli, ran))
+    reason = r" +CheckpointError: .*: No space left on device \(--volume-size gives more disk\)"
+    assert re.search(f"failed:{reason};", ran.error)
+    assert re.search(f"reason:{reason}\n", failed(cli, ran))
 
 
 @pytest.mark.parametrize(
