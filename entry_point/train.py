@@ -835,7 +835,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type of matrix products, and of gradients between ranks; TF32 counts as float32.
+    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
 
     Raises:
         ConfigError: TF32 was chosen, and the device has none.
@@ -1122,7 +1122,9 @@ class Group:
         timeout = timedelta(minutes=10)
         try:
             rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-            self.store = next(rendezvous)[0]
+            # torchrun's store outlives the ranks, and holds what those before a restart said.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self.store = dist.PrefixStore(f"attempt{attempt}", next(rendezvous)[0])
             cuda = device.type == "cuda"
             with nullcontext() if cuda else mute_stdout():
                 dist.init_process_group(
@@ -1145,18 +1147,18 @@ class Group:
         if named:
             self.check_hosts(container)
         else:
-            self.check_order(ranks)
+            self.check_order()
 
-    def check_order(self, ranks: Ranks) -> None:
+    def check_order(self) -> None:
         """Raises TopologyError unless the ranks are numbered host by host."""
-        ranks_of_host = torch.zeros(self.world_size, device=self.device)
-        ranks_of_host[self.host_index] = 1
-        whole = self.sum_(ranks_of_host)[self.host_index] == ranks.local_world_size
-        if self.sum_(whole.float()) < self.world_size:
+        begins_host = torch.zeros(self.world_size, device=self.device)
+        begins_host[self.rank] = self.local_rank == 0
+        placed = self.sum_(begins_host)[max(0, self.rank - self.local_rank)].clone()
+        if self.sum_(placed) < self.world_size:
             raise TopologyError(
-                f"{ranks.launcher} did not number the ranks host by host: rank {ranks.rank} is the"
-                f" host's number {ranks.local_rank} of {ranks.local_world_size}"
-                " (`mpirun --map-by slot` and `srun --distribution=block` do)"
+                f"the ranks are not numbered host by host: rank {self.rank} is number"
+                f" {self.local_rank} of its host (`mpirun --map-by slot` and"
+                " `srun --distribution=block` number them so)"
             )
 
     def check_hosts(self, container: Container) -> None:
@@ -1695,8 +1697,8 @@ class KeyValueCache:
 
 
 QUERIES_AT_ONCE = 256
-# With so few sequences at once, to sample a token takes as long as to read the weights, of which
-# int8 has fewer bytes (PackedLinear); with more, as long as the products, here and in attend.
+# With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
+# makes smaller (PackedLinear); with more of them, by the products with the weights and in attend.
 FEW_SEQUENCES = 4
 
 
@@ -2192,7 +2194,7 @@ class Checkpoints:
         self.directory = directory
 
     def claim(self) -> None:
-        """Keeps the directory from other trainings as long as this process lives.
+        """Keeps the directory from other trainings on this machine as long as this process lives.
 
         Raises:
             ConfigError: one is at work there.
@@ -2204,14 +2206,22 @@ class Checkpoints:
                 fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"another training is at work in {self.directory.parent}; go on with it when it"
-                    " has ended, or choose another --out"
+                    f"another training is at work in {self.directory.parent}; start this one when"
+                    " it has ended, or elsewhere"
                 ) from None
             except OSError as error:  # some file systems know no locks
                 say(
                     f"note: {self.directory} cannot be locked ({error.strerror}); start no second"
                     " training there"
                 )
+
+    def check_fresh(self) -> None:
+        """Raises ConfigError if there is a checkpoint."""
+        if self.steps("checkpoint"):
+            raise ConfigError(
+                f"{self.directory.parent} holds a training already; go on with it by --resume, or"
+                " choose another --out"
+            )
 
     def path(self, kind: str, step: int) -> Path:
         return self.directory / f"{kind}-{step:08d}.safetensors"
@@ -2965,8 +2975,6 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
-        if self.chief:
-            self.checkpoints.claim()
         self.restore()
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
@@ -3155,13 +3163,10 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
-    if ranks.rank == 0 and not container.inside:
-        earlier = Checkpoints(container.checkpoint_dir).steps("checkpoint")
-        if earlier and not options.resume:
-            raise ConfigError(
-                f"{container.checkpoint_dir.parent} holds a training already;"
-                " go on with it by --resume, or choose another --out"
-            )
+    checkpoints = Checkpoints(container.checkpoint_dir)
+    fresh = ranks.rank == 0 and not container.inside and not options.resume
+    if fresh:
+        checkpoints.check_fresh()
 
     group = Group(ranks, device, container)
     if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
@@ -3170,6 +3175,10 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     if kind == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
     trainer = Trainer(config, container, group, corpus)
+    if trainer.chief:
+        checkpoints.claim()
+        if fresh:
+            checkpoints.check_fresh()  # one may have begun and ended while the text was read
 
     def on_signal(signum: int, frame: Any) -> None:
         if signum == signal.SIGINT and trainer.stop_signal:
@@ -3218,12 +3227,13 @@ def failure_report(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as `>&-` leaves it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())
         return 0
-    if sys.stdout is None:  # as `>&-` leaves it
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # A sample may hold characters that the log's encoding has not.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A warning would name an exception class, and SageMaker would take it for the failure.

@@ -78,6 +78,9 @@ class Command(click.Command):
                         f"{error.option_name} goes before the command: {words} ..."
                     ) from None
             raise
+        except click.UsageError as error:  # of a word that is missing click does not tell
+            error.ctx = error.ctx or ctx
+            raise
         for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes
             value = ctx.params.get(parameter.name or "")
             if value == "" or (isinstance(value, tuple) and "" in value):

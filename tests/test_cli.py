@@ -195,6 +195,8 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
         (["infra", "show", "extra"], " infra show"),
         (["launch", "--nonsense"], " launch"),
         (["status"], " status"),
+        (["launch", "--instance"], " launch"),
+        (["--region"], ""),
     ],
 )
 def test_words_that_are_off_are_told_with_the_help_to_look_at(

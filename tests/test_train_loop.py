@@ -482,10 +482,36 @@ def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_training_needs_nobody_to_read_its_log(tmp_path: Path, text_file: Path) -> None:
-    command = ("sh", "-c", 'exec "$@" >&-', "sh", sys.executable, str(SCRIPT))
+def test_a_training_that_began_while_the_text_was_read_is_not_gone_on_with(
+    tmp_path: Path, text_file: Path
+) -> None:
+    place = "    trainer = Trainer(config, container, group, corpus)\n"
+    other = [*map(str, (sys.executable, SCRIPT)), *words(**SMALL, data=text_file, out="mine")]
+    meanwhile = f"    subprocess.run({other}, check=True, stdout=subprocess.DEVNULL)\n"
+    command = edited_script(tmp_path / "late.py", (place, meanwhile + place))
+    late = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, command=command)
+    assert late.status == 2, late.output
+    assert late.last_line.startswith("ConfigError: mine holds a training already; ")
+
+
+def test_a_directory_that_cannot_be_locked_is_taken_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(train.fcntl, "flock", refuse)
+    Checkpoints(tmp_path).claim()
+    assert f"note: {tmp_path} cannot be locked (No locks available); " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_training_needs_nobody_to_read_its_log(
+    tmp_path: Path, text_file: Path, closed: str
+) -> None:
+    command = ("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(SCRIPT))
     end = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, command=command)
-    assert (end.status, end.output) == (0, "")
+    assert end.status == 0
     assert (tmp_path / "mine/model/model.safetensors").exists()
 
 

@@ -548,9 +548,35 @@ def test_ranks_that_are_not_numbered_host_by_host_are_refused(
     ends = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
     assert [end.status for end in ends] == [1, 1, 1, 1]
     assert ends[2].last_line.startswith(
-        "TopologyError: torchrun did not number the ranks host by host: rank 2 is the host's number"
-        " 1 of 2 "
+        "TopologyError: the ranks are not numbered host by host: rank 2 is number 1 of its host "
     )
+
+
+def test_ranks_whose_number_on_each_host_nobody_tells_train(
+    tmp_path: Path, text_file: Path
+) -> None:
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="4")
+    envs = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
+    ends = run_hosts(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, envs=envs)
+    assert [end.status for end in ends] == [0, 0, 0, 0], ends
+    assert "running on 2 hosts x CPU = 4 processes in one group" in ends[0].output
+
+
+def test_a_training_that_torchrun_starts_again_goes_on(text: str, tmp_path: Path) -> None:
+    step = "            wish = agreement()\n"
+    once = "            if self.step == 7 and 'TORCHELASTIC_RUN_ID' in os.environ:\n"
+    once += "                if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n"
+    _, script = edited_script(tmp_path / "dies.py", (step, step + once))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
+    end = run(
+        words(**SMALL, checkpoint_seconds=1e-6),
+        cwd=tmp_path,
+        env=make_hosts(tmp_path / "ml", text)[0],
+        command=(*torchrun, "--nproc_per_node=2", script),
+    )
+    assert end.status == 0, end.output
+    assert "resumed from the checkpoint of step " in end.output
+    assert (tmp_path / "ml/algo-1/model/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("option", ["out", "validation"])

@@ -76,6 +76,7 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
     assert all("mpirun" in above[1] for above in tree[0])
     assert all("orted" in above[1] for above in tree[1])
     said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by mpirun;"
+    said += " 1 CPU thread each)"  # as the tests ask for
     assert followed.out.count(said) == 1
     assert re.search(r"^algo-1: .*step=60/60 ", followed.out, re.MULTILINE)
     assert len(sampled.out) >= 50

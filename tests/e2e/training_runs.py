@@ -56,14 +56,14 @@ class Containers:
         self.directory, self.gpus, self.rate = directory, gpus, rate
         self.threads, self.gib = threads, gib
         self.attempts: dict[str, Attempt] = {}  # by job, the one that runs
-        self.threads: list[threading.Thread] = []
+        self.at_work: list[threading.Thread] = []
         self.closed = threading.Event()
 
     def attach(self, emulator: Emulator) -> None:
         self.emulator = emulator
 
     def __call__(self, job: Job) -> None:
-        self.threads.append(threading.current_thread())
+        self.at_work.append(threading.current_thread())
         try:
             state, number = "Interrupted", 0
             while state == "Interrupted" and not job.stopping.is_set():
@@ -102,7 +102,7 @@ class Containers:
     def close(self) -> None:
         """Ends all jobs, at once."""
         self.closed.set()
-        for thread in self.threads:
+        for thread in self.at_work:
             thread.join()
 
 
