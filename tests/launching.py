@@ -91,7 +91,7 @@ def once(
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir()
             record.write_text(json.dumps([str(each) for each in build(directory)]))
-        return json.loads(record.read_text())  # type: ignore[no-any-return]
+        return list(json.loads(record.read_text()))
 
 
 def pip(python: str | Path, *words: str | Path) -> None:

@@ -218,9 +218,12 @@ def test_one_huge_member_is_refused_before_it_is_written(
 ) -> None:
     written: list[int] = []
     copy = shutil.copyfileobj
-    monkeypatch.setattr(
-        shutil, "copyfileobj", lambda source, out: (copy(source, out), written.append(out.tell()))
-    )
+
+    def noted(source: Any, out: Any) -> None:
+        copy(source, out)
+        written.append(out.tell())
+
+    monkeypatch.setattr(shutil, "copyfileobj", noted)
     pack(archive_of(job), regular("big", bytes(1 << 25)))
     assert "20 times its size" in refused(job, cli)
     assert written == []

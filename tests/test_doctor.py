@@ -31,7 +31,7 @@ STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[Stack]:
     """The stack that is found, if there is one in here."""
     found: list[Stack] = []
-    monkeypatch.setattr(doctor, "find_stack", lambda settings, session: (found or [None])[0])
+    monkeypatch.setattr(doctor, "find_stack", lambda settings, session: next(iter(found), None))
     return found
 
 
@@ -144,7 +144,7 @@ def test_a_trial_training_that_takes_too_long_is_stopped_before_its_home_is_dele
 ) -> None:
     waited_for: list[str] = []
 
-    def noted(job_id: str, settings: Settings, **limit: float) -> JobDescription:
+    def noted(job_id: str, settings: Settings, **limit: Any) -> JobDescription:
         description = wait(job_id, settings, **limit)
         waited_for.append(description.status)
         return description

@@ -73,9 +73,9 @@ def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
     sm_nanogpt = tmp_path / "clean" / "bin" / "sm-nanogpt"
     environment = {**environment, "PATH": os.defpath}
     run([sm_nanogpt, "upload-data", "--corpus", "python-docs"], elsewhere, environment)
-    launch = [sm_nanogpt, "launch", "--instance", "local", "--set", "max_steps=5"]
+    launch: list[str | Path] = [sm_nanogpt, "launch", "--instance", "local", "--set", "max_steps=5"]
     job_id = run([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
-    sample = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
+    sample: list[str | Path] = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
     assert len(run(sample, elsewhere, environment)) >= 20
     template = "from launcher import infra; print(infra.TEMPLATE.read_text(), end='')"
     carried = run([python, "-c", template], elsewhere, environment)

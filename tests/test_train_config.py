@@ -155,7 +155,7 @@ def test_a_typed_value_of_the_wrong_kind_is_an_error(value: object) -> None:
 )
 def test_a_value_out_of_range_is_an_error(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value!r}: must be "):
-        Config(**{name: value})
+        Config(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_choice_with_a_typing_error_gets_the_nearest() -> None:

@@ -223,10 +223,9 @@ EXACT = {
 
 def assert_same_end(one: Path, other: Path) -> None:
     """Both trainings ended with the same bits: artefact, weights, optimizer state and curve."""
-    artefacts = [host / "model/model.safetensors" for host in (one, other)]
-    assert filecmp.cmp(
-        *artefacts, shallow=False
-    )  # pytest shows the difference of bytes for minutes
+    models = [host / "model/model.safetensors" for host in (one, other)]
+    # Of unequal bytes pytest would look for the difference, for minutes.
+    assert filecmp.cmp(models[0], models[1], shallow=False)
     ours, theirs = (Checkpoints(host / "checkpoints").load_latest() for host in (one, other))
     assert ours is not None and theirs is not None
     assert ours[0].keys() == theirs[0].keys()
@@ -709,9 +708,10 @@ def test_one_process_warms_up_where_something_is_compiled_and_not_else(
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **_: functools.partial(model))
     trainer = trainer_of(tmp_path, max_steps=2, compile="on" if compiled else "off")
-    monkeypatch.setattr(trainer, "warm_up", Mock())
+    warm_up = Mock()
+    monkeypatch.setattr(trainer, "warm_up", warm_up)
     assert trainer.run()
-    assert trainer.warm_up.call_count == compiled
+    assert warm_up.call_count == compiled
 
 
 def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
@@ -778,15 +778,9 @@ def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> Non
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
     how |= {"max_steps": 20, "eval_interval": 10}
-    eager, compiled = (
-        losses_of(tmp_path / str(index), text, 1, 2, **how, **more)
-        for index, more in enumerate(
-            (
-                {"compile": "off"},
-                {"compile": "on", "command": edited_script(tmp_path / "train.py", graph_only)},
-            )
-        )
-    )
+    command = edited_script(tmp_path / "train.py", graph_only)
+    eager = losses_of(tmp_path / "eager", text, 1, 2, **how, compile="off")
+    compiled = losses_of(tmp_path / "compiled", text, 1, 2, **how, compile="on", command=command)
     assert furthest(eager, compiled) < 1e-4
 
 
@@ -944,6 +938,7 @@ def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
     endless = words(**{**SMALL, "max_steps": 1_000_000}, processes=2)
     with started(endless, cwd=tmp_path, env=env, stderr=subprocess.PIPE) as process:
         wait_for_line(process, "step=5/")
+        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
         status = process.wait()

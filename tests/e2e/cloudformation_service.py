@@ -46,7 +46,7 @@ class BucketPolicy(CloudFormationModel):
         return ""
 
     @classmethod
-    def create_from_cloudformation_json(  # type: ignore[override]
+    def create_from_cloudformation_json(
         cls,
         resource_name: str,
         cloudformation_json: Any,
@@ -94,7 +94,7 @@ class CloudFormation:
             event(stack, name, kind, "CREATE_FAILED", self.refuse[name])
             raise RuntimeError(self.refuse[name])
         made = create_resource(name, document, resources, account_id, region_name)
-        if kind == "AWS::IAM::Role":
+        if made is not None and kind == "AWS::IAM::Role":
             made.policies = {each: as_text(policy) for each, policy in made.policies.items()}
         if made is not None:
             event(stack, name, kind, "CREATE_COMPLETE")

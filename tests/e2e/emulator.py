@@ -106,7 +106,7 @@ class Emulator:
             return refused(start_response, service, environ, refusal)
         if operation in SMALL_PAGES and "limit" not in body:
             rewind(environ, {**body, "limit": SMALL_PAGES[operation]})
-        return self.moto(environ, start_response)  # type: ignore[no-any-return]
+        return self.moto(environ, start_response)
 
     def serve(self, fd: int | None = None) -> BaseWSGIServer:
         """Serves on a port of loopback, or on a socket that listens already."""

@@ -131,7 +131,7 @@ def variable(name: str, context: Context) -> str:
     raise KeyError(key)
 
 
-def listed(value: Any) -> list[str]:
+def listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, (str, bool)) else list(value)
 
 

@@ -48,7 +48,7 @@ def names_and_times_apart(request: dict[str, Any]) -> str:
 
 def cluster_of(aws: Emulator, job_id: str) -> Cluster:
     attempts = aws.sagemaker.run.attempts  # type: ignore[attr-defined]
-    return until(lambda: attempts.get(job_id)).cluster  # type: ignore[no-any-return]
+    return until(lambda: attempts.get(job_id)).cluster
 
 
 def test_the_three_commands_train_on_two_hosts_and_sample(

@@ -343,12 +343,12 @@ class Attempt:
                 for host in self.cluster.hosts:
                     for path in sorted((host.ml / place).iterdir()):
                         tar.add(path, path.name)
-            path = f"{prefix}/{self.job.name}/output/{name}"
+            target = f"{prefix}/{self.job.name}/output/{name}"
             encryption = {}
             if key := self.request["OutputDataConfig"].get("KmsKeyId"):
                 self.check(Access("kms:Encrypt", key))
                 encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
-            self.s3.upload_file(str(archive), bucket, path, ExtraArgs=encryption)
+            self.s3.upload_file(str(archive), bucket, target, ExtraArgs=encryption)
         namespace = {"cloudwatch:namespace": "/aws/sagemaker/TrainingJobs"}
         with contextlib.suppress(JobFailed):  # the job goes on without its metrics
             self.check(Access("cloudwatch:PutMetricData", "*", namespace))
