@@ -1122,9 +1122,12 @@ class Group:
         timeout = timedelta(minutes=10)
         try:
             rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-            # torchrun's store outlives the ranks, and holds what those before a restart said.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self.store = dist.PrefixStore(f"attempt{attempt}", next(rendezvous)[0])
+            self.store = next(rendezvous)[0]
+            if ranks.local_world_size == ranks.world_size:
+                # torchrun's store outlives the ranks, and holds what those before a restart said.
+                # (Of several hosts each counts its restarts by itself, and no count is common.)
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
             cuda = device.type == "cuda"
             with nullcontext() if cuda else mute_stdout():
                 dist.init_process_group(
