@@ -1124,7 +1124,7 @@ class Group:
             rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
             self.store = next(rendezvous)[0]
             if ranks.local_world_size == ranks.world_size:
-                # torchrun's store outlives the ranks, and holds what those before a restart said.
+                # torchrun's store outlives the ranks, and holds where those before a restart were.
                 # (Of several hosts each counts its restarts by itself, and no count is common.)
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
@@ -1147,21 +1147,29 @@ class Group:
                 f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
                 " interface to use)"
             ) from None
+        # What they said to each other is there too, so this group speaks under a name of its own.
+        began = torch.tensor(time.time_ns(), device=device)
+        self.broadcast_([began])
+        self.store = dist.PrefixStore(str(int(began)), self.store)
         if named:
             self.check_hosts(container)
         else:
-            self.check_order()
+            self.check_order(ranks)
 
-    def check_order(self) -> None:
+    def check_order(self, ranks: Ranks) -> None:
         """Raises TopologyError unless the ranks are numbered host by host."""
         begins_host = torch.zeros(self.world_size, device=self.device)
         begins_host[self.rank] = self.local_rank == 0
-        placed = self.sum_(begins_host)[max(0, self.rank - self.local_rank)].clone()
-        if self.sum_(placed) < self.world_size:
+        begins = [*map(bool, self.sum_(begins_host)), True]
+        first = self.rank - self.local_rank
+        placed = first >= 0 and begins[first]
+        if placed and ranks.local_world_size < self.world_size:  # else it may be a guess
+            placed = begins.index(True, first + 1) == first + ranks.local_world_size
+        if self.sum_(torch.tensor(float(placed), device=self.device)) < self.world_size:
+            example = f": rank {self.rank} is number {self.local_rank} of its host" * (not placed)
             raise TopologyError(
-                f"the ranks are not numbered host by host: rank {self.rank} is number"
-                f" {self.local_rank} of its host (`mpirun --map-by slot` and"
-                " `srun --distribution=block` number them so)"
+                f"the ranks are not numbered host by host{example}"
+                " (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
             )
 
     def check_hosts(self, container: Container) -> None:
@@ -2209,8 +2217,8 @@ class Checkpoints:
                 fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"another training is at work in {self.directory.parent}; start this one when"
-                    " it has ended, or elsewhere"
+                    f"another training is at work in {self.directory.parent}; wait until it has"
+                    " ended and go on with it, or choose another directory"
                 ) from None
             except OSError as error:  # some file systems know no locks
                 say(
@@ -3167,7 +3175,10 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     config.check_world_size(ranks.world_size)
 
     checkpoints = Checkpoints(container.checkpoint_dir)
-    fresh = ranks.rank == 0 and not container.inside and not options.resume
+    by_hand, restarted = not container.inside, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if by_hand and restarted != "0" and not (options.out or options.resume):
+        raise ConfigError("--out has to name the directory that a restart by torchrun goes on in")
+    fresh = ranks.rank == 0 and by_hand and restarted == "0" and not options.resume
     if fresh:
         checkpoints.check_fresh()
 
@@ -3230,9 +3241,10 @@ def failure_report(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # as `>&-` leaves it
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:  # `>&-` left it free for any file
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())

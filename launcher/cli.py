@@ -78,7 +78,7 @@ class Command(click.Command):
                         f"{error.option_name} goes before the command: {words} ..."
                     ) from None
             raise
-        except click.UsageError as error:  # of a word that is missing click does not tell
+        except click.UsageError as error:  # of an option without its word click tells no command
             error.ctx = error.ctx or ctx
             raise
         for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes

@@ -538,19 +538,24 @@ def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
     assert "running on 2 hosts x CPU = 3 processes in one group" in first.output
 
 
+@pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 2], [1]]])
 def test_ranks_that_are_not_numbered_host_by_host_are_refused(
-    tmp_path: Path, text_file: Path
+    tmp_path: Path, text_file: Path, hosts: list[list[int]]
 ) -> None:
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    places = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    envs = [  # dealt to two hosts in turn
-        {**env, **places, "RANK": str(rank), "LOCAL_RANK": str(rank // 2)} for rank in range(4)
-    ]
+    places = {
+        rank: {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
+        for ranks in hosts
+        for local, rank in enumerate(ranks)
+    }
+    size = str(len(places))
+    envs = [{**env, **places[r], "WORLD_SIZE": size, "RANK": str(r)} for r in sorted(places)]
     ends = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
-    assert [end.status for end in ends] == [1, 1, 1, 1]
-    assert ends[2].last_line.startswith(
-        "TopologyError: the ranks are not numbered host by host: rank 2 is number 1 of its host "
-    )
+    assert {end.status for end in ends} == {1}
+    told = "TopologyError: the ranks are not numbered host by host"
+    assert all(end.last_line.startswith(told) for end in ends)
+    lines = [end.last_line for end in ends]
+    assert any(f": rank {r} is number {p['LOCAL_RANK']} of" in lines[r] for r, p in places.items())
 
 
 def test_ranks_whose_number_on_each_host_nobody_tells_train(
@@ -563,21 +568,37 @@ def test_ranks_whose_number_on_each_host_nobody_tells_train(
     assert "running on 2 hosts x CPU = 4 processes in one group" in ends[0].output
 
 
-def test_a_training_that_torchrun_starts_again_goes_on(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("container", [True, False])
+def test_a_training_that_torchrun_starts_again_goes_on(
+    text: str, text_file: Path, tmp_path: Path, container: bool
+) -> None:
     step = "            wish = agreement()\n"
     once = "            if self.step == 7 and 'TORCHELASTIC_RUN_ID' in os.environ:\n"
     once += "                if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n"
     _, script = edited_script(tmp_path / "dies.py", (step, step + once))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
+    places = {} if container else {"data": text_file, "out": tmp_path / "ml/algo-1"}
     end = run(
-        words(**SMALL, checkpoint_seconds=1e-6),
+        words(**SMALL, checkpoint_seconds=1e-6, **places),
         cwd=tmp_path,
-        env=make_hosts(tmp_path / "ml", text)[0],
+        env=make_hosts(tmp_path / "ml", text)[0] if container else environment(),
         command=(*torchrun, "--nproc_per_node=2", script),
     )
     assert end.status == 0, end.output
     assert "resumed from the checkpoint of step " in end.output
     assert (tmp_path / "ml/algo-1/model/model.safetensors").exists()
+
+
+def test_a_restart_that_knows_no_directory_to_go_on_in_is_refused(
+    tmp_path: Path, text_file: Path
+) -> None:
+    end = run(
+        words(**SMALL, data=text_file),
+        cwd=tmp_path,
+        env=environment(TORCHELASTIC_RESTART_COUNT="1"),
+    )
+    assert end.status == 2
+    assert end.last_line.startswith("ConfigError: --out has to name the directory that a restart")
 
 
 def test_each_host_shares_its_own_things_when_torchrun_started_the_hosts(tmp_path: Path) -> None:
