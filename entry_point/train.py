@@ -234,10 +234,10 @@ class Config:
     )
     precision: str = hyperparameter(
         "auto",
-        "of matrix products, and of gradients between ranks (auto: bfloat16 where the device has"
-        " it, else float32)",
+        "of matrix products, and of gradients between ranks (auto: the first of bfloat16, float16"
+        " and float32 that the device is fast at)",
         group="machine",
-        choices=("auto", "bfloat16", "tf32", "float32"),
+        choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
         "auto",
@@ -840,14 +840,19 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     Raises:
         ConfigError: TF32 was chosen, and the device has none.
     """
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if config.precision == "tf32" and not ampere:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if config.precision == "tf32" and capability < (8, 0):
         raise ConfigError(
             "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
             " this device has"
         )
-    fast = config.precision == "auto" and has_fast_bfloat16(device)
-    return torch.bfloat16 if fast or config.precision == "bfloat16" else torch.float32
+    if config.precision != "auto":
+        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return said.get(config.precision, torch.float32)
+    if has_fast_bfloat16(device):
+        return torch.bfloat16
+    # Volta (V100) and Turing (T4) have tensor cores for float16 alone.
+    return torch.float16 if capability >= (7, 0) else torch.float32
 
 
 def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
@@ -1223,15 +1228,17 @@ class Group:
 
         return answer
 
-    def average_soon(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Starts to average gradients over the ranks, in bfloat16; the result stays float32.
+    def average_soon(
+        self, dtype: torch.dtype, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        """Starts to average gradients over the ranks, in a short type; the result stays float32.
 
         Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
         arithmetic four GPUs without NVLink save up to a sixth of a step. torch's bf16_compress_hook
         does the same, but asks for CUDA, and in older versions its import takes NumPy.
         """
         gradients = bucket.buffer()
-        sent = gradients.to(torch.bfloat16).div_(self.world_size)
+        sent = gradients.to(dtype).div_(self.world_size)
 
         def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             return gradients.copy_(future.value()[0])
@@ -1866,6 +1873,8 @@ POLAR_EXPRESS = (
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
+    if dtype == torch.float16:  # in which gradients as they are may be 0
+        matrices = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-20)
     x = matrices.to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
@@ -2034,6 +2043,11 @@ class Optimizer:
             self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
         for one, peak in self.adamws:
             one.step(peak * scale)
+
+    @property
+    def param_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+        """The parameters, as torch's GradScaler asks for them."""
+        return [{"params": self.parameters}]
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -2631,7 +2645,8 @@ class PackedLinear(nn.Module):
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
-        return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        short = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return dtype == torch.float32 or short
 
 
 @torch.inference_mode()
@@ -2809,9 +2824,10 @@ class Trainer:
         dtype = choose_precision(config, device)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        without = torch.tensor(float(dtype != torch.bfloat16), device=device)
-        if float(group.sum_(without)):  # hosts may differ, and gradients travel in one type
-            dtype = torch.float32
+        short = (torch.bfloat16, torch.float16)
+        chosen = torch.tensor([float(dtype == one) for one in short], device=device)
+        if group.world_size not in group.sum_(chosen):
+            dtype = torch.float32  # hosts may differ, and gradients travel in one type
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
@@ -2831,8 +2847,13 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-            if dtype == torch.bfloat16:  # in a lambda, as DDP takes no annotations that are strings
-                self.ddp.register_comm_hook(None, lambda state, bucket: group.average_soon(bucket))
+            if dtype in short:  # in a lambda, as DDP takes no annotations that are strings
+                self.ddp.register_comm_hook(
+                    dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
+                )
+        # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
+        # they are then infinite is left out, and the scale halved. Other types go as they are.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     @property
     def choices(self) -> list[str]:
@@ -2876,6 +2897,7 @@ class Trainer:
             "metrics": self.metrics,
             "loss_sum": loss_sum,
             "steps_summed": self.steps_summed,
+            "scaler": self.scaler.state_dict(),
         }
 
     def save_checkpoint(self) -> None:
@@ -2922,6 +2944,8 @@ class Trainer:
         self.step, self.metrics = state["step"], state["metrics"]
         self.kept_step = self.step
         self.steps_summed = state["steps_summed"]
+        if state.get("scaler"):  # it is empty where it did nothing
+            self.scaler.load_state_dict(state["scaler"])
         if self.chief:
             self.loss_sum += state["loss_sum"]
         if state["best_step"] is not None:
@@ -2949,7 +2973,7 @@ class Trainer:
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
-                loss.backward()
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
@@ -3001,7 +3025,8 @@ class Trainer:
             agreement = group.largest_soon(self.wish())
             self.loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)
-            self.optimizer.step(scale)
+            self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
+            self.scaler.update()
             self.optimizer.zero_grad()
             self.step += 1
             self.steps_summed += 1
@@ -3041,6 +3066,8 @@ class Trainer:
             losses = float(group.sum_(self.loss_sum)) / group.world_size
             row["train_loss"] = losses / self.steps_summed
             self.check_finite(row["train_loss"])
+        if self.scaler.get_scale() < 1:  # it was halved again and again
+            raise NonFiniteLossError(self.diverged("the gradients are"))
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
@@ -3108,7 +3135,8 @@ class Trainer:
             if kept is None
             else f"the checkpoint of step {kept} is kept"
         )
-        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate"
+        wider = " or precision=float32" * self.scaler.is_enabled()
+        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
 
     def say_sample(self, when: str, length: int) -> None:
         text = sample_text(self.model, self.corpus.vocabulary, length)

@@ -244,7 +244,7 @@ def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
 @pytest.mark.parametrize(
     "name, value, choices",
     [
-        ("precision", "fp16", "auto, bfloat16, tf32, float32"),
+        ("precision", "fp16", "auto, bfloat16, float16, tf32, float32"),
         ("device", "gpu", "auto, cuda, mps, cpu"),  # of which it does not mean cpu
     ],
 )

@@ -177,7 +177,8 @@ def test_ranks_average_gradients_in_the_type_of_the_products(
 ) -> None:
     """In three steps, as DDP lays its buckets out anew after its first."""
     probe = (
-        "for precision, error in (('float32', 2**-18), ('bfloat16', 2**-6)):\n"
+        "errors = {'float32': 2**-18, 'bfloat16': 2**-6, 'float16': 2**-9}\n"
+        "for precision, error in errors.items():\n"
         "    config = train.Config(n_layer=2, n_embd=64, block_size=32, batch_size=12,\n"
         "                          gradient_accumulation_steps=2, precision=precision)\n"
         "    corpus = train.load_corpus(container, config, group)\n"
@@ -195,8 +196,11 @@ def test_ranks_average_gradients_in_the_type_of_the_products(
         "        for mine, p in zip(own, trainer.model.parameters(), strict=True):\n"
         "            mean = group.sum_(mine) / group.world_size\n"
         "            assert (p.grad - mean).abs().max() <= error * mean.abs().max(), step\n"
+        "            rounded = p.grad.to(getattr(torch, precision)).float()\n"
+        "            assert torch.equal(p.grad, rounded), step\n"
         "            short = torch.equal(p.grad, p.grad.bfloat16().float())\n"
         "            assert short == (precision == 'bfloat16'), step\n"
+        "            assert precision != 'float32' or (p.grad != p.grad.half()).any(), step\n"
         "            digest.update(train.raw_bytes(p.grad))\n"
         "        trainer.optimizer.zero_grad()\n"
         "        sys.stdout.write(digest.hexdigest() + '\\n')\n"
@@ -654,6 +658,70 @@ def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
     assert capsys.readouterr().out == ""
 
 
+# -- float16 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        ((8, 6), torch.bfloat16),
+        ((7, 5), torch.float16),
+        ((7, 0), torch.float16),
+        ((6, 1), torch.float32),
+    ],
+)
+def test_a_gpu_computes_in_the_short_type_that_it_is_fast_at(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or capability >= (8, 0),
+    )
+    gpu = torch.device("cuda", 0)
+    assert train.choose_precision(Config(), gpu) == dtype
+    for precision in ("bfloat16", "float16", "float32"):  # which the person knows best
+        asked = train.choose_precision(Config(precision=precision), gpu)
+        assert asked == getattr(torch, precision)
+
+
+def test_a_step_whose_gradients_are_infinite_changes_nothing_but_their_scale(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
+    first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**100})
+    assert trainer.run()
+    assert trainer.scaler.get_scale() == 2.0**97
+    for name, tensor in trainer.tensors().items():
+        assert torch.equal(tensor, first[name]), name
+
+
+def test_gradients_that_are_infinite_at_any_scale_end_the_training(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, precision="float16", max_steps=100)
+    trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteLossError, match=r"gradients are not .* or precision=float32"):
+        trainer.run()
+
+
+def test_a_resumed_training_goes_on_with_the_scale_of_its_gradients(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, precision="float16", max_steps=5)
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**20})
+    trainer.run()
+    scale = trainer.scaler.state_dict()
+    resumed = trainer_of(tmp_path, precision="float16", max_steps=10)
+    resumed.restore()
+    assert resumed.scaler.state_dict() == scale
+    assert scale["_growth_tracker"]
+
+
+def test_a_training_goes_on_in_another_type(tmp_path: Path) -> None:
+    """As on another GPU."""
+    for max_steps, precision in enumerate(("float16", "bfloat16", "float16", "float32"), start=5):
+        assert trainer_of(tmp_path, precision=precision, max_steps=max_steps).run()
+
+
 def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
     tmp_path: Path,
 ) -> None:
@@ -1060,7 +1128,7 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
     tmp_path: Path, text_file: Path, precision: str
 ) -> None:

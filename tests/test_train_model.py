@@ -247,7 +247,7 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
 # -- sampling --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
     dtype: torch.dtype, batch_size: int
@@ -261,7 +261,9 @@ def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
     assert torch.equal(ours, x[:, 4:])
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 @pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
 def test_a_copy_for_sampling_computes_what_the_model_does(
@@ -371,7 +373,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(64, 64), (128, 32)])
 def test_orthogonalised_matrices_have_singular_values_near_one(
     shape: tuple[int, int], dtype: torch.dtype
@@ -389,13 +391,20 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
     assert float((u.T @ update @ vt.T - values.diag()).abs().max()) < 0.05
 
 
-def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "error"),
+    [(torch.float32, 1e-3, 1e-3), (torch.bfloat16, 1e-3, 0.02), (torch.float16, 1e-9, 0.01)],
+)
+def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient(
+    dtype: torch.dtype, smallest: float, error: float
+) -> None:
+    """In float16 alone what is small would be 0, and what is large infinite."""
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
-    one = train.orthogonalize(matrices, torch.float32)
-    torch.testing.assert_close(
-        one, train.orthogonalize(matrices * 1000, torch.float32), atol=1e-3, rtol=1e-3
-    )
-    assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), torch.float32).any())
+    one = train.orthogonalize(matrices, dtype)
+    for size in (smallest, 1e6):
+        other = train.orthogonalize(matrices * size, dtype)
+        torch.testing.assert_close(one, other, atol=error, rtol=0)
+    assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), dtype).any())
 
 
 def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
@@ -544,6 +553,23 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, pass
     torch.testing.assert_close(parts.forward_backward(3), whole.forward_backward(3))
     for one, other in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, batch_size=1024, device="cpu")
+    exact, ours = (
+        trainer_of(dataclasses.replace(config, precision=precision), tmp_path)
+        for precision in ("float32", "float16")
+    )
+    for trainer in (exact, ours):
+        trainer.forward_backward(0)
+    seen = 0
+    for one, other in zip(exact.model.parameters(), ours.model.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        found = other.grad / ours.scaler.get_scale()
+        assert float((found - one.grad).norm()) <= 0.02 * float(one.grad.norm())
+        seen += int(one.grad.count_nonzero())
+    assert seen > 100
 
 
 def test_dropout_is_a_function_of_seed_step_pass_and_rank(

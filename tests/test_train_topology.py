@@ -492,12 +492,16 @@ def test_hosts_without_names_that_have_different_text_are_told_by_rank(
     assert ends[1].last_line.startswith(told)
 
 
-def test_hosts_of_which_one_has_no_fast_bfloat16_compute_in_float32(
-    tmp_path: Path, text_file: Path
+@pytest.mark.parametrize("other", ["float16", "float32"])
+def test_hosts_that_are_fast_at_unlike_types_compute_in_float32(
+    tmp_path: Path, text_file: Path, other: str
 ) -> None:
-    place = '    if device.type == "cpu":\n        tests = '
+    place = (
+        '    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else'
+    )
+    types = f"[torch.bfloat16, torch.{other}]"
     command = edited_script(
-        tmp_path / "mixed.py", (place, f"    return os.environ['RANK'] == '0'\n{place}")
+        tmp_path / "mixed.py", (place, f"    return {types}[int(os.environ['RANK'])]\n{place}")
     )
     ends = run_hosts(
         words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand(), command=command

@@ -23,7 +23,7 @@ import measure
 from measure import Failed, Report
 from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
-# Dense bfloat16 operations per second, in units of 10**12, as their makers publish them.
+# Dense operations per second in types of 16 bits, in units of 10**12, as their maker gives them.
 PEAKS = {
     "H200 NVL": 836,
     "H200": 989,
@@ -34,6 +34,9 @@ PEAKS = {
     "A10G": 70,
     "L40S": 362,
     "L4": 121,
+    "T4": 65,
+    "V100-PCIE": 112,
+    "V100": 125,
 }
 GPT2_SYMBOLS = 50304
 
@@ -114,5 +117,5 @@ if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=3)
     parser.add_argument("--shape", choices=("cpu", "baby", "gpt2"), help="(default: cpu, or baby)")
     parser.add_argument("--seconds", type=float, default=15, help="of each run (default 15)")
-    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in bfloat16")
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in 16 bits")
     measure.run(parser, benchmark)

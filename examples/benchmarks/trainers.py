@@ -126,9 +126,10 @@ class NanoGPT:
     def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
         """Each way to run its train.py on this machine; in a smoke run, one."""
         if torch_and_gpu()[1] and words.get("device") != "cpu":
-            for compiled in (True, False):
-                name = f"nanoGPT bfloat16, {'compiled' if compiled else 'eager'}"
-                yield self.training(name, {**words, "compile": compiled, "dtype": "bfloat16"})
+            for dtype in ("bfloat16", "float16"):  # some GPUs are slow at the first
+                for compiled in (True, False):
+                    name = f"nanoGPT {dtype}, {'compiled' if compiled else 'eager'}"
+                    yield self.training(name, {**words, "compile": compiled, "dtype": dtype})
             return
         words = {**words, "device": "cpu"}
         for compiled in (False,) if quick else (False, True):
