@@ -131,7 +131,7 @@ def nearest_instances(name: str) -> list[str]:
 def check_instance(name: str) -> None:
     """Raises InputError unless it is `local` or looks like a SageMaker type, known here or not."""
     if name != "local" and not PATTERN.fullmatch(name):
-        near = nearest_instances(f"ml.{name}")
+        near = difflib.get_close_matches(name, ["local"]) or nearest_instances(f"ml.{name}")
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 

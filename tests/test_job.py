@@ -167,13 +167,14 @@ def test_what_a_field_must_be_is_told_in_few_words(values: dict[str, object], sa
     assert refusal(**values) == said
 
 
-@pytest.mark.parametrize("name", ["g5.xlarge", "loca"])
+@pytest.mark.parametrize(("name", "meant"), [("g5.xlarge", "ml.g5.xlarge"), ("loca", "local")])
 def test_what_is_no_instance_is_refused_before_all_else(
-    home: Path, cli: Callable[..., Ran], name: str
+    home: Path, cli: Callable[..., Ran], name: str, meant: str
 ) -> None:
     ran = cli("launch", "--instance", name, "--processes-per-instance", "2")
     assert ran.code == 2
-    assert ran.error.startswith(f"--instance {name}: must be local or a SageMaker type")
+    said = f"--instance {name}: must be local or a SageMaker type; did you mean {meant}"
+    assert ran.error.startswith(said)
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_sizes() -> None:

@@ -183,6 +183,7 @@ def test_ranks_average_gradients_in_the_type_of_the_products(
         "                          gradient_accumulation_steps=2, precision=precision)\n"
         "    corpus = train.load_corpus(container, config, group)\n"
         "    trainer = train.Trainer(config, container, group, corpus)\n"
+        "    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), 'scale': 64.0})\n"
         "    generator = torch.Generator().manual_seed(1)\n"
         "    for p in trainer.model.parameters():\n"
         "        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.2)\n"
