@@ -103,7 +103,7 @@ class OutOfMemory(TrainingError):
 
 
 class NonFiniteLossError(TrainingError):
-    """The loss became infinite or not a number."""
+    """The loss, the gradients or the weights became infinite or not a number."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -877,12 +877,26 @@ def can_compile() -> bool:
     return bool(find_spec("triton") and compiler and header.is_file())
 
 
-def plain_operations(x: Tensor) -> bool:
-    """Whether norms and dropout are made of few plain operations, not torch's own.
+def plain_operations(device: torch.device) -> bool:
+    """Whether dropout, and norms too, are made of few plain operations, not torch's own.
 
     On a CPU torch's take several times as long, but where a compiler makes one of many.
     """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# Whether torch has a kernel for norms on CUDA: 2.8, which SageMaker's images hold, has none.
+FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def plain_norms(device: torch.device) -> bool:
+    """Whether norms are made of few plain operations, not by torch's own function.
+
+    Without a kernel that is 20 operations for a norm and its gradient, which move four times the
+    bytes: in a step of `baby` more than all else together.
+    """
+    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
+    return chain or plain_operations(device)
 
 
 def plain_attention(q: Tensor, dropout: float) -> bool:
@@ -1593,10 +1607,14 @@ ROPE_THETA = 10000.0
 def norm_scale(x: Tensor) -> Tensor:
     """1 / root mean square of the rows of x [..., n], [..., 1], in few operations.
 
-    In bf16 it is rounded twice, by up to 0.4 % each time.
+    In bf16 it is rounded by up to 0.4 %, on a CPU twice.
     """
-    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
-    mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
+    if x.device == NORM_EPS_TENSOR.device:
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
+        mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
+    else:  # a GPU adds up in float32 without a copy of x
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        mean_square = lengths.square_().mul_(1 / x.size(-1)).add_(NORM_EPS)
     return mean_square.rsqrt_().to(x.dtype)
 
 
@@ -1619,7 +1637,7 @@ class Norm(torch.autograd.Function):
 
 def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
-    if not plain_operations(x):
+    if not plain_norms(x.device):
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     # To call a Function takes almost as long as the norm of one token.
     return Norm.apply(x) if torch.is_grad_enabled() else x * norm_scale(x)
@@ -1633,7 +1651,7 @@ def drop(x: Tensor, p: float) -> Tensor:
     """
     if not p:
         return x
-    if not plain_operations(x):
+    if not plain_operations(x.device):
         return F.dropout(x, p)
     n, kept = x.numel(), round(256 * (1 - p))
     words = torch.empty((n + 7) // 8, dtype=torch.int64).random_(-(1 << 63), None)
@@ -2653,7 +2671,7 @@ class PackedLinear(nn.Module):
 def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
     """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
 
-    On a CPU dtype is the type of the blocks' matrix products alone: a token costs the reading of
+    On a CPU bfloat16 is the type of the blocks' matrix products alone: a token costs the reading of
     their weights, so a short type elsewhere would gain nothing and lose precision.
     """
     packed = PackedLinear.supports(model.embed.weight.device, dtype)
@@ -2861,10 +2879,13 @@ class Trainer:
         cpu = self.group.device.type == "cpu"
         near = self.batches.tokens.device.type != "cpu"
         named = str(self.model.compute_dtype).removeprefix("torch.")
+        operations = "fused operations"
+        if not self.compiled and plain_norms(self.group.device):
+            operations = "plain operations" if cpu else "fused operations but for norms"
         choices = [
             "tf32" if self.config.precision == "tf32" else named,
             "compiled" if self.compiled else "eager",
-            f"{'plain' if cpu and not self.compiled else 'fused'} operations",
+            operations,
             f"text {'on the GPU' if near else 'in memory'}",
         ]
         if self.group.world_size > 1:

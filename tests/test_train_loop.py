@@ -717,6 +717,31 @@ def test_a_resumed_training_goes_on_with_the_scale_of_its_gradients(tmp_path: Pa
     assert scale["_growth_tracker"]
 
 
+def test_resumed_ranks_scale_their_gradients_alike(tmp_path: Path, text_file: Path) -> None:
+    probe = (
+        "config = train.Config(n_layer=1, n_embd=16, block_size=8, precision='float16')\n"
+        "corpus = train.load_corpus(container, config, group)\n"
+        "first, resumed = (train.Trainer(config, container, group, corpus) for _ in range(2))\n"
+        "first.scaler.load_state_dict({**first.scaler.state_dict(), 'scale': 128.0})\n"
+        "first.save_checkpoint()\n"
+        "resumed.restore()\n"
+        "sys.stdout.write(f'scale {resumed.scaler.get_scale()}\\n')\n"
+    )
+    for end in run_ranks(tmp_path, text_file, 2, probe):
+        assert end.last_line == "scale 128.0"
+
+
+def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path: Path) -> None:
+    states = []
+    for precision in ("float32", "float16"):
+        how = dict(precision=precision, max_steps=1, grad_clip=0.01)
+        trainer = trainer_of(tmp_path / precision, **how)
+        assert trainer.run()
+        states.append(trainer.optimizer.state())
+    for name, exact in states[0].items():
+        assert float((states[1][name] - exact).norm()) <= 0.02 * float(exact.norm()), name
+
+
 def test_a_training_goes_on_in_another_type(tmp_path: Path) -> None:
     """As on another GPU."""
     for max_steps, precision in enumerate(("float16", "bfloat16", "float16", "float32"), start=5):
@@ -1141,6 +1166,24 @@ def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
         f"chosen: {precision}, eager, plain operations, text in memory,"
         f" gradients averaged in {precision}, muon on each rank",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "compiled", "said"),
+    [
+        (True, False, "fused operations"),
+        (False, False, "fused operations but for norms"),
+        (False, True, "fused operations"),
+    ],
+)
+def test_a_training_on_a_gpu_says_of_what_operations_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, compiled: bool, said: str
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.compiled = compiled
+    monkeypatch.setattr(train, "FUSED_NORM", kernel)
+    trainer.group.device = torch.device("cuda", 0)
+    assert trainer.choices[2] == said
 
 
 def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,8 +58,14 @@ def test_a_prediction_sees_all_that_came_before() -> None:
         assert not torch.allclose(model(other)[0, -1], last)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 3e-3)]
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # x lies where the CPU's eps does, or elsewhere
+def test_the_norm_and_its_gradient_are_those_of_torch(
+    dtype: torch.dtype, tolerance: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "NORM_EPS_TENSOR", train.NORM_EPS_TENSOR.to(device))
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
@@ -68,6 +75,20 @@ def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolera
         assert torch.equal(train.norm(x), y)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gpu_takes_the_kernel_for_norms_where_there_is_one(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Mock()
+    monkeypatch.setattr(train, "FUSED_NORM", fused)
+    monkeypatch.setattr(F, "rms_norm", kernel)
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(3, 5, 16, device="cuda", dtype=torch.float16)
+        y = train.norm(x)
+    assert kernel.called is fused
+    assert fused or (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -555,8 +576,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, pass
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, batch_size=1024, device="cpu")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path: Path, passes: int) -> None:
+    config = dataclasses.replace(
+        SMALL, batch_size=1024, gradient_accumulation_steps=passes, device="cpu"
+    )
     exact, ours = (
         trainer_of(dataclasses.replace(config, precision=precision), tmp_path)
         for precision in ("float32", "float16")
