@@ -851,7 +851,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return said.get(config.precision, torch.float32)
     if has_fast_bfloat16(device):
         return torch.bfloat16
-    # Volta (V100) and Turing (T4) have tensor cores for float16 alone.
+    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
     return torch.float16 if capability >= (7, 0) else torch.float32
 
 
@@ -878,9 +878,9 @@ def can_compile() -> bool:
 
 
 def plain_operations(device: torch.device) -> bool:
-    """Whether dropout, and norms too, are made of few plain operations, not torch's own.
+    """Whether dropout is made of few plain operations, not by torch's own function.
 
-    On a CPU torch's take several times as long, but where a compiler makes one of many.
+    On a CPU torch's takes several times as long, unless a compiler fuses them.
     """
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -890,10 +890,10 @@ FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 def plain_norms(device: torch.device) -> bool:
-    """Whether norms are made of few plain operations, not by torch's own function.
+    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
 
-    Without a kernel that is 20 operations for a norm and its gradient, which move four times the
-    bytes: in a step of `baby` more than all else together.
+    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
+    of the bytes: of what a step of `baby` moves, norms were half.
     """
     chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
     return chain or plain_operations(device)
@@ -1245,11 +1245,11 @@ class Group:
     def average_soon(
         self, dtype: torch.dtype, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
-        """Starts to average gradients over the ranks, in a short type; the result stays float32.
+        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
 
         Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
-        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's bf16_compress_hook
-        does the same, but asks for CUDA, and in older versions its import takes NumPy.
+        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
+        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
         """
         gradients = bucket.buffer()
         sent = gradients.to(dtype).div_(self.world_size)
@@ -1609,17 +1609,17 @@ def norm_scale(x: Tensor) -> Tensor:
 
     In bf16 it is rounded by up to 0.4 %, on a CPU twice.
     """
-    if x.device == NORM_EPS_TENSOR.device:
+    if x.device.type == "cpu" and x.dtype != torch.float16:
         lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
         mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
-    else:  # a GPU adds up in float32 without a copy of x
+    else:  # in float32, as a length may be infinite in float16; a GPU takes no copy of x for that
         lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         mean_square = lengths.square_().mul_(1 / x.size(-1)).add_(NORM_EPS)
     return mean_square.rsqrt_().to(x.dtype)
 
 
 class Norm(torch.autograd.Function):
-    """The norm with its gradient: torch's own takes a CPU three times as long."""
+    """The norm with its gradient: torch's own takes a CPU three times as long (see plain_norms)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -1891,10 +1891,9 @@ POLAR_EXPRESS = (
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
-    if dtype == torch.float16:  # in which gradients as they are may be 0
-        matrices = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-20)
-    x = matrices.to(dtype)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    # Before they are rounded: a gradient as it is may be 0 in float16.
+    norms = matrices.norm(dim=(-2, -1), keepdim=True)
+    x = (matrices / (norms * 1.02 + 1e-20)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x.mT @ x
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -2663,8 +2662,8 @@ class PackedLinear(nn.Module):
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
-        short = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return dtype == torch.float32 or short
+        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return dtype == torch.float32 or bf16
 
 
 @torch.inference_mode()
@@ -2842,8 +2841,8 @@ class Trainer:
         dtype = choose_precision(config, device)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        short = (torch.bfloat16, torch.float16)
-        chosen = torch.tensor([float(dtype == one) for one in short], device=device)
+        of_16_bits = (torch.bfloat16, torch.float16)
+        chosen = torch.tensor([float(dtype == one) for one in of_16_bits], device=device)
         if group.world_size not in group.sum_(chosen):
             dtype = torch.float32  # hosts may differ, and gradients travel in one type
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
@@ -2865,13 +2864,15 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-            if dtype in short:  # in a lambda, as DDP takes no annotations that are strings
+            if dtype in of_16_bits:  # in a lambda, as DDP takes no annotations that are strings
                 self.ddp.register_comm_hook(
                     dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
                 )
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
-        # they are then infinite is left out, and the scale halved. Other types go as they are.
+        # they are then infinite is left out and the scale halved; after 2000 good ones it is
+        # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.scale_told = 0.0  # the scale at the last metric line, or where the run began
 
     @property
     def choices(self) -> list[str]:
@@ -2965,7 +2966,7 @@ class Trainer:
         self.step, self.metrics = state["step"], state["metrics"]
         self.kept_step = self.step
         self.steps_summed = state["steps_summed"]
-        if state.get("scaler"):  # it is empty where it did nothing
+        if state.get("scaler"):  # empty in other types; older checkpoints have none
             self.scaler.load_state_dict(state["scaler"])
         if self.chief:
             self.loss_sum += state["loss_sum"]
@@ -3035,6 +3036,7 @@ class Trainer:
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
         self.saved_at = time.monotonic()
+        self.scale_told = self.scaler.get_scale()
         if self.chief:  # lines after the checkpoint's step go, as those steps come again
             self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
@@ -3087,8 +3089,15 @@ class Trainer:
             losses = float(group.sum_(self.loss_sum)) / group.world_size
             row["train_loss"] = losses / self.steps_summed
             self.check_finite(row["train_loss"])
-        if self.scaler.get_scale() < 1:  # it was halved again and again
+        gradient_scale = self.scaler.get_scale()
+        if gradient_scale < 1:  # it was halved again and again
             raise NonFiniteLossError(self.diverged("the gradients are"))
+        if self.chief and gradient_scale < self.scale_told:
+            say(
+                "note: steps whose gradients were infinite in float16 are left out; the loss is now"
+                f" scaled by {gradient_scale:g}"
+            )
+        self.scale_told = gradient_scale
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])

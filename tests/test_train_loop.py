@@ -688,13 +688,14 @@ def test_a_gpu_computes_in_the_short_type_that_it_is_fast_at(
 
 
 def test_a_step_whose_gradients_are_infinite_changes_nothing_but_their_scale(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
     first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**100})
     assert trainer.run()
     assert trainer.scaler.get_scale() == 2.0**97
+    assert "are left out; the loss is now scaled by 1.58456e+29\n" in capsys.readouterr().out
     for name, tensor in trainer.tensors().items():
         assert torch.equal(tensor, first[name]), name
 
@@ -706,15 +707,19 @@ def test_gradients_that_are_infinite_at_any_scale_end_the_training(tmp_path: Pat
         trainer.run()
 
 
-def test_a_resumed_training_goes_on_with_the_scale_of_its_gradients(tmp_path: Path) -> None:
+def test_a_resumed_training_goes_on_with_the_scale_of_its_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=5)
-    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**20})
-    trainer.run()
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**10})
+    assert trainer.run()
     scale = trainer.scaler.state_dict()
+    assert scale["_growth_tracker"]
     resumed = trainer_of(tmp_path, precision="float16", max_steps=10)
     resumed.restore()
     assert resumed.scaler.state_dict() == scale
-    assert scale["_growth_tracker"]
+    assert resumed.run()
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_resumed_ranks_scale_their_gradients_alike(tmp_path: Path, text_file: Path) -> None:

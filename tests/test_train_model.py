@@ -61,11 +61,7 @@ def test_a_prediction_sees_all_that_came_before() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 3e-3)]
 )
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # x lies where the CPU's eps does, or elsewhere
-def test_the_norm_and_its_gradient_are_those_of_torch(
-    dtype: torch.dtype, tolerance: float, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, "NORM_EPS_TENSOR", train.NORM_EPS_TENSOR.to(device))
+def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
@@ -75,6 +71,11 @@ def test_the_norm_and_its_gradient_are_those_of_torch(
         assert torch.equal(train.norm(x), y)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
+
+
+def test_the_norm_of_a_row_whose_length_is_infinite_in_float16() -> None:
+    x = torch.full((1, 384), 4000.0, dtype=torch.float16)  # 78,000 long
+    torch.testing.assert_close(train.norm(x), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -413,16 +414,14 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "smallest", "error"),
-    [(torch.float32, 1e-3, 1e-3), (torch.bfloat16, 1e-3, 0.02), (torch.float16, 1e-9, 0.01)],
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.01)]
 )
 def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient(
-    dtype: torch.dtype, smallest: float, error: float
+    dtype: torch.dtype, error: float
 ) -> None:
-    """In float16 alone what is small would be 0, and what is large infinite."""
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
     one = train.orthogonalize(matrices, dtype)
-    for size in (smallest, 1e6):
+    for size in (1e-9, 1e6):
         other = train.orthogonalize(matrices * size, dtype)
         torch.testing.assert_close(one, other, atol=error, rtol=0)
     assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), dtype).any())

@@ -23,7 +23,7 @@ import measure
 from measure import Failed, Report
 from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
-# Dense operations per second in types of 16 bits, in units of 10**12, as their maker gives them.
+# Dense operations per second in 16-bit types, in units of 10**12, as their maker gives them.
 PEAKS = {
     "H200 NVL": 836,
     "H200": 989,
@@ -117,5 +117,5 @@ if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=3)
     parser.add_argument("--shape", choices=("cpu", "baby", "gpt2"), help="(default: cpu, or baby)")
     parser.add_argument("--seconds", type=float, default=15, help="of each run (default 15)")
-    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in 16 bits")
+    parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of the GPU, in a 16-bit type")
     measure.run(parser, benchmark)
