@@ -490,8 +490,9 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     A resumed training takes those that are not given from its checkpoint.
 
     Raises:
-        ConfigError: a name is unknown or given twice, or a value is not allowed.
-        CheckpointError: --resume names a directory without a checkpoint.
+        ConfigError: a name is unknown or given twice, a value is not allowed, or --resume names a
+            directory without a checkpoint.
+        CheckpointError: the checkpoint is of a script with other hyperparameters.
     """
     known = [f.name for f in (*dataclasses.fields(Options), *dataclasses.fields(Config))]
     flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
@@ -528,7 +529,10 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         )
     base: dict[str, Any] = {}
     if options.resume:
-        saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        try:
+            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        except CheckpointError as error:
+            raise ConfigError(f"--resume {options.resume}: {error}") from None
         base = saved["config"]
         if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
             raise CheckpointError(
@@ -2336,7 +2340,7 @@ class Checkpoints:
         for step in self.steps("checkpoint"):
             if state := self.state_of(step):
                 return state
-        raise CheckpointError(f"no checkpoint to resume from in {self.directory}")
+        raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
 
     def load(self, kind: str, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Raises FormatError or OSError when the file is damaged or missing."""
@@ -3200,9 +3204,17 @@ class Trainer:
         if self.config.sample_length:
             self.say_sample("after training", self.config.sample_length)
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
+        if self.best_step < self.step:
+            say(f"note: the model is that of step {self.best_step}; no later one had a lower loss")
         guessing = math.log(len(self.corpus.vocabulary))
         if self.best_val_loss > 0.99 * guessing:
-            say(f"note: guessing has {guessing:.5f}: another learning_rate or more steps may learn")
+            learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
+            remedy = (
+                "what it learns of one part of the text does not hold for the other; bring more"
+                if learnt
+                else "another learning_rate or more steps may learn"
+            )
+            say(f"note: guessing has {guessing:.5f}: {remedy}")
         say(f"model written to {model_dir}")
 
 

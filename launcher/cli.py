@@ -6,6 +6,7 @@ stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -688,7 +689,10 @@ def wait_command(context: click.Context, job_id: str) -> None:
     from launcher.tracking import explain, wait
 
     settings = settings_of(context)
-    description = wait(job_id, settings, tell=note)
+    try:
+        description = wait(job_id, settings, tell=note)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the job goes on") from None
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
     note(f"job {job_id} completed")
@@ -1003,6 +1007,8 @@ def told(error: Exception) -> str:
         return text
     if isinstance(error, (InputError, ServiceError)):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cannot write {error.filename or 'the result'}: {error.strerror}"
     return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
 
 

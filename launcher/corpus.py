@@ -291,7 +291,10 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
                         text = decoder.decode(chunk)
                     except UnicodeDecodeError as error:
                         at = position - pending + error.start
-                        raise InputError(f"{path}: is not UTF-8 text (byte {at})") from None
+                        raise InputError(
+                            f"{path}: is not UTF-8 text (byte {at}); `iconv -f latin1 -t utf-8`"
+                            " makes it so, if it is Latin-1"
+                        ) from None
                     digest.update(chunk)
                     vocabulary.update(text)
                     characters += len(text)
@@ -307,8 +310,8 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
     needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
     if characters < needed:
         raise InputError(
-            f"{root}: {characters} characters are shorter than one window of training; bring at"
-            f" least {needed}, and better a million"
+            f"{root}: {characters} characters are too few to train and validate on; bring at least"
+            f" {needed}, and better a million"
         )
     return Text(size, characters, len(vocabulary), digest.hexdigest())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import graphlib
 import inspect
 import io
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import launching
@@ -267,7 +269,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli: Callable[..., Ra
     assert "Traceback" in wrong.err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of luck"), OSError(28, "No space left")])
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), OSError(5, "Input/output error")])
 def test_an_error_that_nobody_foresaw_is_one_line_too(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -300,6 +302,22 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr("launcher.tracking.all_backends", fail)
     ran = cli("jobs")
     assert (ran.code, ran.err) == (1, "interrupted\n")
+
+
+def test_an_interrupted_wait_says_that_the_job_goes_on(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.tracking.wait", Mock(side_effect=KeyboardInterrupt))
+    ran = cli("wait", "some-job")
+    assert (ran.code, ran.err) == (1, "interrupted: the job goes on\n")
+
+
+def test_a_full_disk_is_no_bug_of_ours(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("launcher.tracking.all_backends", Mock(side_effect=full))
+    assert cli("jobs").err == "error: cannot write the result: No space left on device\n"
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])

@@ -50,7 +50,7 @@ def stored(uri: str) -> Path:
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
         ("short.txt", b"To be", "5 characters"),
-        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, "not UTF-8 text (byte 4503)"),
+        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, "not UTF-8 text (byte 4503); `iconv"),
         ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
         ("utf16.txt", LONG.encode("utf-16"), "UTF-16"),
         ("spaces and ü.txt", b"", "is empty"),

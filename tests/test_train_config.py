@@ -284,7 +284,7 @@ def test_resuming_takes_what_is_not_given_from_the_checkpoint(tmp_path: Path) ->
 
 
 def test_resuming_from_a_directory_without_checkpoints_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(train.CheckpointError, match="no checkpoint to resume from"):
+    with pytest.raises(ConfigError, match=r"--resume .*: there is no checkpoint to resume from"):
         parse_argv(["--resume", str(tmp_path)])
 
 

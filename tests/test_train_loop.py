@@ -557,6 +557,17 @@ def test_a_training_that_learnt_nothing_says_so(tmp_path: Path, text_file: Path)
     assert "guessing" not in run(words(**SMALL, data=text_file), cwd=tmp_path).output
 
 
+def test_a_training_whose_text_tells_nothing_of_the_other_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" * 500, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("ddccbbaa" * 50, encoding="utf-8")
+    how = words(**{**SMALL, "max_steps": 40}, data="a.txt", validation="b.txt")
+    end = run(how, cwd=tmp_path)
+    assert (
+        "what it learns of one part of the text does not hold for the other; bring more"
+        in end.output
+    )
+
+
 def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
     group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
@@ -570,7 +581,11 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     [(1e-9, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
 )
 def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, steps: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    share: float,
+    steps: list[int],
 ) -> None:
     losses = iter([4.0, 2.0, 3.0, 5.0])
     seen: list[torch.Tensor] = []
@@ -588,6 +603,8 @@ def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint
     assert written == steps
     model, _ = train.load_artefact(tmp_path / "model")
     assert torch.equal(model.embed.weight, seen[1])
+    said = "note: the model is that of step 4; no later one had a lower loss\n"
+    assert said in capsys.readouterr().out
 
 
 def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
