@@ -1895,7 +1895,7 @@ POLAR_EXPRESS = (
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
-    # Before they are rounded: a gradient as it is may be 0 in float16.
+    # Normalised before it is rounded: in float16 a gradient as it is may be 0.
     norms = matrices.norm(dim=(-2, -1), keepdim=True)
     x = (matrices / (norms * 1.02 + 1e-20)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
