@@ -2876,7 +2876,7 @@ class Trainer:
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.scale_told = 0.0  # the scale at the last metric line, or where the run began
+        self.scale_told = 0.0  # the scale at the last metric line: that it fell is told
 
     @property
     def choices(self) -> list[str]:
@@ -3205,12 +3205,15 @@ class Trainer:
             self.say_sample("after training", self.config.sample_length)
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         if self.best_step < self.step:
-            say(f"note: the model is that of step {self.best_step}; no later one had a lower loss")
+            say(
+                f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
+                " val_loss"
+            )
         guessing = math.log(len(self.corpus.vocabulary))
         if self.best_val_loss > 0.99 * guessing:
             learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
             remedy = (
-                "what it learns of one part of the text does not hold for the other; bring more"
+                "what it learns of one part of the text is not true of the other; bring more text"
                 if learnt
                 else "another learning_rate or more steps may learn"
             )

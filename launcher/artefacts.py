@@ -73,10 +73,7 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
         return target
     with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
-        try:
-            extract(archive, directory / "model")
-        except ServiceError as error:
-            raise ServiceError(f"{description.model_uri}: {error}") from None
+        extract(archive, directory / "model")
         check_model(directory / "model", description.model_uri)
         keep(directory / "model", target)
     return target

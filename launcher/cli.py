@@ -692,7 +692,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     try:
         description = wait(job_id, settings, tell=note)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the job goes on") from None
+        raise KeyboardInterrupt("the waiting alone; the job is not stopped") from None
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
     note(f"job {job_id} completed")

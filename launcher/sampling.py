@@ -28,7 +28,7 @@ def load_model(directory: Path) -> tuple[train.GPT, str]:
     try:
         model, vocabulary = train.load_artefact(directory)
     except train.TrainingError as error:
-        raise ServiceError(f"{error}; delete {directory}, and it is fetched again") from None
+        raise ServiceError(f"{directory} does not load: {error}") from None
     if model.config.precision != "float32" and train.has_fast_bfloat16(torch.device("cpu")):
         model.compute_dtype = torch.bfloat16
     return model, vocabulary

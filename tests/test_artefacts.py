@@ -300,11 +300,6 @@ def test_an_archive_with_nothing_in_it_is_refused(job: Finished, cli: Callable[.
     assert "config.json" in refused(job, cli)
 
 
-def test_a_damaged_archive_is_named_whole(job: Finished, cli: Callable[..., Ran]) -> None:
-    archive_of(job).write_bytes(b"nothing")
-    assert f"{archive_of(job)}: model.tar.gz is damaged: " in refused(job, cli)
-
-
 def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) -> None:
     content = archive_of(job).read_bytes()
     chance = random.Random(0)

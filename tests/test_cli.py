@@ -304,12 +304,12 @@ def test_an_interrupt_is_no_traceback(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
-def test_an_interrupted_wait_says_that_the_job_goes_on(
+def test_an_interrupted_wait_says_that_the_job_is_not_stopped(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.tracking.wait", Mock(side_effect=KeyboardInterrupt))
     ran = cli("wait", "some-job")
-    assert (ran.code, ran.err) == (1, "interrupted: the job goes on\n")
+    assert (ran.code, ran.err) == (1, "interrupted: the waiting alone; the job is not stopped\n")
 
 
 def test_a_full_disk_is_no_bug_of_ours(

@@ -563,7 +563,7 @@ def test_a_training_whose_text_tells_nothing_of_the_other_says_so(tmp_path: Path
     how = words(**{**SMALL, "max_steps": 40}, data="a.txt", validation="b.txt")
     end = run(how, cwd=tmp_path)
     assert (
-        "what it learns of one part of the text does not hold for the other; bring more"
+        "what it learns of one part of the text is not true of the other; bring more text"
         in end.output
     )
 
@@ -603,7 +603,7 @@ def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint
     assert written == steps
     model, _ = train.load_artefact(tmp_path / "model")
     assert torch.equal(model.embed.weight, seen[1])
-    said = "note: the model is that of step 4; no later one had a lower loss\n"
+    said = "note: the model is that of step 4; no later evaluation had a lower val_loss\n"
     assert said in capsys.readouterr().out
 
 
