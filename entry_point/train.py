@@ -491,8 +491,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
 
     Raises:
         ConfigError: a name is unknown or given twice, a value is not allowed, or --resume names a
-            directory without a checkpoint.
-        CheckpointError: the checkpoint is of a script with other hyperparameters.
+            directory without a checkpoint that this script can go on from.
     """
     known = [f.name for f in (*dataclasses.fields(Options), *dataclasses.fields(Config))]
     flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
@@ -535,7 +534,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             raise ConfigError(f"--resume {options.resume}: {error}") from None
         base = saved["config"]
         if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise CheckpointError(
+            raise ConfigError(
                 f"{options.resume} was trained by a script with other hyperparameters"
                 f" ({', '.join(foreign)}); go on with it by that script"
             )
@@ -2340,6 +2339,8 @@ class Checkpoints:
         for step in self.steps("checkpoint"):
             if state := self.state_of(step):
                 return state
+        if self.steps("checkpoint"):
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged")
         raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
 
     def load(self, kind: str, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -2376,7 +2377,7 @@ class Checkpoints:
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises CheckpointError, naming the difference, unless `now` may go on from `saved`."""
+    """Raises ConfigError, naming the difference, unless `now` may go on from `saved`."""
     fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
     differences = [
         f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
@@ -2386,7 +2387,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("the text is not the same")
     if differences:
-        raise CheckpointError(
+        raise ConfigError(
             "the checkpoint belongs to another training: "
             + "; ".join(differences)
             + ". Start without it, or give what it was trained with"
@@ -2588,6 +2589,7 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
 
     Raises:
         CheckpointError: there is none.
+        FormatError: it is of a script whose model is another.
     """
     loaded = Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
@@ -2596,7 +2598,12 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
     weights = model_tensors(tensors)
     training = {"corpus_sha256": state["corpus_sha256"], "step": state["step"]}
     config = known_config(state["config"])
-    write_artefact(model_dir, weights, config, state["vocabulary"], training)
+    try:
+        write_artefact(model_dir, weights, config, state["vocabulary"], training)
+    except KeyError as error:
+        raise FormatError(
+            f"the checkpoint of step {state['step']} is of a script whose model has no {error}"
+        ) from None
     return state["step"]
 
 
@@ -2958,7 +2965,7 @@ class Trainer:
         if state is None:
             return
         if state["step"] > self.config.max_steps:
-            raise CheckpointError(
+            raise ConfigError(
                 f"the checkpoint is at step {state['step']}, past"
                 f" max_steps={self.config.max_steps}; give a larger max_steps"
             )

@@ -73,7 +73,8 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
         return target
     with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
-        extract(archive, directory / "model")
+        with storage.reported(description.model_uri):
+            extract(archive, directory / "model", description.model_uri)
         check_model(directory / "model", description.model_uri)
         keep(directory / "model", target)
     return target
@@ -96,9 +97,11 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
     with scratch(settings.models_dir) as directory:
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
-            step = train.export_checkpoint(directory / "checkpoints", directory / "model")
+            with storage.reported(description.checkpoint_uri):
+                step = train.export_checkpoint(directory / "checkpoints", directory / "model")
         except train.TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
+        check_model(directory / "model", description.checkpoint_uri)
         keep(directory / "model", place(step))
     return place(step)
 
@@ -124,23 +127,25 @@ def keep(directory: Path, target: Path) -> None:
             raise
 
 
-def extract(archive: Path, target: Path) -> None:
+def extract(archive: Path, target: Path, uri: str) -> None:
     """Unpacks regular files and directories; anything else in the archive refuses it whole.
 
     Raises:
-        ServiceError: the archive is damaged, or holds what a model archive never holds: absolute
-            paths, `..`, links, devices, or far more bytes than its size allows.
+        ServiceError: the archive, which came from `uri`, is damaged, or holds what a model archive
+            never holds: absolute paths, `..`, links, devices, or far more bytes than its size
+            allows.
+        OSError: the target cannot be written.
     """
     allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
     target.mkdir()
     try:
         with (
             gzip.open(archive) as file,
-            Bounded(file, allowed, archive.name) as stream,
+            Bounded(file, allowed, uri) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
             for member in tar:
-                place = safe_place(member, archive.name)
+                place = safe_place(member, uri)
                 stream.check(member.size)
                 path = target / place
                 if member.isdir():
@@ -154,27 +159,28 @@ def extract(archive: Path, target: Path) -> None:
             while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ServiceError(f"{archive.name} is damaged: {error}") from None
+        raise ServiceError(
+            f"{uri} is damaged ({error}); train again, or go on from the job's checkpoints by"
+            " `launch --resume`"
+        ) from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ServiceError(
-            f"{archive.name} is refused: {member.name!r} is in it twice, or below a file"
+            f"{uri} is refused: {member.name!r} is in it twice, or below a file"
         ) from None
     except ValueError as error:
-        raise ServiceError(f"{archive.name} is refused: {error}") from None
-    except OSError as error:
-        raise ServiceError(f"{archive.name}: {error.strerror or error}") from None
+        raise ServiceError(f"{uri} is refused: {error}") from None
 
 
 class Bounded(io.RawIOBase):
     """What an archive unpacks to, headers included, up to as much as a model may have."""
 
-    def __init__(self, file: gzip.GzipFile, allowed: int, name: str) -> None:
-        self.file, self.left, self.name = file, allowed, name
+    def __init__(self, file: gzip.GzipFile, allowed: int, uri: str) -> None:
+        self.file, self.left, self.uri = file, allowed, uri
 
     def check(self, n: int) -> None:
         if not 0 <= n <= self.left:
             raise ServiceError(
-                f"{self.name} is refused: it unpacks to over {LARGEST_RATIO} times its size"
+                f"{self.uri} is refused: it unpacks to over {LARGEST_RATIO} times its size"
             )
 
     def read(self, n: int = -1) -> bytes:
@@ -184,14 +190,14 @@ class Bounded(io.RawIOBase):
         return content
 
 
-def safe_place(member: tarfile.TarInfo, archive: str) -> PurePosixPath:
+def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
     """The member's path below the target."""
     place = PurePosixPath(member.name)
     if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
-        raise ServiceError(f"{archive} is refused: {member.name!r} would lie outside of the model")
+        raise ServiceError(f"{uri} is refused: {member.name!r} would lie outside of the model")
     if member.issparse() or not (member.isreg() or member.isdir()):  # holes take no room inside
         kind = "a link" if member.issym() or member.islnk() else "not a regular file"
-        raise ServiceError(f"{archive} is refused: {member.name!r} is {kind}")
+        raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
     return place
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -97,6 +98,13 @@ class Group(Command, click.Group):
 
     command_class = Command
     group_class = type
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Refuses NaN, which is in every range of click's, and infinity."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+    return value
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
@@ -435,6 +443,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     "--temperature",
     metavar="T",
     type=click.FloatRange(min=0),
+    callback=finite,
     default=0.8,
     show_default=True,
     help="0: always the most likely.",
@@ -450,6 +459,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     "--top-p",
     metavar="P",
     type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=finite,
     default=1.0,
     help="Choose among the likeliest P of probability (default: 1).",
 )

@@ -278,7 +278,7 @@ class TrainingJob(BaseModel):
         ]
         try:
             module.check_resumable(*jobs)
-        except module.CheckpointError as error:
+        except module.TrainingError as error:
             raise InputError(str(error)) from None
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):

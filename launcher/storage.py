@@ -95,6 +95,10 @@ def reported(uri: str) -> Iterator[None]:
     except ValueError as error:
         raise InputError(f"{uri}: {error}") from None
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # S3 is never full
+            raise ServiceError(
+                f"{uri}: this machine's disk is full ({error.strerror}); make room and try again"
+            ) from None
         if error.strerror and not error.__cause__:
             raise ServiceError(f"{uri}: {error.strerror}") from None
         if isinstance(error, FileNotFoundError) and not error.__cause__:  # of a bucket it has

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import tarfile
@@ -287,6 +289,25 @@ def test_a_truncated_archive_is_refused(
     refused(job, cli)
 
 
+def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    archive_of(job).write_bytes(archive_of(job).read_bytes()[:1000])
+    error = refused(job, cli)
+    assert error.startswith(f"{archive_of(job).as_uri()} is damaged (")
+    assert "`launch --resume`" in error
+
+
+def test_a_disk_that_is_full_while_unpacking_is_told_as_this_machines(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    assert "this machine's disk is full" in refused(job, cli)
+
+
 @pytest.mark.parametrize("content", [b"", b"<html>Access denied</html>", bytes(5000)])
 def test_what_is_no_archive_is_refused(
     job: Finished, cli: Callable[..., Ran], content: bytes
@@ -312,7 +333,7 @@ def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) 
         archive.write_bytes(damaged)
         target = tmp_path / f"out-{place}"
         try:
-            artefacts.extract(archive, target)
+            artefacts.extract(archive, target, archive.as_uri())
         except ServiceError:
             continue
         # What it may change unseen is what is no content: gzip's time stamp and the like.
@@ -452,6 +473,27 @@ def test_a_stopped_job_without_a_checkpoint_gives_its_state_and_the_next_command
     error = refused(job, cli)
     assert "is Stopped; it left neither a model nor a checkpoint" in error
     assert f"`sm-nanogpt logs {job.job_id}`" in error
+
+
+def test_a_checkpoint_that_makes_no_model_that_loads_is_refused_and_nothing_is_kept(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    """As that of a script which was edited."""
+    end_as(job, status="Stopped")
+    checkpoints = train.Checkpoints(job.directory / "hosts/algo-1/checkpoints")
+    loaded = checkpoints.load_latest()
+    assert loaded is not None
+    _, newest = loaded
+    name = "model.blocks.0.attention.out.weight"
+    for kind, step in (("best", newest["best_step"]), ("checkpoint", newest["step"])):
+        tensors, state = checkpoints.load(kind, step)
+        tensors[name] = tensors[name][:, :7].contiguous()
+        checkpoints.save(kind, tensors, state)
+    before = launching.tree(job.home)
+    ran = cli("fetch-and-sample", job.job_id)
+    assert ran.code == 1
+    assert "model.layers.0.self_attn.o_proj.weight should be" in ran.error
+    assert launching.tree(job.home) - before <= {"models"}
 
 
 def test_damaged_checkpoints_are_refused_and_nothing_is_kept(

@@ -199,6 +199,9 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
         (["status"], " status"),
         (["launch", "--instance"], " launch"),
         (["--region"], ""),
+        (["fetch-and-sample", "some-job", "--temperature", "nan"], " fetch-and-sample"),
+        (["fetch-and-sample", "some-job", "--temperature", "inf"], " fetch-and-sample"),
+        (["fetch-and-sample", "some-job", "--top-p", "nan"], " fetch-and-sample"),
     ],
 )
 def test_words_that_are_off_are_told_with_the_help_to_look_at(

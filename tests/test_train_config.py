@@ -288,6 +288,14 @@ def test_resuming_from_a_directory_without_checkpoints_is_an_error(tmp_path: Pat
         parse_argv(["--resume", str(tmp_path)])
 
 
+def test_resuming_from_damaged_checkpoints_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    (directory / "checkpoint-00000005.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"--resume .*: every checkpoint in .* is damaged"):
+        parse_argv(["--resume", str(tmp_path)])
+
+
 def test_a_resumed_training_has_its_directory_and_takes_no_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out there: --resume goes on in the directory"):
         parse_argv(["--resume", str(tmp_path), "--out", "there"])

@@ -17,7 +17,14 @@ import torch
 from runs import SCRIPT, environment, run, words
 
 from entry_point import train
-from entry_point.train import GPT, CheckpointError, Checkpoints, Config, FormatError
+from entry_point.train import (
+    GPT,
+    CheckpointError,
+    Checkpoints,
+    Config,
+    ConfigError,
+    FormatError,
+)
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
@@ -406,17 +413,17 @@ def test_a_training_may_go_on_with_another_length_and_schedule() -> None:
     ],
 )
 def test_what_defines_a_training_may_not_change(name: str, was: Any, now: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} was {was!r} and is {now!r}"):
+    with pytest.raises(ConfigError, match=f"{name} was {was!r} and is {now!r}"):
         train.check_resumable(state_of(7), state_of(0, **{name: now}))
 
 
 def test_the_text_may_not_change() -> None:
-    with pytest.raises(CheckpointError, match="the text is not the same"):
+    with pytest.raises(ConfigError, match="the text is not the same"):
         train.check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
 
 
 def test_every_difference_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"n_layer was 4 and is 5; seed was 1337 and is 1\."):
+    with pytest.raises(ConfigError, match=r"n_layer was 4 and is 5; seed was 1337 and is 1\."):
         train.check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
 
 
@@ -694,6 +701,19 @@ def test_a_model_loads_in_spite_of_hyperparameters_that_only_an_edited_script_kn
     state["best_step"] = None
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
     assert train.export_checkpoint(tmp_path / "checkpoints", tmp_path / "model") == 120
+
+
+def test_a_checkpoint_of_a_script_whose_model_is_another_is_no_model(
+    trained: Path, tmp_path: Path
+) -> None:
+    loaded = Checkpoints(trained / "checkpoints").load_latest()
+    assert loaded is not None
+    tensors, state = loaded
+    state["best_step"] = None
+    tensors["model.wte.weight"] = tensors.pop("model.embed.weight")
+    Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
+    with pytest.raises(FormatError, match=r"step 120 is of a script whose model has no 'embed\.w"):
+        train.export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
 def test_a_directory_that_is_not_there_is_a_format_error(tmp_path: Path) -> None:

@@ -44,7 +44,14 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.train import CheckpointError, Checkpoints, Config, Corpus, NonFiniteLossError
+from entry_point.train import (
+    CheckpointError,
+    Checkpoints,
+    Config,
+    ConfigError,
+    Corpus,
+    NonFiniteLossError,
+)
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
 
@@ -353,12 +360,12 @@ def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
 
     other = run(words(**{**SMALL, "n_embd": 64, "max_steps": 20}), cwd=tmp_path, env=env)
-    assert other.status == 1
-    assert other.last_line.startswith("CheckpointError: the checkpoint belongs to another training")
+    assert other.status == 2
+    assert other.last_line.startswith("ConfigError: the checkpoint belongs to another training")
     assert "n_embd was 32 and is 64" in other.last_line
 
     fewer = run(words(**{**SMALL, "max_steps": 5}), cwd=tmp_path, env=env)
-    assert fewer.status == 1
+    assert fewer.status == 2
     assert "the checkpoint is at step 10, past max_steps=5" in fewer.last_line
 
     more = run(words(**{**SMALL, "max_steps": 20}), cwd=tmp_path, env=env)
@@ -391,7 +398,7 @@ def test_a_checkpoint_of_a_script_with_other_hyperparameters_is_not_gone_on_with
     state = trainer.state()
     state["config"]["mine"] = 3
     trainer.checkpoints.save("checkpoint", trainer.tensors(), state)
-    with pytest.raises(CheckpointError, match=r"other hyperparameters \(mine\)"):
+    with pytest.raises(ConfigError, match=r"other hyperparameters \(mine\)"):
         train.parse_argv(["--resume", str(tmp_path)])
 
 
@@ -401,8 +408,8 @@ def test_a_training_on_other_text_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "algo-1/input/data/training/input.txt"
     file.write_text(file.read_text(encoding="utf-8") + "!", encoding="utf-8")
     end = run(words(**{**SMALL, "max_steps": 20}), cwd=tmp_path, env=env)
-    assert end.status == 1
-    assert "CheckpointError: " in end.last_line and "the text is not the same" in end.last_line
+    assert end.status == 2
+    assert "ConfigError: " in end.last_line and "the text is not the same" in end.last_line
 
 
 def test_a_finished_training_launched_again_writes_its_artefact_again(
