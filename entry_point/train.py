@@ -1904,6 +1904,12 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def upright(tensor: Tensor, n_fused: int) -> Tensor:
+    """A view of a Linear's weight, or its gradient: [n_fused, rows, columns], rows >= columns."""
+    matrices = tensor.view(n_fused, -1, tensor.size(1))
+    return matrices if matrices.size(1) >= matrices.size(2) else matrices.mT
+
+
 class Muon:
     """Momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
@@ -1917,15 +1923,14 @@ class Muon:
     ) -> None:
         self.group = group
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
-        by_shape: dict[tuple[int, int], list[tuple[str, Tensor, int]]] = {}
+        by_shape: dict[torch.Size, list[tuple[str, Tensor, int]]] = {}
         for name, (weight, n_fused) in weights.items():
-            rows, columns = weight.size(0) // n_fused, weight.size(1)
-            shape = (max(rows, columns), min(rows, columns))
+            shape = upright(weight, n_fused).shape[1:]
             by_shape.setdefault(shape, []).append((name, weight, n_fused))
         self.groups = []
-        for (rows, columns), members in by_shape.items():
+        for shape, members in by_shape.items():
             count = sum(n_fused for _, _, n_fused in members)
-            buffer = torch.zeros(count, rows, columns, device=members[0][1].device)
+            buffer = torch.zeros(count, *shape, device=members[0][1].device)
             self.groups.append((members, buffer))
         self.shares = group.world_size > 1 and sharing_pays([buffer for _, buffer in self.groups])
 
@@ -1934,26 +1939,21 @@ class Muon:
         """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
         directions = []
         for members, buffer in self.groups:
-            rows = buffer.size(1)
             gradients = []
             for _, weight, n_fused in members:
                 assert weight.grad is not None
-                gradient = weight.grad.view(n_fused, -1, weight.size(1))
-                gradients.append(gradient if gradient.size(1) == rows else gradient.mT)
+                gradients.append(upright(weight.grad, n_fused))
             gradient = torch.cat(gradients)
             buffer.lerp_(gradient, 1 - self.momentum)
             directions.append(gradient.lerp_(buffer, self.momentum))  # Nesterov
         updates = self.orthogonalize(directions, dtype)
-        for (members, buffer), update in zip(self.groups, updates, strict=True):
+        for (members, _), update in zip(self.groups, updates, strict=True):
             parts = update.split([n_fused for _, _, n_fused in members])
             for (_, weight, n_fused), part in zip(members, parts, strict=True):
-                matrices = weight.view(n_fused, -1, weight.size(1))
-                if matrices.size(1) != buffer.size(1):
-                    part = part.mT
-                scale = max(1.0, matrices.size(1) / matrices.size(2)) ** 0.5
+                scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
                 if self.weight_decay:
-                    matrices.mul_(1 - learning_rate * self.weight_decay)
-                matrices.add_(part, alpha=-learning_rate * scale)
+                    weight.mul_(1 - learning_rate * self.weight_decay)
+                upright(weight, n_fused).add_(part, alpha=-learning_rate * scale)
 
     def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Each stack [n, rows, columns] orthogonalised, alone or by all ranks together."""
