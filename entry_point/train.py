@@ -1196,14 +1196,12 @@ class Group:
 
     def check_hosts(self, container: Container) -> None:
         """Raises TopologyError unless each host of the job brought the same number of ranks."""
-        ranks_of_host = torch.zeros(len(container.hosts), device=self.device)
+        ranks_of_host = torch.zeros(len(container.hosts), dtype=torch.int32, device=self.device)
         ranks_of_host[self.host_index] = 1
-        self.sum_(ranks_of_host)
-        if any(count != self.world_size / len(container.hosts) for count in ranks_of_host.tolist()):
-            found = ", ".join(
-                f"{host}: {int(count)}"
-                for host, count in zip(container.hosts, ranks_of_host.tolist(), strict=True)
-            )
+        counts = self.sum_(ranks_of_host).tolist()
+        if len(set(counts)) > 1:
+            named = zip(container.hosts, counts, strict=True)
+            found = ", ".join(f"{host}: {count}" for host, count in named)
             raise TopologyError(
                 f"the hosts are not equally in the group of ranks: {found}; start as many on each"
             )
@@ -1285,8 +1283,8 @@ class Group:
             dist.barrier()
 
     def close(self) -> None:
+        self.barrier()
         if self.world_size > 1:
-            dist.barrier()
             dist.destroy_process_group()
 
 
