@@ -595,16 +595,66 @@ def host_names(value: Any) -> list[str]:
     return value if whole else []
 
 
-def read_container(env: Mapping[str, str], options: Options) -> Container:
-    """Reads SM_* variables; resourceconfig.json stands in for those missing or broken.
+def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
+    """The job's hosts, which of them this one is, and the network interface between them.
 
     On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
     them, so a value that cannot be read is looked up in the file that every host has.
-    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
 
     Raises:
         TopologyError: the hosts cannot be learnt, or this one is not among them.
+    """
+    try:
+        resources = json.loads(config_file.read_text())
+        hosts_there = host_names(resources["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        resources, hosts_there = {}, []
+    try:
+        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
+    except (KeyError, ValueError):
+        hosts = hosts_there
+    current_host = env.get("SM_CURRENT_HOST")
+    if current_host not in hosts:
+        current_host = resources.get("current_host")
+    if current_host is None or current_host not in hosts:
+        raise TopologyError(
+            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
+            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
+            f" {'does not settle it' if config_file.exists() else 'is missing'}"
+        )
+    return hosts, current_host, resources.get("network_interface_name")
+
+
+def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
+    """The directories of the text, and of the text for validation alone where there is one.
+
+    Raises:
         DataError: the `training` channel is missing, or a channel is no directory.
+    """
+
+    def channel(name: str) -> Path | None:
+        variable = f"SM_CHANNEL_{name.upper()}"
+        path = Path(env.get(variable) or channels / name)
+        if env.get(variable) and not path.is_dir():
+            raise DataError(f"{variable}={path}: no such directory")
+        return path if path.is_dir() else None
+
+    training = channel("training")
+    if training is None:
+        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        raise DataError(
+            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+        )
+    return training, channel("validation")
+
+
+def read_container(env: Mapping[str, str], options: Options) -> Container:
+    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
+
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
+
+    Raises:
+        TopologyError, DataError: as read_hosts and read_channels.
         ConfigError: --data, --resume, --out or --validation, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
@@ -633,48 +683,17 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
             checkpoint_dir=out / "checkpoints",
         )
 
-    try:
-        resources = json.loads(config_file.read_text())
-        hosts_there = host_names(resources["hosts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        resources, hosts_there = {}, []
-    try:
-        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
-    except (KeyError, ValueError):
-        hosts = hosts_there
-    current_host = env.get("SM_CURRENT_HOST")
-    if current_host not in hosts:
-        current_host = resources.get("current_host")
-    if current_host is None or current_host not in hosts:
-        raise TopologyError(
-            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
-            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'does not settle it' if config_file.exists() else 'is missing'}"
-        )
-
-    def channel(name: str) -> Path | None:
-        variable = f"SM_CHANNEL_{name.upper()}"
-        path = Path(env.get(variable) or base / "input/data" / name)
-        if env.get(variable) and not path.is_dir():
-            raise DataError(f"{variable}={path}: no such directory")
-        return path if path.is_dir() else None
-
-    training = channel("training")
-    if training is None:
-        channels = base / "input/data"
-        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
-        raise DataError(
-            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
-        )
+    hosts, current_host, interface = read_hosts(env, config_file)
+    training, validation = read_channels(env, base / "input/data")
     gpus = env.get("SM_NUM_GPUS", "")
     return Container(
         inside=True,
         hosts=tuple(hosts),
         current_host=current_host,
         num_gpus=int(gpus) if gpus.isdecimal() else None,
-        interface=resources.get("network_interface_name"),
+        interface=interface,
         training=training,
-        validation=channel("validation"),
+        validation=validation,
         model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
         output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",
