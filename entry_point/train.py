@@ -752,6 +752,27 @@ def check_kernels(device: torch.device) -> None:
         )
 
 
+def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
+    """The device of this rank; of GPUs, each has one.
+
+    Raises:
+        TopologyError: there is no such device, or not one process for each GPU.
+    """
+    kind = choose_device(config, container, ranks.world_size)
+    if kind != "cuda":
+        return torch.device(kind)
+    gpus = torch.cuda.device_count()
+    if ranks.local_world_size != gpus:
+        raise TopologyError(
+            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    check_kernels(device)
+    return device
+
+
 def local_processes(config: Config, container: Container, options: Options) -> int:
     """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
     device = choose_device(config, container, options.processes or 1)
@@ -2923,6 +2944,28 @@ class Trainer:
                 choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
         return choices
 
+    def introduce(self, ranks: Ranks) -> None:
+        """Says where this training runs, what was chosen for it, and what it learns from."""
+        device, corpus = self.group.device, self.corpus
+        first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
+        hosts = int(self.group.sum_(first_of_host))
+        if not self.chief:
+            return
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
+        even = hosts * ranks.local_world_size == ranks.world_size
+        each = f"{ranks.local_world_size} {machine}" if even else machine
+        say(
+            f"running on {counted(hosts, 'host')} x {each}"
+            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
+        )
+        say(f"chosen: {', '.join(self.choices)}")
+        parameters = sum(p.numel() for p in self.model.parameters())
+        say(
+            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
+            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
+        )
+
     # -- state ------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
@@ -3253,20 +3296,7 @@ def end_at_once(signum: int, frame: Any) -> NoReturn:
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
-    kind = choose_device(config, container, ranks.world_size)
-    if kind == "cuda":
-        gpus = torch.cuda.device_count()
-        if ranks.local_world_size != gpus:
-            raise TopologyError(
-                f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
-                f" {counted(ranks.local_world_size, 'process')} on it;"
-                " each GPU takes one"
-            )
-        torch.cuda.set_device(ranks.local_rank)
-        device = torch.device("cuda", ranks.local_rank)
-        check_kernels(device)
-    else:
-        device = torch.device(kind)
+    device = rank_device(config, container, ranks)
     if not threads_said():
         torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
@@ -3283,7 +3313,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
         on_stop_signals(end_at_once)
     corpus = load_corpus(container, config, group)
-    if kind == "cpu":
+    if device.type == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
     trainer = Trainer(config, container, group, corpus)
     if trainer.chief:
@@ -3297,22 +3327,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         trainer.stop_signal = trainer.stop_signal or signum
 
     on_stop_signals(on_signal)
-    hosts = int(group.sum_(torch.tensor(float(ranks.local_rank == 0), device=device)))
-    if trainer.chief:
-        machine = torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
-        even = hosts * ranks.local_world_size == ranks.world_size
-        each = f"{ranks.local_world_size} {machine}" if even else machine
-        say(
-            f"running on {counted(hosts, 'host')} x {each}"
-            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
-            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
-        )
-        say(f"chosen: {', '.join(trainer.choices)}")
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        say(
-            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
-            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
-        )
+    trainer.introduce(ranks)
     done = trainer.run()
     group.close()
     return 0 if done else 128 + (trainer.stop_signal or signal.SIGTERM)
