@@ -898,6 +898,14 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
     return torch.float16 if capability >= (7, 0) else torch.float32
 
 
+def agreed_precision(config: Config, group: Group) -> torch.dtype:
+    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
+    dtype = choose_precision(config, group.device)
+    shorts = (torch.bfloat16, torch.float16)
+    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
+    return dtype if group.world_size in group.sum_(chosen) else torch.float32
+
+
 def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
     """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
 
@@ -2887,13 +2895,9 @@ class Trainer:
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
         self.steps_summed = 0
 
-        dtype = choose_precision(config, device)
+        dtype = agreed_precision(config, group)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        of_16_bits = (torch.bfloat16, torch.float16)
-        chosen = torch.tensor([float(dtype == one) for one in of_16_bits], device=device)
-        if group.world_size not in group.sum_(chosen):
-            dtype = torch.float32  # hosts may differ, and gradients travel in one type
         self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
@@ -2913,7 +2917,7 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-            if dtype in of_16_bits:  # in a lambda, as DDP takes no annotations that are strings
+            if dtype != torch.float32:  # in a lambda, as DDP takes no annotations that are strings
                 self.ddp.register_comm_hook(
                     dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
                 )
