@@ -462,26 +462,21 @@ def make_config(
     return Config(**chosen)
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of Options."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class Options:
-    """What a person says beside the hyperparameters when no container lays things out."""
+    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
 
-    data: str = field(default="", metadata={"help": "a text file, or a directory of *.txt files"})
-    validation: str = field(default="", metadata={"help": "likewise, for validation alone"})
-    out: str = field(
-        default="", metadata={"help": "directory for the results (default: a new one in runs/)"}
-    )
-    resume: str = field(
-        default="",
-        metadata={"help": "directory of an earlier training (on every host) to go on with"},
-    )
-    processes: int = field(
-        default=0,
-        metadata={"help": "processes to start on a host without GPUs (default: the fastest)"},
-    )
-    preset: str = field(
-        default="", metadata={"help": "a set of hyperparameters: " + ", ".join(PRESETS)}
-    )
+    data: str = option("", "a text file, or a directory of *.txt files")
+    validation: str = option("", "likewise, for validation alone")
+    out: str = option("", "directory for the results (default: a new one in runs/)")
+    resume: str = option("", "directory of an earlier training (on every host) to go on with")
+    processes: int = option(0, "processes to start on a host without GPUs (default: the fastest)")
+    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
