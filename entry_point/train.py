@@ -479,14 +479,11 @@ class Options:
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
 
 
-def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
-    """Hyperparameters and options from `--name value`, `--name=value`, or a bare `--flag`.
-
-    A resumed training takes those that are not given from its checkpoint.
+def read_words(argv: Sequence[str]) -> dict[str, str]:
+    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
 
     Raises:
-        ConfigError: a name is unknown or given twice, a value is not allowed, or --resume names a
-            directory without a checkpoint that this script can go on from.
+        ConfigError: a name is unknown or given twice, or its value is missing.
     """
     known = [f.name for f in (*dataclasses.fields(Options), *dataclasses.fields(Config))]
     flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
@@ -511,6 +508,19 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         if name in given:
             raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
         given[name] = value
+    return given
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
+    """Hyperparameters and options from the words of a command line.
+
+    A resumed training takes those that are not given from its checkpoint.
+
+    Raises:
+        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
+            a checkpoint that this script can go on from.
+    """
+    given = read_words(argv)
     said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in dataclasses.fields(Options)}
     processes = said.pop("processes")
     if processes and not (processes.isdecimal() and int(processes)):
