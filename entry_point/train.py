@@ -71,7 +71,8 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 # ------------------------------------------------------------------------------------------------
-# Errors: each is reported as one last line, `ErrorName: cause`, which SageMaker shows.
+# Errors and the log. Each error is reported as one last line, `ErrorName: cause`, which SageMaker
+# shows.
 
 
 class TrainingError(Exception):
@@ -104,6 +105,44 @@ class OutOfMemory(TrainingError):
 
 class NonFiniteLossError(TrainingError):
     """The loss, the gradients or the weights became infinite or not a number."""
+
+
+def failure_report(error: BaseException) -> str:
+    """What is printed of an error: `ErrorName: cause` on one last line.
+
+    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
+    an error that we did not foresee comes after its places in the code, without their text.
+    """
+    cause = " ".join(str(error).split()) or "no further word"
+    line = f"{type(error).__name__}: {cause}"
+    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
+        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
+    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    return "\n".join(
+        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
+    )
+
+
+def say(line: str) -> None:
+    """One line of the log in one write, so that lines of several ranks do not mix.
+
+    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
+    SIGTERM does.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with suppress(OSError):  # it may be the same reader's
+            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
+        signal.raise_signal(signal.SIGTERM)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2799,25 +2838,6 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
 # Training
 
 
-def say(line: str) -> None:
-    """One line of the log in one write, so that lines of several ranks do not mix.
-
-    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
-    SIGTERM does.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        with suppress(OSError):  # it may be the same reader's
-            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
-        signal.raise_signal(signal.SIGTERM)
-
-
 # With the digits that are shown of each.
 METRICS = {"train_loss": 5, "val_loss": 5, "learning_rate": 7, "tokens_per_second": 0}
 
@@ -3340,25 +3360,6 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     done = trainer.run()
     group.close()
     return 0 if done else 128 + (trainer.stop_signal or signal.SIGTERM)
-
-
-def failure_report(error: BaseException) -> str:
-    """What is printed of an error: `ErrorName: cause` on one last line.
-
-    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
-    an error that we did not foresee comes after its places in the code, without their text.
-    """
-    cause = " ".join(str(error).split()) or "no further word"
-    line = f"{type(error).__name__}: {cause}"
-    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
-        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
-    if isinstance(error, (TrainingError, KeyboardInterrupt)):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(
-        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
-    )
 
 
 def main(argv: Sequence[str]) -> int:
