@@ -1087,28 +1087,37 @@ def in_one_line(error: RuntimeError) -> str:
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-def spawn(container: Container, n_local: int) -> int:
-    """Starts this script again as each of the host's ranks, and returns their exit status.
+def serve_store(container: Container) -> tuple[str, int, dist.TCPStore | None]:
+    """Where all ranks of all hosts meet: address, port and, on the first host, what serves them.
 
-    It is what torchrun does, less the elasticity: the first host's parent serves the store at
-    which all ranks of all hosts meet, so a host started alone waits for the others.
+    Raises:
+        TopologyError: it cannot be served there.
     """
-    world_size = n_local * len(container.hosts)
     if len(container.hosts) == 1:
         address, port = "127.0.0.1", 0
     else:
         address = os.environ.get("MASTER_ADDR", container.hosts[0])
         port = int(os.environ.get("MASTER_PORT", "7777"))
-    store = None
-    if container.host_index == 0:
-        try:
-            store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            raise TopologyError(
-                f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
-                " (MASTER_PORT names another port)"
-            ) from None
-        port = store.port
+    if container.host_index > 0:
+        return address, port, None
+    try:
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise TopologyError(
+            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
+            " (MASTER_PORT names another port)"
+        ) from None
+    return address, store.port, store
+
+
+def spawn(container: Container, n_local: int) -> int:
+    """Starts this script again as each of the host's ranks, and returns their exit status.
+
+    It is what torchrun does, less the elasticity: the first host's parent serves the store at
+    which all ranks meet, so a host started alone waits for the others.
+    """
+    world_size = n_local * len(container.hosts)
+    address, port, _store = serve_store(container)  # which lives as long as its name
     children = []
     lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
     for local_rank in range(n_local):
