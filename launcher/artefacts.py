@@ -86,6 +86,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
     It is the one before where the newest is broken.
     """
     from entry_point import train
+    from launcher import model
 
     def place(step: int) -> Path:
         return settings.models_dir / description.job_id / f"step-{step:08d}"
@@ -98,7 +99,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
             with storage.reported(description.checkpoint_uri):
-                step = train.export_checkpoint(directory / "checkpoints", directory / "model")
+                step = model.export_checkpoint(directory / "checkpoints", directory / "model")
         except train.TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
         check_model(directory / "model", description.checkpoint_uri)
@@ -204,8 +205,9 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
 def check_model(directory: Path, uri: str) -> None:
     """Raises ServiceError unless the directory holds a model that loads."""
     from entry_point import train
+    from launcher import model
 
     try:
-        train.load_artefact(directory)
+        model.load_artefact(directory)
     except train.TrainingError as error:
         raise ServiceError(f"{uri}: {error}") from None

@@ -13,6 +13,7 @@ import torch
 from entry_point import train
 from launcher.artefacts import fetch_described
 from launcher.errors import InputError, ServiceError
+from launcher.model import load_artefact
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
 
@@ -26,7 +27,7 @@ def load_model(directory: Path) -> tuple[train.GPT, str]:
         ServiceError: the directory holds no model of ours.
     """
     try:
-        model, vocabulary = train.load_artefact(directory)
+        model, vocabulary = load_artefact(directory)
     except train.TrainingError as error:
         raise ServiceError(f"{directory} does not load: {error}") from None
     if model.config.precision != "float32" and train.has_fast_bfloat16(torch.device("cpu")):

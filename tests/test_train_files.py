@@ -25,6 +25,7 @@ from entry_point.train import (
     ConfigError,
     FormatError,
 )
+from launcher.model import export_checkpoint, from_hugging_face, load_artefact
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
@@ -507,7 +508,7 @@ def ids_of(vocabulary: str, text: str) -> list[int]:
 def test_transformers_computes_the_same_logits(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = train.load_artefact(artefact)
+    model, vocabulary = load_artefact(artefact)
     sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
     x = torch.tensor(ids_of(vocabulary, sample)).view(-1, 32)
     with torch.inference_mode():
@@ -519,7 +520,7 @@ def test_transformers_computes_the_same_logits(
 def test_transformers_computes_the_same_logits_past_the_context(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = train.load_artefact(artefact)
+    model, vocabulary = load_artefact(artefact)
     x = torch.tensor([ids_of(vocabulary, text[1000:1100])])
     cache = train.KeyValueCache(model, 1)
     with torch.inference_mode():
@@ -531,7 +532,7 @@ def test_transformers_computes_the_same_logits_past_the_context(
 def test_transformers_generates_the_same_text(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = train.load_artefact(artefact)
+    model, vocabulary = load_artefact(artefact)
     prompt = torch.tensor([ids_of(vocabulary, text[500:520])])
     with torch.inference_mode():
         expected = theirs[0].generate(prompt, max_new_tokens=80, do_sample=False)[0, 20:].tolist()
@@ -541,7 +542,7 @@ def test_transformers_generates_the_same_text(
 def test_transformers_makes_the_same_ids_of_all_characters(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    _, vocabulary = train.load_artefact(artefact)
+    _, vocabulary = load_artefact(artefact)
     assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
     for sample in (vocabulary, "\n\n\t \t\n", "🙂🚀👩‍🚀", text[-300:], text[:3000], "  a  ", "\n"):
         assert theirs[1](sample)["input_ids"] == ids_of(vocabulary, sample)
@@ -584,7 +585,7 @@ def test_hugging_face_names_and_ours_are_inverse(tied: bool) -> None:
     model.init_weights(1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     there = train.to_hugging_face(weights, config)
-    assert_same(train.from_hugging_face(there, config), weights)
+    assert_same(from_hugging_face(there, config), weights)
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -635,7 +636,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_tensors_that_do_not_fit_are_a_format_error(copied: Path, change: Any) -> None:
     change_tensors(copied, change)
     with pytest.raises(FormatError):
-        train.load_artefact(copied)
+        load_artefact(copied)
 
 
 @pytest.mark.parametrize(
@@ -666,7 +667,7 @@ def test_tensors_that_do_not_fit_are_a_format_error(copied: Path, change: Any) -
 def test_documents_that_disagree_are_a_format_error(copied: Path, name: str, change: Any) -> None:
     change_json(copied, name, change)
     with pytest.raises(FormatError):
-        train.load_artefact(copied)
+        load_artefact(copied)
 
 
 @pytest.mark.parametrize(
@@ -684,14 +685,14 @@ def test_files_that_are_not_what_they_should_be_are_a_format_error(
     if content is not None:
         (copied / name).write_bytes(content)
     with pytest.raises(FormatError):
-        train.load_artefact(copied)
+        load_artefact(copied)
 
 
 def test_a_model_loads_in_spite_of_hyperparameters_that_only_an_edited_script_knows(
     copied: Path, trained: Path, tmp_path: Path
 ) -> None:
     change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
-    model, _ = train.load_artefact(copied)
+    model, _ = load_artefact(copied)
     assert model.config.n_embd == 64
 
     loaded = Checkpoints(trained / "checkpoints").load_latest()
@@ -700,7 +701,7 @@ def test_a_model_loads_in_spite_of_hyperparameters_that_only_an_edited_script_kn
     state["config"]["mine"] = 1
     state["best_step"] = None
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
-    assert train.export_checkpoint(tmp_path / "checkpoints", tmp_path / "model") == 120
+    assert export_checkpoint(tmp_path / "checkpoints", tmp_path / "model") == 120
 
 
 def test_a_checkpoint_of_a_script_whose_model_is_another_is_no_model(
@@ -713,25 +714,25 @@ def test_a_checkpoint_of_a_script_whose_model_is_another_is_no_model(
     tensors["model.wte.weight"] = tensors.pop("model.embed.weight")
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
     with pytest.raises(FormatError, match=r"step 120 is of a script whose model has no 'embed\.w"):
-        train.export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
+        export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
 def test_a_directory_that_is_not_there_is_a_format_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError):
-        train.load_artefact(tmp_path / "none")
+        load_artefact(tmp_path / "none")
 
 
 def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_path: Path) -> None:
-    assert train.export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
+    assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
     assert_same(
         train.read_safetensors(tmp_path / "model/model.safetensors")[0],
         train.read_safetensors(artefact / "model.safetensors")[0],
     )
-    model, vocabulary = train.load_artefact(tmp_path / "model")
+    model, vocabulary = load_artefact(tmp_path / "model")
     assert len(vocabulary) == model.embed.num_embeddings
 
 
 def test_without_a_checkpoint_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        train.export_checkpoint(tmp_path, tmp_path / "model")
+        export_checkpoint(tmp_path, tmp_path / "model")
     assert not (tmp_path / "model").exists()

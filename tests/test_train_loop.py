@@ -52,6 +52,7 @@ from entry_point.train import (
     Corpus,
     NonFiniteLossError,
 )
+from launcher.model import load_artefact
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
 
@@ -608,7 +609,7 @@ def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint
     monkeypatch.setattr(trainer.checkpoints, "prune", written.append)
     assert trainer.run()
     assert written == steps
-    model, _ = train.load_artefact(tmp_path / "model")
+    model, _ = load_artefact(tmp_path / "model")
     assert torch.equal(model.embed.weight, seen[1])
     said = "note: the model is that of step 4; no later evaluation had a lower val_loss\n"
     assert said in capsys.readouterr().out
@@ -1126,7 +1127,7 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
     assert second.output == ""
     rows = metrics(tmp_path / "algo-1/output/data")
     assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
-    model, vocabulary = train.load_artefact(tmp_path / "algo-1/model")
+    model, vocabulary = load_artefact(tmp_path / "algo-1/model")
     parameters = sum(p.numel() for p in model.parameters())
     assert f"\n{parameters:,} parameters; " in first.output
     assert f" {len(vocabulary)} different ones\n" in first.output
@@ -1136,7 +1137,8 @@ def test_one_process_trains_and_samples_without_importing_torchs_compiler(
     tmp_path: Path, text_file: Path
 ) -> None:
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
-    code += "train.sample_text(*train.load_artefact(pathlib.Path('out/model')), 9);"
+    code += "from launcher.model import load_artefact;"
+    code += "train.sample_text(*load_artefact(pathlib.Path('out/model')), 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"
     arguments = words(**{**SMALL, "sample_length": 90}, processes=1, data=text_file, out="out")
     env = environment(PYTHONPATH=str(SCRIPT.parents[1]))
@@ -1176,7 +1178,7 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
     training = json.loads((tmp_path / "out/model/training.json").read_text())
     assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
 
-    model, vocabulary = train.load_artefact(tmp_path / "out/model")
+    model, vocabulary = load_artefact(tmp_path / "out/model")
     val = torch.tensor([vocabulary.index(c) for c in text[200_000:210_000]])
     trainer = trainer_of(tmp_path / "none")
     value = train.evaluate(model, val, trainer.config, trainer.group)

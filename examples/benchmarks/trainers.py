@@ -85,7 +85,7 @@ def our_seconds(out: Path) -> float:
 def our_result(out: Path, text: Path) -> tuple[float, int]:
     """Nats per character of the artefact over the whole validation part; its parameters."""
     sys.path.insert(0, str(ROOT))
-    from entry_point.train import load_artefact
+    from launcher.model import load_artefact
 
     model, vocabulary = load_artefact(out / "model")
     characters = text.read_bytes().decode()
