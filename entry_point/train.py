@@ -3205,6 +3205,12 @@ class Trainer:
             ) from None
         if self.config.sample_length:
             self.say_sample("after training", self.config.sample_length)
+        self.say_result()
+        say(f"model written to {model_dir}")
+
+    def say_result(self) -> None:
+        """The loss of the model that is kept, and what a person may wonder at in it."""
+        assert self.best_step is not None
         say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         if self.best_step < self.step:
             say(
@@ -3220,7 +3226,6 @@ class Trainer:
                 else "another learning_rate or more steps may learn"
             )
             say(f"note: guessing has {guessing:.5f}: {remedy}")
-        say(f"model written to {model_dir}")
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:
