@@ -1081,33 +1081,33 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     return ranks
 
 
-def in_one_line(error: RuntimeError) -> str:
+def in_one_line(error: Exception) -> str:
     """What torch says of a connection, in one line."""
     # NCCL's cause stands in a later line; what follows this word are places in C++.
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-def serve_store(container: Container) -> tuple[str, int, dist.TCPStore | None]:
+def serve_store(container: Container) -> tuple[str, str, dist.TCPStore | None]:
     """Where all ranks of all hosts meet: address, port and, on the first host, what serves them.
 
     Raises:
         TopologyError: it cannot be served there.
     """
     if len(container.hosts) == 1:
-        address, port = "127.0.0.1", 0
+        address, port = "127.0.0.1", "0"
     else:
         address = os.environ.get("MASTER_ADDR", container.hosts[0])
-        port = int(os.environ.get("MASTER_PORT", "7777"))
+        port = os.environ.get("MASTER_PORT", "7777")
     if container.host_index > 0:
         return address, port, None
     try:
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
+        store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
         raise TopologyError(
             f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
             " (MASTER_PORT names another port)"
         ) from None
-    return address, store.port, store
+    return address, str(store.port), store
 
 
 def spawn(container: Container, n_local: int) -> int:
@@ -1128,7 +1128,7 @@ def spawn(container: Container, n_local: int) -> int:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(n_local),
             MASTER_ADDR=address,
-            MASTER_PORT=str(port),
+            MASTER_PORT=port,
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
             TORCHELASTIC_RESTART_COUNT="0",
             SM_NANOGPT_LAUNCHER="train.py",
@@ -1264,7 +1264,7 @@ class Group:
             with mute_stdout():
                 # Flags travel on the host's side, so that asking never waits for a GPU.
                 self.flags = dist.new_group(backend="gloo") if cuda else None
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
                 f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"

@@ -766,3 +766,15 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     assert train.failure_report(OSError("none")) == "OSError: none"
     decode = json.JSONDecodeError("none", "", 0)
     assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
+
+
+@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
+def test_a_port_that_is_no_number_is_one_line(
+    tmp_path: Path, text: str, ranks: dict[str, str]
+) -> None:
+    env = {**make_hosts(tmp_path, text, n_hosts=2)[0], **ranks, "MASTER_PORT": "any"}
+    end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
+    assert end.status == 1
+    assert end.last_line.startswith("TopologyError: ")
+    assert " 127.0.0.1:any: invalid literal for int() with base 10: 'any'" in end.last_line
+    assert "  at " not in end.output
