@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -58,7 +59,7 @@ def settings_of(context: click.Context, **said: str | None) -> Settings:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+    click.echo(json.dumps(value, indent=2, default=asdict))
 
 
 class Command(click.Command):
@@ -163,8 +164,6 @@ def upload_data_command(
     Example:
       sm-nanogpt upload-data input.txt
     """
-    from dataclasses import asdict
-
     from launcher.corpus import find_text, upload_data
     from launcher.storage import path_of
 
@@ -184,7 +183,7 @@ def upload_data_command(
     if not upload.uploaded:
         note("unchanged since it was uploaded; nothing was sent")
     if as_json:
-        print_json(asdict(upload))
+        print_json(upload)
     else:
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
@@ -538,8 +537,6 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     Example:
       sm-nanogpt jobs
     """
-    from dataclasses import asdict
-
     from launcher.tracking import jobs_and_failure, with_costs
 
     settings = settings_of(context)
@@ -555,7 +552,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     except (InputError, ServiceError) as error:
         failure = failure or error
     if as_json:
-        print_json([asdict(description) for description in found])
+        print_json(found)
     elif found or not (failure or unread):
         print_jobs(found, settings)
     if failure is not None:
@@ -595,15 +592,12 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from dataclasses import asdict
-
     from launcher.tracking import describe, logs, next_step, reason_of, with_costs
 
     settings = settings_of(context)
-    (description,) = with_costs([describe(job_id, settings)], settings, note)
-    d = description
+    (d,) = with_costs([describe(job_id, settings)], settings, note)
     if as_json:
-        print_json(asdict(description))
+        print_json(d)
         return
     step, loss = progress_words(d)
     lines = {
@@ -747,8 +741,6 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
-    from dataclasses import asdict
-
     from launcher.doctor import FAILURE, WARNING, examine
     from launcher.instances import check_instance
 
@@ -769,7 +761,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
         else:
             show(finding.result, finding.check, finding.text)
     if as_json:
-        print_json([asdict(finding) for finding in findings])
+        print_json(findings)
     if left_out:
         show(WARNING, "not checked", f"{', '.join(left_out)} (for want of what failed)")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
@@ -856,13 +848,11 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
     Example:
       sm-nanogpt infra show
     """
-    from dataclasses import asdict
-
     from launcher.infra import Deployment
 
     found = Deployment(settings_of(context, stack=stack), note).show()
     if as_json:
-        print_json(asdict(found))
+        print_json(found)
     else:
         print_stack(found)
 
