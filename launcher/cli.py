@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -60,6 +60,14 @@ def settings_of(context: click.Context, **said: str | None) -> Settings:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=asdict))
+
+
+def print_fields(fields: Mapping[str, str | None]) -> None:
+    """One line for each that is there, with the values below each other."""
+    width = max(map(len, fields)) + 2
+    for name, value in fields.items():
+        if value is not None:
+            click.echo(f"{name + ':':<{width}}{value}")
 
 
 class Command(click.Command):
@@ -398,7 +406,7 @@ def how_to_follow(job_id: str, settings: Settings) -> str:
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing, and so
     does it when the log's reader leaves."""
-    from launcher.tracking import describe, explain, logs, stop, wait
+    from launcher.tracking import describe, explain, logs, next_step, stop, wait
 
     try:
         for line in logs(job_id, follow=True, settings=settings, tell=note):
@@ -416,7 +424,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
-    note(f"next: {settings.command(f'fetch-and-sample {job_id}')}")
+    note(next_step(description, settings))
 
 
 @cli.command("fetch-and-sample")
@@ -617,9 +625,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "cost": paid_words(d),
         "message": d.message if d.is_running else None,
     }
-    for name, value in lines.items():
-        if value is not None:
-            click.echo(f"{name + ':':<13}{value}")
+    print_fields(lines)
     if not d.is_running:
         note(next_step(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
@@ -655,7 +661,7 @@ def paid_words(description: JobDescription) -> str | None:
 
 
 def moment(seconds: float | None) -> str | None:
-    return seconds and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))  # type: ignore[return-value]
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @cli.command("logs")
@@ -925,9 +931,7 @@ def print_stack(stack: Stack) -> None:
         "kms key": stack.kms_key,
         "policy": stack.policy,
     }
-    for name, value in lines.items():
-        if value is not None:
-            click.echo(f"{name + ':':<9}{value}")
+    print_fields(lines)
 
 
 def run(arguments: list[str] | None = None) -> int:
