@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher import corpus, storage
 from launcher.backends import Backend
+from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
 from launcher.instances import has_local_storage, looks_like_gpu, remark
 from launcher.job import JobDescription, TrainingJob
@@ -59,8 +60,6 @@ def cloud_settings(
             f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
             f" `{settings.command('infra show')}` once"
         )
-    from launcher.backends.sagemaker import SageMakerBackend
-
     bucket = SageMakerBackend(settings).default_bucket()
     if bucket is None:
         raise InputError(

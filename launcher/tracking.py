@@ -12,6 +12,8 @@ from functools import partial
 from launcher import money
 from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
+from launcher.backends.local import LocalBackend
+from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
 from launcher.instances import has_local_storage
 from launcher.job import JOB_ID, JobDescription
@@ -39,24 +41,14 @@ def remedies(instance: str) -> dict[str, str]:
 
 def all_backends(settings: Settings) -> Iterator[Backend]:
     """The places for jobs, this machine first; the next is not touched before it is asked for."""
-    from launcher.backends.local import LocalBackend
-
     yield LocalBackend(settings)
     if settings.reaches_aws:
-        from launcher.backends.sagemaker import SageMakerBackend
-
         yield SageMakerBackend(settings)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
     """The place that runs such an instance."""
-    if instance == "local":
-        from launcher.backends.local import LocalBackend
-
-        return LocalBackend(settings)
-    from launcher.backends.sagemaker import SageMakerBackend
-
-    return SageMakerBackend(settings)
+    return LocalBackend(settings) if instance == "local" else SageMakerBackend(settings)
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
