@@ -105,11 +105,13 @@ def aws_session(settings: Settings) -> Any:
         raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
 
 
-def retrying() -> Any:
-    """How clients try again: a job is watched for hours, and one lost packet is no failure."""
+def steady_client(session: Any, service: str, region: str) -> Any:
+    """A client that tries again: a job is watched for hours, and one lost packet is no failure."""
     from botocore.config import Config
 
-    return Config(retries={"mode": "standard", "max_attempts": max_attempts()})
+    retries = {"mode": "standard", "max_attempts": max_attempts()}
+    with service_errors(service):
+        return session.client(service, region_name=region, config=Config(retries=retries))
 
 
 def max_attempts() -> int:

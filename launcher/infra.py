@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import aws_session, check_region, retrying, service_errors
+from launcher.aws import aws_session, check_region, service_errors, steady_client
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, Tell
 from launcher.stack import (
@@ -76,13 +76,10 @@ class Deployment:
 
     def __init__(self, settings: Settings, tell: Tell = lambda line: None) -> None:
         self.settings, self.name, self.tell = settings, settings.stack, tell
-        self.session = aws_session(settings)
-        self.region = check_region(self.session)
-        self.client = self.service("cloudformation")
-
-    def service(self, name: str) -> Any:
-        with service_errors(name):
-            return self.session.client(name, region_name=self.region, config=retrying())
+        session = aws_session(settings)
+        self.region = check_region(session)
+        self.client = steady_client(session, "cloudformation", self.region)
+        self.iam = steady_client(session, "iam", self.region)
 
     def plan(self, kms: bool = False) -> ChangeSet | None:
         """What a deployment would change, made ready in AWS; None where nothing would.
@@ -263,7 +260,7 @@ class Deployment:
     def holders(self, policy: str) -> list[tuple[str, str]]:
         """(User, Group or Role, name) of all who have a policy."""
         with service_errors("ListEntitiesForPolicy"):
-            paginator = self.service("iam").get_paginator("list_entities_for_policy")
+            paginator = self.iam.get_paginator("list_entities_for_policy")
             return [
                 (kind, entity[f"{kind}Name"])
                 for page in paginator.paginate(PolicyArn=policy)
@@ -287,10 +284,9 @@ class Deployment:
         Raises:
             ServiceError: a resource could not be deleted.
         """
-        iam = self.service("iam")
         for kind, name in removal.holders:
             with service_errors(f"Detach{kind}Policy"):
-                take = getattr(iam, f"detach_{kind.lower()}_policy")
+                take = getattr(self.iam, f"detach_{kind.lower()}_policy")
                 take(PolicyArn=removal.policy, **{f"{kind}Name": name})
             self.tell(f"the launcher policy is taken from {kind.lower()} {name}")
         seen = {event["EventId"] for event in self.events(removal.stack_id)}

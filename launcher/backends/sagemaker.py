@@ -32,8 +32,8 @@ from launcher.aws import (
     aws_session,
     check_region,
     patiently,
-    retrying,
     service_errors,
+    steady_client,
 )
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
@@ -84,10 +84,7 @@ class SageMakerBackend:
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            with service_errors(service):
-                self.clients[service] = self.session.client(
-                    service, region_name=self.region, config=retrying()
-                )
+            self.clients[service] = steady_client(self.session, service, self.region)
         return self.clients[service]
 
     # -- launch -----------------------------------------------------------------------------------
