@@ -109,7 +109,7 @@ def steady_client(session: Any, service: str, region: str) -> Any:
     """A client that tries again: a job is watched for hours, and one lost packet is no failure."""
     from botocore.config import Config
 
-    retries = {"mode": "standard", "max_attempts": max_attempts()}
+    retries = {"mode": "standard", "total_max_attempts": max_attempts()}
     with service_errors(service):
         return session.client(service, region_name=region, config=Config(retries=retries))
 
@@ -122,7 +122,7 @@ def max_attempts() -> int:
     word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
     if not word.isdecimal():
         raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number; or unset it")
-    return int(word)
+    return max(1, int(word))
 
 
 def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:

@@ -516,7 +516,7 @@ def test_a_launch_without_an_answer_names_the_job_to_look_for(
     cloud.refuse["CreateTrainingJob"] = ("InternalFailure", "no such luck", 503)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert (ran.code, ran.out) == (1, "")
-    ((_, request), *_) = [call for call in cloud.calls if call[0] == "CreateTrainingJob"]
+    ((_, request),) = [call for call in cloud.calls if call[0] == "CreateTrainingJob"]
     assert f"`sm-nanogpt status {request['TrainingJobName']}`" in ran.error
 
 
