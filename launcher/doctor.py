@@ -32,7 +32,7 @@ from launcher.money import usd
 from launcher.prices import Prices
 from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
 from launcher.settings import Settings
-from launcher.stack import Stack, find_stack
+from launcher.stack import Stack, find_stack, is_whole
 from launcher.submission import launch
 from launcher.tracking import wait
 
@@ -233,7 +233,7 @@ def check_stack(patient: Patient) -> str:
         if configured:
             return "none, and none is needed: store and role are configured"
         raise Doubt(f"none: `{patient.settings.command('infra deploy')}` makes a bucket and a role")
-    if not stack.status.endswith("_COMPLETE") or "ROLLBACK" in stack.status:
+    if not is_whole(stack.status):
         raise Doubt(
             f"{stack.name} is {stack.status}: `{patient.settings.command('infra show')}` tells why"
         )

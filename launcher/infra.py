@@ -17,6 +17,7 @@ from launcher.stack import (
     Stack,
     describe_stack,
     is_our_stack,
+    is_whole,
     no_stack,
     not_ours,
     outputs_of,
@@ -198,7 +199,7 @@ class Deployment:
         raw = describe_stack(self.client, self.name)
         if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
             status = raw["StackStatus"]
-            if not status.endswith("_COMPLETE") or "ROLLBACK" in status:
+            if not is_whole(status):
                 try:
                     reason = self.failure(raw["StackId"])
                 except ServiceError as error:

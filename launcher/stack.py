@@ -140,6 +140,11 @@ def is_our_stack(raw: dict[str, Any]) -> bool:
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
 
+def is_whole(status: str) -> bool:
+    """Whether a stack's last operation is over, and did what it was to do."""
+    return status.endswith("_COMPLETE") and "ROLLBACK" not in status
+
+
 def not_ours(raw: dict[str, Any]) -> str:
     return (
         f"stack {raw['StackName']} ({raw['StackStatus']}) is not sm-nanogpt's; name another with"
