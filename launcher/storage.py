@@ -212,7 +212,11 @@ def file_sha256(path: Path) -> str:
 
 
 def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:
-    write_text(uri, json.dumps(value, indent=2) + "\n", settings)
+    write_bytes(uri, json_bytes(value), settings)
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def write_text(uri: str, text: str, settings: Settings | None = None) -> None:

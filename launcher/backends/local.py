@@ -352,8 +352,4 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all, as somebody may be reading."""
     with storage.replacing_file(path) as file:
-        file.write(json_bytes(value))
-
-
-def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+        file.write(storage.json_bytes(value))

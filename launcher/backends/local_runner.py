@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.backends.local import json_bytes, read_json, write_json
+from launcher.backends.local import read_json, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.job import command_line
 from launcher.settings import Settings, load_settings
@@ -83,7 +83,7 @@ class LocalRun:
             # On a full disk there is no room for a new file, but some in the old one's last block.
             try:
                 with path.open("r+b") as file:
-                    file.write(json_bytes(self.state))
+                    file.write(storage.json_bytes(self.state))
                     file.truncate()
             except OSError:
                 with suppress(OSError):
