@@ -9,7 +9,6 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
@@ -135,23 +134,6 @@ class Settings(BaseSettings):
             for word in (f"--{option}", self._said[option])
         ]
         return " ".join(["sm-nanogpt", *map(shlex.quote, said), words])
-
-    @property
-    def s3_options(self) -> dict[str, Any]:
-        """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
-
-        fsspec's own configuration of these is not taken, as boto3 knows nothing of it; None leaves
-        it to AWS's.
-        """
-        encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
-        return {
-            **dict.fromkeys(("key", "secret", "token", "username", "password", "endpoint_url")),
-            "anon": False,
-            "profile": self.profile or None,
-            "client_kwargs": {"region_name": self.aws_region} if self.aws_region else {},
-            "config_kwargs": {},
-            "s3_additional_kwargs": encryption if self.kms_key else {},
-        }
 
     @property
     def aws_region(self) -> str:

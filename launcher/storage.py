@@ -123,10 +123,27 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
-    options = (settings or load_settings()).s3_options
+    options = s3_options(settings or load_settings())
     max_attempts()  # which the file system reads as well
     kind = fsspec.get_filesystem_class("s3")
     return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
+
+
+def s3_options(settings: Settings) -> dict[str, Any]:
+    """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
+
+    fsspec's own configuration of these is not taken, as boto3 knows nothing of it; None leaves it
+    to AWS's.
+    """
+    encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
+    return {
+        **dict.fromkeys(("key", "secret", "token", "username", "password", "endpoint_url")),
+        "anon": False,
+        "profile": settings.profile or None,
+        "client_kwargs": {"region_name": settings.aws_region} if settings.aws_region else {},
+        "config_kwargs": {},
+        "s3_additional_kwargs": encryption if settings.kms_key else {},
+    }
 
 
 @contextmanager
