@@ -377,7 +377,7 @@ def launch_command(
         ready, backend, settings = prepare(job, settings, progress, dry_run, tell=note)
     local, job_id = ready.instance == "local", new_job_id()
     if dry_run:
-        print_json(backend.dry_run(job_id, ready))
+        print_json(backend.request(job_id, ready))
         return
     with naming(job_id, settings):
         backend.submit(job_id, ready)

@@ -1467,7 +1467,7 @@ def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another
     monkeypatch.setenv(name, "gone")
     job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/text/")
     settings = Settings(home=home, profile="me", store="s3://bucket/some/prefix")
-    request = SageMakerBackend(settings).dry_run("a-job", job)
+    request = SageMakerBackend(settings).request("a-job", job)
     assert request["TrainingJobName"] == "a-job"
     assert os.environ[name] == "gone"
 

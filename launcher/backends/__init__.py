@@ -45,8 +45,8 @@ class Backend(Protocol):
     def stop(self, job_id: str) -> None:
         """Asks the job to stop, and returns at once."""
 
-    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
-        """The request that submit would send. Raises InputError where none is sent."""
+    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+        """What submit sends, without sending it. Raises InputError where none is sent."""
 
     def console_link(self, job_id: str) -> str | None:
         """Where a browser shows the job, if one can."""

@@ -73,7 +73,7 @@ class LocalBackend:
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         if dry_run:
-            self.dry_run("", job)  # which is refused
+            self.request("", job)  # which is refused
         processes, _ = plan_processes(job)
         return job.config(job.instance_count * processes)
 
@@ -209,7 +209,7 @@ class LocalBackend:
     def stop(self, job_id: str) -> None:
         (self.jobs_dir / job_id / "stop").touch()
 
-    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
 
     def console_link(self, job_id: str) -> str | None:

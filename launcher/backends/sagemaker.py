@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
+ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # of a dry run
 TAG_VALUE = "job"
 CONSOLES = {
     "aws": "console.aws.amazon.com",
@@ -110,18 +110,7 @@ class SageMakerBackend:
         """A prefix to S3. As ids are of one length, it begins that of no other job."""
         return storage.join(self.settings.data_store, "checkpoints", job_id)
 
-    def role(self, required: bool) -> str:
-        if self.settings.role:
-            return self.settings.role
-        if required:
-            raise InputError(
-                f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
-                " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
-                " role; it has to read and write the store, and to delete checkpoints there)"
-            )
-        return ROLE_PLACEHOLDER
-
-    def plan(self, job_id: str, job: TrainingJob, role_required: bool) -> Plan:
+    def plan(self, job_id: str, job: TrainingJob) -> Plan:
         """The job with every decision made.
 
         Raises:
@@ -149,7 +138,7 @@ class SageMakerBackend:
         return Plan(
             job_name=job_id,
             region=self.region,
-            role=self.role(role_required),
+            role=self.settings.role or ROLE_PLACEHOLDER,
             instance_type=job.instance,
             instance_count=job.instance_count,
             launcher=job.launcher,
@@ -174,11 +163,11 @@ class SageMakerBackend:
             network_isolation=job.network_isolation,
         )
 
-    def request(self, job_id: str, job: TrainingJob, role_required: bool) -> dict[str, Any]:
-        """The CreateTrainingJob request of a job."""
+    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials."""
         from launcher.backends.estimator import create_request
 
-        return create_request(self.plan(job_id, job, role_required), self.settings.home)
+        return create_request(self.plan(job_id, job), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         if job.instance.startswith(("ml.trn", "ml.inf")):
@@ -196,7 +185,13 @@ class SageMakerBackend:
         known = INSTANCES.get(job.instance)
         config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
         anything = {"data": "s3://bucket/data", "validation": None}
-        self.plan("job", job.model_copy(update=anything), role_required=not dry_run)
+        self.plan("job", job.model_copy(update=anything))
+        if not self.settings.role and not dry_run:
+            raise InputError(
+                f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
+                " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
+                " role; it has to read and write the store, and to delete checkpoints there)"
+            )
         return config
 
     def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
@@ -224,12 +219,8 @@ class SageMakerBackend:
             total += money.cost_of(earlier, price, now)
         return total
 
-    def dry_run(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
-        """The request that submit would send. Sends nothing; needs no credentials."""
-        return self.request(job_id, job, role_required=False)
-
     def submit(self, job_id: str, job: TrainingJob) -> None:
-        request = self.request(job_id, job, role_required=True)
+        request = self.request(job_id, job)
         archive = source_archive(job.script.read_bytes())
         place = self.job_uri(job_id, "source", "sourcedir.tar.gz")
         storage.write_bytes(place, archive, self.settings)
