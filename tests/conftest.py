@@ -186,6 +186,6 @@ def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Emula
     """SageMaker beside that S3, whose jobs only seem to run, and a person who may use both."""
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("launcher.backends.sagemaker.SageMakerBackend.poll_seconds", 0.1)
     monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
     return emulator

@@ -53,7 +53,6 @@ CONSOLES = {
     "aws-cn": "console.amazonaws.cn",
     "aws-us-gov": "console.amazonaws-us-gov.com",
 }
-POLL_SECONDS = 5.0
 QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
 
 # SageMaker's toolkit puts the line that a rank failed with, `Name: cause [kind of error]`, between
@@ -65,6 +64,8 @@ EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 class SageMakerBackend:
     """The Backend of `--instance ml.*`."""
 
+    poll_seconds = 5.0
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = aws_session(settings)
@@ -73,10 +74,6 @@ class SageMakerBackend:
     @property
     def place(self) -> str:
         return f"in {self.region}"
-
-    @property
-    def poll_seconds(self) -> float:
-        return POLL_SECONDS
 
     @cached_property
     def region(self) -> str:
@@ -347,7 +344,7 @@ class SageMakerBackend:
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
             if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(self.poll_seconds)
 
     def news(
         self, job_id: str, seen: dict[str, str]

@@ -29,7 +29,7 @@ def aws(
     emulator.reset(SageMaker(runs, RATE))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.backends.sagemaker.POLL_SECONDS", 0.2)
+    monkeypatch.setattr("launcher.backends.sagemaker.SageMakerBackend.poll_seconds", 0.2)
     monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
     yield emulator
     runs.close()
