@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.aws import aws_session, check_region, service_errors, steady_client
+from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
+from launcher.job import RUNNING
 from launcher.settings import Settings, Tell
 from launcher.stack import (
     REVIEW,
@@ -271,11 +273,11 @@ class Deployment:
 
     def running_jobs(self, role: str) -> list[str]:
         """The jobs in progress that act as a role."""
-        from launcher.backends.sagemaker import SageMakerBackend
-
-        backend = SageMakerBackend(self.settings)
-        running = [job.job_id for job in backend.list() if job.is_running]
-        return [job_id for job_id in running if (backend.raw(job_id) or {}).get("RoleArn") == role]
+        return [
+            raw["TrainingJobName"]
+            for raw in SageMakerBackend(self.settings).all_raw()
+            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
+        ]
 
     def destroy(self, removal: Removal) -> None:
         """Deletes the stack and waits for its end; what the template retains stays.
