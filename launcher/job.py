@@ -171,29 +171,6 @@ class TrainingJob(BaseModel):
         limits = (self.max_run, self.affordable_run, self.max_wait)
         return min(limit for limit in limits if limit is not None)
 
-    def sendable_hyperparameters(self) -> dict[str, Scalar]:
-        """What is sent to SageMaker.
-
-        Older containers pass the values through a shell, unquoted, so they are of harmless
-        characters only.
-
-        Raises:
-            InputError: a value has other characters.
-        """
-        values, said = self.all_hyperparameters(), self.explicit_hyperparameters()
-        harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
-        for name, value in list(values.items()):
-            if harmless.fullmatch(str(value)):
-                continue
-            if name in said:
-                raise InputError(
-                    f"{name}={value!r}: SageMaker hyperparameters are of A-Z a-z 0-9 . _ : / = + -"
-                )
-            del values[name]  # an edited script's own default, which it has there too
-        if len(values) > 80:  # AWS allows 100, the SDK's own among them
-            raise InputError(f"{len(values)} hyperparameters, and AWS allows 80 beside the SDK's")
-        return values
-
     @property
     def script(self) -> Path:
         """The file that trains."""
@@ -353,15 +330,6 @@ def parse_assignments(words: tuple[str, ...], option: str = "set") -> dict[str, 
             raise InputError(f"--{option} {name}: given twice ({values[name]!r} and {value!r})")
         values[name] = value
     return values
-
-
-def command_line(hyperparameters: Mapping[str, Scalar]) -> list[str]:
-    """argv as the SageMaker toolkit makes it: sorted by name, each value as text."""
-    return [
-        word
-        for name in sorted(hyperparameters)
-        for word in (f"--{name}", str(hyperparameters[name]))
-    ]
 
 
 # -- how it stands ---------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from launching import launching as launch_words
 
 from entry_point import train
 from launcher import InputError, TrainingJob
-from launcher.job import command_line, parse_assignments, read_hyperparameters
+from launcher.backends.local_runner import command_line
+from launcher.backends.sagemaker import sendable_hyperparameters
+from launcher.job import parse_assignments, read_hyperparameters
 
 
 def refusal(**values: object) -> str:
@@ -47,7 +49,7 @@ def test_what_is_said_is_named_with_underscores_and_leaves_out_the_unset() -> No
 
 
 def test_every_hyperparameter_is_sent() -> None:
-    sent = TrainingJob(preset="baby", hyperparameters={"n_layer": 2}).sendable_hyperparameters()
+    sent = sendable_hyperparameters(TrainingJob(preset="baby", hyperparameters={"n_layer": 2}))
     assert sent == asdict(train.make_config({"n_layer": 2}, "baby"))
 
 
@@ -59,7 +61,7 @@ def test_a_default_of_an_edited_script_that_cannot_be_sent_is_left_to_the_script
     script = launching.edited(tmp_path / "mine.py", (place, motto + place))
     job = TrainingJob(entry_point=script)
     assert job.all_hyperparameters()["motto"] == "a b"
-    assert "motto" not in job.sendable_hyperparameters()
+    assert "motto" not in sendable_hyperparameters(job)
 
 
 @pytest.mark.parametrize("motto", ["a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501])
@@ -71,7 +73,7 @@ def test_a_value_that_a_shell_of_the_container_may_take_for_a_command_is_refused
     script = launching.edited(tmp_path / "mine.py", (place, field + place))
     job = TrainingJob(entry_point=script, hyperparameters={"motto": motto})
     with pytest.raises(InputError, match="motto="):
-        job.sendable_hyperparameters()
+        sendable_hyperparameters(job)
 
 
 def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None
     more = "".join(f'    x{i}: int = hyperparameter(1, "", group="report")\n' for i in range(80))
     script = launching.edited(tmp_path / "mine.py", (place, more + place))
     with pytest.raises(InputError, match="AWS allows 80"):
-        TrainingJob(entry_point=script).sendable_hyperparameters()
+        sendable_hyperparameters(TrainingJob(entry_point=script))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,11 @@ from entry_point import train
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws import why
 from launcher.backends.estimator import quiet_sdk, training_image
-from launcher.backends.sagemaker import SageMakerBackend, source_archive
+from launcher.backends.sagemaker import (
+    SageMakerBackend,
+    sendable_hyperparameters,
+    source_archive,
+)
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.settings import load_settings
 from launcher.submission import new_job_id
@@ -1395,7 +1399,7 @@ def test_a_value_that_a_shell_could_read_otherwise_is_not_sent(tmp_path: Path, h
         instance="ml.g5.xlarge", entry_point=script, hyperparameters={"compile": "$(reboot)"}
     )
     with pytest.raises(InputError, match=r"compile='\$\(reboot\)'"):
-        job.sendable_hyperparameters()
+        sendable_hyperparameters(job)
 
 
 def test_the_sdk_is_imported_by_one_module_alone() -> None:

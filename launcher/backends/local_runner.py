@@ -18,6 +18,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from typing import Any
 from launcher import storage
 from launcher.backends.local import read_json, write_json
 from launcher.errors import InputError, ServiceError
-from launcher.job import command_line
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
@@ -350,6 +350,15 @@ class LocalRun:
                 for path in sorted(source.rglob("*")):
                     tar.add(path, arcname=path.relative_to(source).as_posix(), recursive=False)
         return None
+
+
+def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """argv as the SageMaker toolkit makes it: sorted by name, each value as text."""
+    return [
+        word
+        for name in sorted(hyperparameters)
+        for word in (f"--{name}", str(hyperparameters[name]))
+    ]
 
 
 def find_reason(failed: list[Rank], ranks: list[Rank]) -> str:

@@ -37,7 +37,15 @@ from launcher.aws import (
 )
 from launcher.errors import InputError, ServiceError
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
-from launcher.job import RUNNING, TAG_KEY, JobDescription, TrainingJob, newest_checkpoint, read_from
+from launcher.job import (
+    RUNNING,
+    TAG_KEY,
+    JobDescription,
+    Scalar,
+    TrainingJob,
+    newest_checkpoint,
+    read_from,
+)
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
@@ -144,7 +152,7 @@ class SageMakerBackend:
             output_uri=storage.join(self.settings.data_store, "jobs"),
             checkpoint_uri=self.checkpoint_uri(job_id),
             channels=channels,
-            hyperparameters=job.sendable_hyperparameters(),
+            hyperparameters=sendable_hyperparameters(job),
             metric_definitions=job.script_module().metric_definitions(),
             tags={TAG_KEY: TAG_VALUE, **job.tags},
             max_run=job.time_limit,
@@ -392,6 +400,30 @@ class SageMakerBackend:
                 seen[stream] = following
                 if finished:
                     break
+
+
+def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
+    """What is sent to SageMaker.
+
+    Older containers pass the values through a shell, unquoted, so they are of harmless characters
+    only.
+
+    Raises:
+        InputError: a value has other characters.
+    """
+    values, said = job.all_hyperparameters(), job.explicit_hyperparameters()
+    harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
+    for name, value in list(values.items()):
+        if harmless.fullmatch(str(value)):
+            continue
+        if name in said:
+            raise InputError(
+                f"{name}={value!r}: SageMaker hyperparameters are of A-Z a-z 0-9 . _ : / = + -"
+            )
+        del values[name]  # an edited script's own default, which it has there too
+    if len(values) > 80:  # AWS allows 100, the SDK's own among them
+        raise InputError(f"{len(values)} hyperparameters, and AWS allows 80 beside the SDK's")
+    return values
 
 
 def check_checkpoints(job: TrainingJob) -> None:
