@@ -213,15 +213,20 @@ def built_in_text(corpus: str | None, settings: Settings) -> Path:
     return get_corpus("python-docs", settings)
 
 
-def pairs(option: str) -> Callable[[Any, Any, tuple[str, ...]], dict[str, str]]:
-    """A click callback that reads `KEY=VALUE` words into a dictionary."""
-
-    def read(context: Any, parameter: Any, words: tuple[str, ...]) -> dict[str, str]:
-        from launcher.job import parse_assignments
-
-        return parse_assignments(words, option)
-
-    return read
+def pairs(
+    context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
+) -> dict[str, str]:
+    """{'n_layer': '6'} of ('n_layer=6',); a callback of options."""
+    option, values = parameter.opts[0], dict[str, str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise InputError(f"{option} {word}: must be name=value")
+        name = name.replace("-", "_") if option == "--set" else name
+        if name in values:
+            raise InputError(f"{option} {name}: given twice ({values[name]!r} and {value!r})")
+        values[name] = value
+    return values
 
 
 class CloudOption(click.Option):
@@ -275,7 +280,7 @@ class LaunchCommand(Command):
     "assignments",
     metavar="KEY=VALUE",
     multiple=True,
-    callback=pairs("set"),
+    callback=pairs,
     help="A hyperparameter; `python -m entry_point.train --help` lists them.",
 )
 @click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
@@ -320,7 +325,7 @@ class LaunchCommand(Command):
     "--environment",
     metavar="KEY=VALUE",
     multiple=True,
-    callback=pairs("environment"),
+    callback=pairs,
     help="A variable in the container.",
 )
 @cloud_option(
@@ -328,7 +333,7 @@ class LaunchCommand(Command):
     "tags",
     metavar="KEY=VALUE",
     multiple=True,
-    callback=pairs("tag"),
+    callback=pairs,
     help="A tag of the job.",
 )
 @cloud_option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")

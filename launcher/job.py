@@ -318,20 +318,6 @@ def read_hyperparameters(file: Path) -> dict[str, Scalar]:
         raise InputError(f"{file}: not TOML: {error}") from None
 
 
-def parse_assignments(words: tuple[str, ...], option: str = "set") -> dict[str, str]:
-    """{'n_layer': '6'} of ('n_layer=6',), as `--set` takes them."""
-    values: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise InputError(f"--{option} {word}: must be name=value")
-        name = name.replace("-", "_") if option == "set" else name
-        if name in values:
-            raise InputError(f"--{option} {name}: given twice ({values[name]!r} and {value!r})")
-        values[name] = value
-    return values
-
-
 # -- how it stands ---------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import click
 import launching
 import pytest
 from launching import Ran
@@ -15,7 +16,8 @@ from entry_point import train
 from launcher import InputError, TrainingJob
 from launcher.backends.local_runner import command_line
 from launcher.backends.sagemaker import sendable_hyperparameters
-from launcher.job import parse_assignments, read_hyperparameters
+from launcher.cli import pairs
+from launcher.job import read_hyperparameters
 
 
 def refusal(**values: object) -> str:
@@ -104,7 +106,7 @@ def test_argv_is_sorted_by_name_with_values_as_the_toolkit_writes_them() -> None
 
 
 def test_assignments_split_at_the_first_equals_sign() -> None:
-    assert parse_assignments(("a=b=c", "d=")) == {"a": "b=c", "d": ""}
+    assert pairs(None, click.Option(["--set"]), ("a=b=c", "d=")) == {"a": "b=c", "d": ""}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_assignments_split_at_the_first_equals_sign() -> None:
 )
 def test_an_assignment_that_is_none_or_comes_twice_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="--set"):
-        parse_assignments(words)
+        pairs(None, click.Option(["--set"]), words)
 
 
 def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
