@@ -2706,18 +2706,19 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
-    temperature 0 takes the most likely, computed in float32: rounding is not to choose between two
-    that are almost equally likely. The same seed gives the same ids. Of a prompt longer than
-    block_size the last block_size ids count; the context then slides on.
+    temperature 0, or next to it, takes the most likely, computed in float32: rounding is not to
+    choose between two that are almost equally likely. The same seed gives the same ids. Of a prompt
+    longer than block_size the last block_size ids count; the context then slides on.
     """
-    dtype = torch.float32 if temperature == 0 else model.compute_dtype
+    greedy = temperature < 1e-30  # logits divided by less may be infinite
+    dtype = torch.float32 if greedy else model.compute_dtype
     model = for_sampling(model, prompt.size(0), dtype)
     cache = KeyValueCache(model, prompt.size(0))
     generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -model.config.block_size :]
     for _ in range(max_new_tokens):
         logits = model(ids, cache=cache)[:, -1]
-        if temperature == 0:
+        if greedy:
             ids = logits.argmax(dim=-1, keepdim=True)
         else:
             probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)

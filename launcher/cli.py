@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -836,7 +836,8 @@ def infra_deploy_command(
         if not dry_run:
             agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
     except BaseException:
-        deployment.discard(planned)
+        with suppress(ServiceError):  # what went wrong first is what is told
+            deployment.discard(planned)
         raise
     if dry_run:
         deployment.discard(planned)

@@ -193,7 +193,7 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """The stack as it stands; tells what went wrong if something did.
+        """The stack as it stands; tells how far an operation is, or what went wrong with it.
 
         Raises:
             ServiceError: there is none, or it is not whole.
@@ -202,11 +202,12 @@ class Deployment:
         if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
             status = raw["StackStatus"]
             if not is_whole(status):
+                well = status.endswith("_IN_PROGRESS") and "ROLLBACK" not in status
                 try:
-                    reason = self.failure(raw["StackId"])
+                    more = (self.newest_event if well else self.failure)(raw["StackId"])
                 except ServiceError as error:
-                    reason = f"why is not known here ({error})"
-                self.tell(f"stack {self.name} is {status}: {reason}")
+                    more = f"why is not known here ({error})"
+                self.tell(f"stack {self.name} is {status}: {more}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
             raise no_stack(self.settings, self.region)
@@ -315,8 +316,7 @@ class Deployment:
                 fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
                 for event in reversed(fresh):  # the newest comes first
                     seen.add(event["EventId"])
-                    what = f"{event['ResourceType']} {event['LogicalResourceId']}"
-                    self.tell(f"{event['ResourceStatus']:<20} {what}")
+                    self.tell(f"{event['ResourceStatus']:<20} {resource_of(event)}")
                 status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
                 if not status.endswith("_IN_PROGRESS"):
                     return str(status)
@@ -341,12 +341,21 @@ class Deployment:
                     reason = why
         return reason or "CloudFormation gives no reason"
 
+    def newest_event(self, stack_id: str) -> str:
+        """What the stack's operation did last."""
+        event = next(self.events(stack_id), None)
+        return f"now {event['ResourceStatus']} {resource_of(event)}" if event else "nothing yet"
+
     def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
         """What has happened to a stack, the newest first."""
         with service_errors("DescribeStackEvents"):
             pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
             for page in pages:
                 yield from page["StackEvents"]
+
+
+def resource_of(event: dict[str, Any]) -> str:
+    return f"{event['ResourceType']} {event['LogicalResourceId']}"
 
 
 def read_change(raw: dict[str, Any]) -> Change:

@@ -114,6 +114,16 @@ def test_a_deployment_that_is_not_agreed_to_leaves_nothing_behind(
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
+def test_an_outage_after_the_answer_does_not_hide_it(
+    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", Mock(return_value=False))
+    outage = Mock(side_effect=ServiceError("DeleteChangeSet: no connection"))
+    monkeypatch.setattr(infra.Deployment, "discard", outage)
+    assert cli("infra", "deploy").err.splitlines()[-1] == "not agreed to, and not done"
+
+
 def test_a_failed_deployment_names_the_resource_that_failed_first(
     account: CloudFormation, cli: Cli
 ) -> None:
@@ -221,7 +231,11 @@ def test_an_interrupted_deployment_goes_on_and_says_so(
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
     assert "CloudFormation goes on by itself" in ran.err
-    assert "CREATE_IN_PROGRESS and cannot be used: try again" in cli("infra", "show").error
+    shown = cli("infra", "show")
+    assert (
+        "sm-nanogpt is CREATE_IN_PROGRESS: now CREATE_IN_PROGRESS AWS::CloudFormation" in shown.err
+    )
+    assert "CREATE_IN_PROGRESS and cannot be used: try again" in shown.error
 
 
 @pytest.fixture

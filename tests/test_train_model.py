@@ -343,6 +343,7 @@ def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
     model = lively()
     greedy = sampled(model, temperature=0, seed=1)
     assert greedy == sampled(model, temperature=0, seed=2)
+    assert greedy == sampled(model, temperature=1e-40, seed=2)  # logits over it are infinite
     assert greedy == sampled(model, top_k=1, seed=3)
     assert greedy == sampled(model, top_p=1e-6, seed=4)
 

@@ -225,6 +225,7 @@ class SageMakerBackend:
         return total
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
+        assert self.settings.role, "a job is checked before it is submitted"
         request = self.request(job_id, job)
         archive = source_archive(job.script.read_bytes())
         place = self.job_uri(job_id, "source", "sourcedir.tar.gz")
