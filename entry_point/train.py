@@ -2634,6 +2634,10 @@ def logits_to_probabilities(
     return probabilities
 
 
+# From so many numbers in the blocks' matrices on, reading them takes more than oneDNN's call.
+PACKED_FROM = 1 << 20
+
+
 class PackedLinear(nn.Module):
     """A Linear of float32 activations whose products, of few rows, are of type float32 or bf16.
 
@@ -2666,8 +2670,9 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], -1).float()
 
     @staticmethod
-    def supports(device: torch.device, dtype: torch.dtype) -> bool:
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether this CPU has the operators."""
+        if not torch.backends.mkldnn.is_available():
             return False
         bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return dtype == torch.float32 or bf16
@@ -2677,15 +2682,16 @@ class PackedLinear(nn.Module):
 def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
     """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
 
-    On a CPU bfloat16 is the type of the blocks' matrix products alone: a token costs the reading of
+    On a CPU dtype is that of a large model's matrix products alone: a token costs the reading of
     their weights, so a short type elsewhere would gain nothing and lose precision.
     """
-    packed = PackedLinear.supports(model.embed.weight.device, dtype)
+    on_cpu = model.embed.weight.device.type == "cpu"
+    large = model.config.matrix_parameters >= PACKED_FROM
     with torch.device("meta"):
-        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if packed else dtype)
+        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if on_cpu else dtype)
     weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
     copy.load_state_dict(weights, assign=True)
-    if packed:
+    if on_cpu and large and PackedLinear.supports(dtype):
         for part in list(copy.blocks.modules()):
             for name, child in part.named_children():
                 if isinstance(child, Linear):

@@ -269,6 +269,14 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
 # -- sampling --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["plain", "packed"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of matrix products that CPUs sample by, with models that are small."""
+    if request.param == "packed":
+        monkeypatch.setattr(train, "PACKED_FROM", 0)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
@@ -283,6 +291,7 @@ def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
     assert torch.equal(ours, x[:, 4:])
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
@@ -297,6 +306,7 @@ def test_a_copy_for_sampling_computes_what_the_model_does(
     assert float((ours - exact).norm() / exact.norm()) < tolerance
 
 
+@pytest.mark.usefixtures("products")
 def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
     model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
     model.init_weights(1)  # projections back into the stream begin at zero
@@ -348,6 +358,7 @@ def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
     assert greedy == sampled(model, top_p=1e-6, seed=4)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("batch_size", [3, train.FEW_SEQUENCES + 1])
 def test_a_batch_of_prompts_is_sampled_together(batch_size: int) -> None:
     model, prompts = lively(), ids(batch_size, 4)
