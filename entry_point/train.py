@@ -80,7 +80,7 @@ class TrainingError(Exception):
 
 
 class ConfigError(TrainingError):
-    """A hyperparameter or option that is unknown or impossible."""
+    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
 
 
 class DataError(TrainingError):
@@ -92,7 +92,7 @@ class TopologyError(TrainingError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint that cannot be written, or does not belong to this training."""
+    """A checkpoint that cannot be written, or none that is whole where one has to be."""
 
 
 class FormatError(TrainingError):
@@ -1101,6 +1101,8 @@ def serve_store(container: Container) -> tuple[str, str, dist.TCPStore | None]:
     if container.host_index > 0:
         return address, port, None
     try:
+        if not 0 <= int(port) < 1 << 16:
+            raise ValueError("a port is a number up to 65535")
         store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise TopologyError(

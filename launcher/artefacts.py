@@ -73,11 +73,22 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
         return target
     with scratch(settings.models_dir) as directory:
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
-        with storage.reported(description.model_uri):
+        try:
             extract(archive, directory / "model", description.model_uri)
-        check_model(directory / "model", description.model_uri)
+            check_model(directory / "model", description.model_uri)
+        except ServiceError as error:
+            raise ServiceError(f"{error}; {another_model(description, settings)}") from None
         keep(directory / "model", target)
     return target
+
+
+def another_model(description: JobDescription, settings: Settings) -> str:
+    """What to do where a finished job's model is of no use."""
+    if description.checkpoint_uri is None:
+        return "train again"
+    more = f"--resume {description.job_id} --set max_steps=N"
+    command = settings.command(f"launch --instance {description.instance} {more}")
+    return f"`{command}`, N above {description.checkpoint_step}, makes another from its checkpoint"
 
 
 def fetch_checkpoint(description: JobDescription, settings: Settings, progress: Progress) -> Path:
@@ -98,8 +109,7 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
     with scratch(settings.models_dir) as directory:
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
-            with storage.reported(description.checkpoint_uri):
-                step = model.export_checkpoint(directory / "checkpoints", directory / "model")
+            step = model.export_checkpoint(directory / "checkpoints", directory / "model")
         except train.TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
         check_model(directory / "model", description.checkpoint_uri)
@@ -109,13 +119,21 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A directory to work in, near where the result will lie, that leaves no trace."""
-    parent.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=".fetch-", dir=parent))
+    """A directory to work in, near where the result will lie, that leaves no trace.
+
+    Raises:
+        ServiceError: work there ended in an OSError.
+    """
     try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
+        ) as directory:
+            yield Path(directory)
+    except OSError as error:
+        raise ServiceError(
+            f"{parent}: {error.strerror or error}; SM_NANOGPT_HOME names another place to work in"
+        ) from None
 
 
 def keep(directory: Path, target: Path) -> None:
@@ -160,10 +178,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ServiceError(
-            f"{uri} is damaged ({error}); train again, or go on from the job's checkpoints by"
-            " `launch --resume`"
-        ) from None
+        raise ServiceError(f"{uri} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ServiceError(
             f"{uri} is refused: {member.name!r} is in it twice, or below a file"

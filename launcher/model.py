@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
         CheckpointError: there is none.
         FormatError: it is of a script whose model is another.
     """
-    loaded = train.Checkpoints(checkpoint_dir).load_latest()
+    with contextlib.redirect_stdout(sys.stderr):  # on which it tells what it passes over
+        loaded = train.Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
         raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
     tensors, state = loaded
@@ -111,8 +114,9 @@ def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
     config = known_config(state["config"])
     try:
         train.write_artefact(model_dir, weights, config, state["vocabulary"], training)
-    except KeyError as error:
+    except (KeyError, ValueError, RuntimeError) as error:
         raise FormatError(
-            f"the checkpoint of step {state['step']} is of a script whose model has no {error}"
+            f"the checkpoint of step {state['step']} is of a script whose model is another"
+            f" ({type(error).__name__}: {error})"
         ) from None
     return state["step"]

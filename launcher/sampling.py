@@ -21,7 +21,8 @@ from launcher.tracking import describe
 def load_model(directory: Path) -> tuple[train.GPT, str]:
     """The model (CPU, float32 weights) and its vocabulary, in which a character's place is its id.
 
-    It computes in bfloat16 where the CPU is fast at that, unless precision=float32 was asked for.
+    Its products, if it is large, are in bfloat16 where the CPU is fast at that, unless
+    precision=float32 was asked for.
 
     Raises:
         ServiceError: the directory holds no model of ours.

@@ -294,18 +294,34 @@ def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
 ) -> None:
     archive_of(job).write_bytes(archive_of(job).read_bytes()[:1000])
     error = refused(job, cli)
-    assert error.startswith(f"{archive_of(job).as_uri()} is damaged (")
-    assert "`launch --resume`" in error
+    assert error.startswith(f"{archive_of(job).as_uri()} is damaged: ")
+    resume = f"sm-nanogpt launch --instance local --resume {job.job_id} --set max_steps=N"
+    assert error.endswith(f"; `{resume}`, N above 10, makes another from its checkpoint")
+    assert cli(*resume.replace("=N", "=12").split()[1:]).code == 0
+
+    shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
+    assert refused(job, cli).endswith("; train again")
 
 
-def test_a_disk_that_is_full_while_unpacking_is_told_as_this_machines(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_failure_to_write_here_is_not_told_as_the_stores(
+    job: Finished,
+    cli: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: bool,
+    code: int,
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    assert "this machine's disk is full" in refused(job, cli)
+    if checkpoint:
+        end_as(job, status="Stopped")
+    monkeypatch.setattr(shutil, "copyfileobj", fails)
+    monkeypatch.setattr(train, "write_safetensors", fails)
+    start = f"{job.home / 'models'}: {os.strerror(code)}; SM_NANOGPT_HOME names another place"
+    assert cli("fetch-and-sample", job.job_id).error.startswith(start)
+    assert list((job.home / "models").iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>Access denied</html>", bytes(5000)])
@@ -473,6 +489,18 @@ def test_a_stopped_job_without_a_checkpoint_gives_its_state_and_the_next_command
     error = refused(job, cli)
     assert "is Stopped; it left neither a model nor a checkpoint" in error
     assert f"`sm-nanogpt logs {job.job_id}`" in error
+
+
+def test_that_a_damaged_checkpoint_is_passed_over_is_not_told_among_the_text(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    end_as(job, status="Stopped")
+    newest = job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
+    assert ran.code == 0, ran
+    assert "checkpoint of step 10 is passed over" in ran.err
+    assert len(ran.out) == 21
 
 
 def test_a_checkpoint_that_makes_no_model_that_loads_is_refused_and_nothing_is_kept(

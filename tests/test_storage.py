@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,6 +31,13 @@ class Interrupted(Exception):
 
 def interrupt(_: int) -> None:
     raise Interrupted
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_as_this_machines(code: int) -> None:
+    told = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
+    with told, storage.reported("s3://bucket/key"):
+        raise OSError(code, os.strerror(code))
 
 
 # -- locations ------------------------------------------------------------------------------------

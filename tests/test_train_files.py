@@ -713,7 +713,7 @@ def test_a_checkpoint_of_a_script_whose_model_is_another_is_no_model(
     state["best_step"] = None
     tensors["model.wte.weight"] = tensors.pop("model.embed.weight")
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
-    with pytest.raises(FormatError, match=r"step 120 is of a script whose model has no 'embed\.w"):
+    with pytest.raises(FormatError, match=r"step 120 is of a script .*: 'embed\.w"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 

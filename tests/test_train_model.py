@@ -306,6 +306,20 @@ def test_a_copy_for_sampling_computes_what_the_model_does(
     assert float((ours - exact).norm() / exact.norm()) < tolerance
 
 
+def test_the_matrices_of_large_models_alone_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively()
+    for more, packed in ((0, True), (1, False)):
+        monkeypatch.setattr(train, "PACKED_FROM", model.config.matrix_parameters + more)
+        copy = train.for_sampling(model, 1, torch.float32)
+        kinds = {type(part) for part in copy.blocks.modules()} & {train.PackedLinear, train.Linear}
+        assert kinds == {train.PackedLinear if packed else train.Linear}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_beside_products_a_cpu_samples_in_float32(dtype: torch.dtype) -> None:
+    assert train.for_sampling(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
+
+
 @pytest.mark.usefixtures("products")
 def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
     model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)

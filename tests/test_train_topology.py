@@ -327,6 +327,19 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_an_error(
         train.check_kernels(torch.device("cuda", 0))
 
 
+def test_a_rank_works_on_its_own_gpu_once_that_is_known_to_be_of_use(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4)
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
+    monkeypatch.setattr(train, "check_kernels", lambda device: done.append(("check", device)))
+    ranks = train.Ranks(2, 4, 2, 4, "hand")
+    device = train.rank_device(Config(), some_container(num_gpus=4), ranks)
+    assert device == torch.device("cuda", 2)
+    assert done == [("set", device), ("check", device)]
+
+
 def test_each_gpu_gets_a_process(gpus: Any) -> None:
     gpus(4)
     container = some_container(num_gpus=4)
@@ -768,13 +781,24 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
 
 
-@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
-def test_a_port_that_is_no_number_is_one_line(
-    tmp_path: Path, text: str, ranks: dict[str, str]
+@pytest.mark.parametrize(
+    ("ranks", "port", "cause"),
+    [
+        ({}, "any", "invalid literal for int() with base 10: 'any'"),
+        ({}, "70000", "a port is a number up to 65535"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "any",
+            "invalid literal for int() with base 10: 'any'",
+        ),
+    ],
+)
+def test_a_port_that_is_none_is_one_line(
+    tmp_path: Path, text: str, ranks: dict[str, str], port: str, cause: str
 ) -> None:
-    env = {**make_hosts(tmp_path, text, n_hosts=2)[0], **ranks, "MASTER_PORT": "any"}
+    env = {**make_hosts(tmp_path, text, n_hosts=2)[0], **ranks, "MASTER_PORT": port}
     end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
     assert end.status == 1
     assert end.last_line.startswith("TopologyError: ")
-    assert " 127.0.0.1:any: invalid literal for int() with base 10: 'any'" in end.last_line
+    assert f" 127.0.0.1:{port}: {cause}" in end.last_line
     assert "  at " not in end.output
