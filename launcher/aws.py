@@ -117,12 +117,12 @@ def steady_client(session: Any, service: str, region: str) -> Any:
 def max_attempts() -> int:
     """How often a call is tried.
 
-    Raises InputError if AWS_MAX_ATTEMPTS is no number; botocore's own error would not name it.
+    Raises InputError if AWS_MAX_ATTEMPTS is none; botocore's own error would not name it.
     """
     word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
-    if not word.isdecimal():
-        raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number; or unset it")
-    return max(1, int(word))
+    if not word.isdecimal() or int(word) < 1:
+        raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number, at least 1; or unset it")
+    return int(word)
 
 
 def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:

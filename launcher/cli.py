@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -836,8 +836,10 @@ def infra_deploy_command(
         if not dry_run:
             agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
     except BaseException:
-        with suppress(ServiceError):  # what went wrong first is what is told
+        try:
             deployment.discard(planned)
+        except ServiceError as error:  # beside what went wrong first
+            note(f"the change set is left in AWS: {error}")
         raise
     if dry_run:
         deployment.discard(planned)

@@ -206,7 +206,7 @@ class Deployment:
                 try:
                     more = (self.newest_event if well else self.failure)(raw["StackId"])
                 except ServiceError as error:
-                    more = f"why is not known here ({error})"
+                    more = f"{'more' if well else 'why'} is not known here ({error})"
                 self.tell(f"stack {self.name} is {status}: {more}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
@@ -274,11 +274,12 @@ class Deployment:
 
     def running_jobs(self, role: str) -> list[str]:
         """The jobs in progress that act as a role."""
-        return [
-            raw["TrainingJobName"]
-            for raw in SageMakerBackend(self.settings).all_raw()
-            if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
-        ]
+        with service_errors("Search"):
+            return [
+                raw["TrainingJobName"]
+                for raw in SageMakerBackend(self.settings).all_raw()
+                if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
+            ]
 
     def destroy(self, removal: Removal) -> None:
         """Deletes the stack and waits for its end; what the template retains stays.
@@ -343,8 +344,12 @@ class Deployment:
 
     def newest_event(self, stack_id: str) -> str:
         """What the stack's operation did last."""
-        event = next(self.events(stack_id), None)
-        return f"now {event['ResourceStatus']} {resource_of(event)}" if event else "nothing yet"
+        event = next(self.events(stack_id))
+        if event["PhysicalResourceId"] == stack_id and event["ResourceStatus"].endswith(
+            "_COMPLETE"
+        ):
+            return "nothing has happened yet"  # since the operation before
+        return f"now {event['ResourceStatus']} {resource_of(event)}"
 
     def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
         """What has happened to a stack, the newest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +121,11 @@ def test_an_outage_after_the_answer_does_not_hide_it(
     monkeypatch.setattr("click.confirm", Mock(return_value=False))
     outage = Mock(side_effect=ServiceError("DeleteChangeSet: no connection"))
     monkeypatch.setattr(infra.Deployment, "discard", outage)
-    assert cli("infra", "deploy").err.splitlines()[-1] == "not agreed to, and not done"
+    said = cli("infra", "deploy").err.splitlines()
+    assert said[-2:] == [
+        "not agreed to, and not done",
+        "the change set is left in AWS: DeleteChangeSet: no connection",
+    ]
 
 
 def test_a_failed_deployment_names_the_resource_that_failed_first(
@@ -385,6 +389,20 @@ def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
+def test_show_tells_why_a_deployment_is_being_taken_back(account: CloudFormation, cli: Cli) -> None:
+    account.refuse["Role"] = "no"
+    cli("infra", "deploy", "--yes")
+    account.set_status(stack_id(), "ROLLBACK_IN_PROGRESS")
+    assert "stack sm-nanogpt is ROLLBACK_IN_PROGRESS: Role: no" in cli("infra", "show").err
+
+
+def test_show_takes_no_event_of_an_earlier_operation_for_one_of_this(
+    account: CloudFormation, deployed: Stack, cli: Cli
+) -> None:
+    account.set_status(stack_id(), "UPDATE_IN_PROGRESS")
+    assert "is UPDATE_IN_PROGRESS: nothing has happened yet" in cli("infra", "show").err
+
+
 def test_show_says_that_it_may_not_ask_why_and_shows_the_stack(
     account: CloudFormation, emulator: Emulator, deployed: Stack, cli: Cli
 ) -> None:
@@ -424,19 +442,34 @@ def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
 
 
 def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_jobs_the_role(
-    deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    deployed: Stack,
+    emulator: Emulator,
+    cli: Cli,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     iam = boto3.client("iam")
     iam.create_user(UserName="ci")
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
     monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
     job_id = cli("launch", "--data", str(text_file)).out.strip()
+    job = emulator.sagemaker.jobs[job_id]
+    for name, role, secondary in (
+        ("of-another-role", f"{job.request['RoleArn']}-2", job.secondary),
+        ("ended-already", job.request["RoleArn"], "Completed"),
+    ):
+        checkpoints = job.request["CheckpointConfig"]["S3Uri"].replace(job_id, name)
+        changes = {"TrainingJobName": name, "RoleArn": role}
+        changes["CheckpointConfig"] = {"S3Uri": checkpoints}
+        request = {**job.request, **changes}
+        emulator.sagemaker.jobs[name] = replace(job, request=request, secondary=secondary)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", Mock(side_effect=click.Abort))
     ran = cli("infra", "destroy")
     assert ran.code == 1
     assert "detach   the launcher policy from user ci" in ran.err
-    assert f"job {job_id} is running" in ran.err
+    running = [line for line in ran.err.splitlines() if " is running" in line]
+    assert [line.split()[2] for line in running] == [job_id], ran.err
     assert cli("infra", "show").code == 0
     assert iam.list_attached_user_policies(UserName="ci")["AttachedPolicies"]
     cli("stop", job_id)

@@ -477,6 +477,7 @@ def test_a_name_that_holds_sso_is_no_sign_of_expired_credentials() -> None:
     assert "expired" in why(UnauthorizedSSOTokenError())
 
 
+@pytest.mark.parametrize("attempts", ["", "0"])
 @pytest.mark.parametrize("words", [("jobs",), ("upload-data", "input.txt")])
 def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
     cloud: Emulator,
@@ -485,12 +486,13 @@ def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[str, ...],
+    attempts: str,
 ) -> None:
     (tmp_path / "input.txt").write_bytes(text_file.read_bytes())
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     ran = cli(*words)
     assert ran.code == 2
-    assert ran.error.startswith("AWS_MAX_ATTEMPTS=''")
+    assert ran.error.startswith(f"AWS_MAX_ATTEMPTS={attempts!r}")
 
 
 def test_a_job_whose_first_answer_was_lost_is_launched_all_the_same(
@@ -684,6 +686,26 @@ def test_local_jobs_are_listed_when_aws_cannot_be_asked(
     assert local in ran.out
     assert ran.code == 1
     assert "Search: not allowed" in ran.err
+
+
+def test_local_jobs_are_listed_when_an_answer_of_aws_lacks_something(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    job: Finished,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a proxy's may."""
+    cli(*LAUNCH, "--data", str(text_file))
+    described = sagemaker_service.Job.described
+
+    def cut(job: sagemaker_service.Job) -> dict[str, Any]:
+        return {name: value for name, value in described(job).items() if name != "ResourceConfig"}
+
+    monkeypatch.setattr(sagemaker_service.Job, "described", cut)
+    ran = cli("jobs")
+    assert job.job_id in ran.out
+    assert (ran.code, "Search: the answer is not in AWS's words" in ran.error) == (1, True)
 
 
 def test_from_python_too_local_jobs_are_listed_when_aws_cannot_be_asked(

@@ -327,15 +327,18 @@ class SageMakerBackend:
         return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
-        for raw in self.all_raw():
-            yield describe_job(raw, None)
+        with service_errors("Search"):
+            for raw in self.all_raw():
+                yield describe_job(raw, None)
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
-        """What Search says of the jobs, by tag, so that others of the account are left out."""
-        with service_errors("Search"):
-            for raw in search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE):
-                if is_our_job(raw):
-                    yield raw
+        """What Search says of the jobs, by tag, so that others of the account are left out.
+
+        Who reads it, and whatever an answer may lack, does so within service_errors.
+        """
+        return filter(
+            is_our_job, search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE)
+        )
 
     def stop(self, job_id: str) -> None:
         with service_errors("StopTrainingJob"):
