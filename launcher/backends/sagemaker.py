@@ -22,7 +22,7 @@ import tarfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from launcher.aws import (
     steady_client,
 )
 from launcher.errors import InputError, ServiceError
+from launcher.images import problem, remark
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
 from launcher.job import (
     RUNNING,
@@ -174,14 +175,9 @@ class SageMakerBackend:
 
         return create_request(self.plan(job_id, job), self.settings.home)
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
         if job.instance.startswith(("ml.trn", "ml.inf")):
             raise InputError(f"--instance {job.instance}: train.py needs GPUs or a CPU, not Neuron")
-        if job.instance.startswith("ml.p5.") and job.launcher == "pytorchddp":
-            raise InputError(
-                f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
-                " --launcher torchrun the same training runs"
-            )
         if "volume_size" in job.model_fields_set and has_local_storage(job.instance):
             raise InputError(
                 f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
@@ -190,7 +186,11 @@ class SageMakerBackend:
         known = INSTANCES.get(job.instance)
         config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
         anything = {"data": "s3://bucket/data", "validation": None}
-        self.plan("job", job.model_copy(update=anything))
+        plan = self.plan("job", job.model_copy(update=anything))
+        if unfit := problem(plan.image_uri, job.instance, job.launcher):
+            raise InputError(unfit)
+        if said := remark(plan.image_uri, job.instance, job.launcher, date.today()):
+            tell(said)
         if not self.settings.role and not dry_run:
             raise InputError(
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
@@ -409,8 +409,8 @@ class SageMakerBackend:
 def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
     """What is sent to SageMaker.
 
-    Older containers pass the values through a shell, unquoted, so they are of harmless characters
-    only.
+    Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
+    they are of harmless characters only.
 
     Raises:
         InputError: a value has other characters.
