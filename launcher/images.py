@@ -16,7 +16,10 @@ from launcher.instances import INSTANCES, looks_like_gpu
 
 @dataclass(frozen=True)
 class Image:
-    """One release of the image. version is torch's; cuda is that of the image for GPUs."""
+    """One release of the image. version is torch's; cuda is that of the image for GPUs.
+
+    Both launchers run in it, but in the images for GPUs of the repository `pytorch` torchrun alone.
+    """
 
     version: str
     repository: str
