@@ -432,6 +432,32 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     note(next_step(description, settings))
 
 
+@cli.command("copy-script")
+@click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path), default="my_train.py")
+@click.pass_context
+def copy_script_command(context: click.Context, file: Path) -> None:
+    """Write a copy of train.py to FILE (default: my_train.py), to edit the model or the recipe.
+
+    \b
+    Example:
+      sm-nanogpt copy-script my_train.py
+      sm-nanogpt launch --instance local --entry-point my_train.py
+    """
+    from launcher.job import TrainingJob
+
+    content = TrainingJob().script.read_bytes()
+    try:
+        with file.open("xb") as copy:
+            copy.write(content)
+    except FileExistsError:
+        raise InputError(f"{file} exists; name another file") from None
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    click.echo(file)
+    launch = settings_of(context).command(f"launch --instance local --entry-point {file}")
+    note(f"edit it, then: {launch}")
+
+
 @cli.command("fetch-and-sample")
 @JOB_ID
 @click.option("--prompt", metavar="TEXT", help="What the text begins with (default: a new line).")

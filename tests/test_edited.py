@@ -238,3 +238,18 @@ def test_an_archive_cannot_choose_a_script(edited: Finished) -> None:
     directory = fetch_model(edited.job_id)
     with pytest.raises(InputError, match="which is not here"):
         load_model(directory)
+
+
+def test_a_copy_of_the_script_is_handed_out(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = cli("copy-script", str(tmp_path / "mine.py"))
+    assert (ran.code, ran.out) == (0, f"{tmp_path / 'mine.py'}\n")
+    assert (tmp_path / "mine.py").read_bytes() == SCRIPT.read_bytes()
+
+
+def test_a_file_that_exists_is_not_replaced_by_the_script(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("mine")
+    ran = cli("copy-script", str(tmp_path / "mine.py"))
+    assert (ran.code, ran.error) == (2, f"{tmp_path / 'mine.py'} exists; name another file")
+    assert (tmp_path / "mine.py").read_text() == "mine"
