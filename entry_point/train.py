@@ -2230,8 +2230,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(directory)
 
 
-def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+def read_safetensors_header(
+    path: Path, largest: float = math.inf
+) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors' descriptions, the metadata, and where the data begin.
+
+    largest is the size in bytes that the header may have.
 
     Raises:
         FormatError: the file is not safetensors, or shorter or longer than its header says.
@@ -2241,6 +2245,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str],
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
+        if length > largest:
+            raise FormatError(f"{path.name} is refused: its header has {length:,} bytes")
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", {})
@@ -2464,6 +2470,15 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 # The artefact: a Hugging Face model directory
 
 
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+)
+
+
 def script_sha256() -> str:
     """The SHA-256 of this file, which says what script made a model."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -2623,7 +2638,7 @@ def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
 def write_artefact(
     directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
 ) -> str:
-    """Writes the model (CPU, float32, evaluating) as a directory; config.json comes last.
+    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
 
     An edited script's model may not be Qwen3's any more. Its weights are then written under its own
     names, and config.json has a `model_type` that no other tool takes for one it knows.
@@ -2660,7 +2675,18 @@ def write_artefact(
             temporary.write_text(
                 json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
+    write_sums(directory)
     return why
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in MODEL_FILES
+    ]
+    with replacing(directory / "SHA256SUMS") as temporary:
+        temporary.write_text("".join(lines))
 
 
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # than it was is not a model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
+LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of what an archive holds; a model is 6 files side by side
 
 
 def fetch_model(
@@ -191,8 +192,10 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             Bounded(file, allowed, uri) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
-            for member in tar:
+            for count, member in enumerate(tar):
                 place = safe_place(member, uri)
+                if count >= LARGEST_COUNT or len(place.parts) > LARGEST_DEPTH:
+                    raise ServiceError(f"{uri} is refused: too many files, or too deep directories")
                 stream.check(member.size)
                 path = target / place
                 if member.isdir():
@@ -205,7 +208,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
                 pass
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, RecursionError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ServiceError(

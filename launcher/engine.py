@@ -25,30 +25,30 @@ PACKED_FROM = 1 << 20
 
 
 class KeyValueCache:
-    """Keys and values of the last block_size positions, which new ones overwrite in turn.
+    """Keys and values of the last positions, block_size at most, which new ones overwrite in turn.
 
-    k and v hold, for each layer, [B, n_head, block_size, head_dim]; position p lives in slot
-    p % block_size. Keys hold their rotary angle, so their slot does not matter, and the context
-    slides.
+    k and v hold, for each layer, [B, n_head, size, head_dim]; position p lives in slot p % size.
+    Keys hold their rotary angle, so their slot does not matter, and the context slides. `positions`
+    is how many there will be: a short text takes no more than it needs.
     """
 
-    def __init__(self, model: GPT, batch_size: int) -> None:
+    def __init__(self, model: GPT, batch_size: int, positions: int) -> None:
         self.config, self.dtype = model.config, model.compute_dtype
         self.device = model.embed.weight.device
         c = self.config
-        shape = (c.n_layer, batch_size, c.n_head, c.block_size, c.head_dim)
+        self.size = min(positions, c.block_size)
+        shape = (c.n_layer, batch_size, c.n_head, self.size, c.head_dim)
         self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
         self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
         self.length = 0  # positions seen so far
         self.angles: tuple[Tensor, Tensor] | None = None
 
     def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        """rotary of the next T positions, from a table that is made for block_size of them."""
-        block_size = self.config.block_size
-        slot = self.length % block_size
+        """rotary of the next T positions, from a table that is made for `size` of them."""
+        slot = self.length % self.size
         if slot == 0 or self.angles is None:
             first = self.length - slot
-            positions = torch.arange(first, first + block_size, device=self.device)
+            positions = torch.arange(first, first + self.size, device=self.device)
             self.angles = rotary(positions, self.config.head_dim, self.dtype)
         cos, sin = self.angles
         return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
@@ -56,10 +56,10 @@ class KeyValueCache:
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all kept.
 
-        T is 1, or the cache is empty and T is at most block_size.
+        T is 1, or the cache is empty and T is at most its size.
         """
-        T, block_size = k.size(2), self.config.block_size
-        slot, kept = self.length % block_size, min(self.length + T, block_size)
+        T = k.size(2)
+        slot, kept = self.length % self.size, min(self.length + T, self.size)
         all_k, all_v = self.k[layer], self.v[layer]
         all_k.narrow(2, slot, T).copy_(k)
         all_v.narrow(2, slot, T).copy_(v)
@@ -181,9 +181,9 @@ def generate(
     """
     dtype = torch.float32 if temperature < 1e-30 else model.compute_dtype
     model = for_sampling(model, prompt.size(0), dtype)
-    cache = KeyValueCache(model, prompt.size(0))
-    generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt[:, -model.config.block_size :]
+    cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
+    generator = torch.Generator(prompt.device).manual_seed(seed)
     for _ in range(max_new_tokens):
         following = draw(forward(model, ids, cache), temperature, top_k, top_p, generator)
         yield following

@@ -27,6 +27,7 @@ from entry_point.train import GPT, CheckpointError, Config, ConfigError, FormatE
 from launcher.errors import InputError
 from launcher.job import load_script
 
+LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 FindScript = Callable[[], Path | None]  # the file here that may have trained a model
 
 
@@ -69,6 +70,8 @@ def load_artefact(
         InputError: only the script which trained the model can compute it, and it is not here.
     """
     try:
+        check_sums(directory)
+        train.read_safetensors_header(directory / "model.safetensors", LARGEST_HEADER)
         found, tokenizer, training = (
             json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
             for name in ("config", "tokenizer", "training")
@@ -88,8 +91,9 @@ def load_artefact(
         expected = train.hugging_face_config(config, len(vocabulary))
         if own_script or (found != expected and sha256 != train.script_sha256()):
             script = script_module(sha256, find_script)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{directory.name}: {error}") from None
+    except OSError as error:
+        name = Path(error.filename or directory).name
+        raise FormatError(f"{name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
@@ -101,10 +105,20 @@ def load_artefact(
                     f"config.json and training.json disagree: {key} is {found.get(key)!r},"
                     f" not {value!r}"
                 )
-        return fill(train, config, tensors, found, vocabulary), vocabulary
     with errors_of(script):
-        config = script.make_config(training["config"])
+        if script is not train:
+            config = script.make_config(training["config"])
         return fill(script, config, tensors, found, vocabulary), vocabulary
+
+
+def check_sums(directory: Path) -> None:
+    """Raises FormatError unless each file of the model is as SHA256SUMS says."""
+    lines = (directory / "SHA256SUMS").read_text(encoding="ascii").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in train.MODEL_FILES:
+        with (directory / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sums.get(name):
+                raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
 
 
 @contextlib.contextmanager
@@ -154,6 +168,8 @@ def fill(
     for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
         if name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
             raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
+        if not bool(tensors[name].isfinite().all()):
+            raise FormatError(f"model.safetensors: {name} holds numbers that are not finite")
         tensor.copy_(tensors[name])
     return model.eval()
 

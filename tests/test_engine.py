@@ -42,7 +42,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_decoding_with_a_cache_equals_a_forward_pass(prefill: int, batch_size: int) -> None:
     model, x = lively(), ids(batch_size, 8)
     with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size)
+        cache = KeyValueCache(model, batch_size, 8)
         found = [forward(model, x[:, :prefill], cache)]
         found += [forward(model, x[:, i : i + 1], cache) for i in range(prefill, 8)]
         expected = model(x)[:, prefill - 1 :]
@@ -55,7 +55,7 @@ def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> No
     model = lively(dataclasses.replace(SMALL, n_layer=1))
     x = ids(batch_size, 30)
     with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size)
+        cache = KeyValueCache(model, batch_size, 8)
         forward(model, x[:, :5], cache)
         for end in range(6, 31):
             logits = forward(model, x[:, end - 1 : end], cache)

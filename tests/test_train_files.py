@@ -526,7 +526,7 @@ def test_transformers_computes_the_same_logits_past_the_context(
 ) -> None:
     model, vocabulary = load_artefact(artefact)
     x = torch.tensor([ids_of(vocabulary, text[1000:1100])])
-    cache = engine.KeyValueCache(model, 1)
+    cache = engine.KeyValueCache(model, 1, 100)
     with torch.inference_mode():
         steps = [engine.forward(model, x[:, i : i + 1], cache) for i in range(100)]
         ours = torch.stack(steps, dim=1)
@@ -566,6 +566,7 @@ def test_transformers_takes_a_character_never_seen_for_a_space(theirs: tuple[Any
 
 def test_the_artefact_holds_no_pickle(artefact: Path) -> None:
     assert sorted(p.name for p in artefact.iterdir()) == [
+        "SHA256SUMS",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
@@ -609,12 +610,14 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     tensors, _ = train.read_safetensors(directory / "model.safetensors")
     change(tensors)
     train.write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    train.write_sums(directory)
 
 
 def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> None:
     document = json.loads((directory / name).read_text())
     change(document)
     (directory / name).write_text(json.dumps(document))
+    train.write_sums(directory)
 
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
