@@ -978,6 +978,10 @@ def print_stack(stack: Stack) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
+    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell that completes a word
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     try:
