@@ -103,6 +103,10 @@ class OutOfMemory(TrainingError):
     """The device, or the machine, has not the memory that a step takes."""
 
 
+class ModelError(TrainingError):
+    """A model that cannot be trained, or is not what it is exported as."""
+
+
 class NonFiniteLossError(TrainingError):
     """The loss, the gradients or the weights became infinite or not a number."""
 
@@ -1775,6 +1779,9 @@ class Linear(nn.Linear):
         super().__init__(n_in, n_out * n_fused, bias=False)
         self.n_fused = n_fused
 
+    def reset_parameters(self) -> None:
+        """Leaves the values to GPT.init_weights."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
@@ -1795,62 +1802,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
-class KeyValueCache:
-    """Keys and values of the last block_size positions, which new ones overwrite in turn.
-
-    k and v hold, for each layer, [B, n_head, block_size, head_dim]; position p lives in slot
-    p % block_size. Keys hold their rotary angle, so their slot does not matter, and the context
-    slides.
-    """
-
-    def __init__(self, model: GPT, batch_size: int) -> None:
-        self.config, self.dtype = model.config, model.compute_dtype
-        self.device = model.embed.weight.device
-        c = self.config
-        shape = (c.n_layer, batch_size, c.n_head, c.block_size, c.head_dim)
-        self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
-        self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
-        self.length = 0  # positions seen so far
-        self.angles: tuple[Tensor, Tensor] | None = None
-
-    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
-        """rotary of the next T positions, from a table that is made for block_size of them."""
-        block_size = self.config.block_size
-        slot = self.length % block_size
-        if slot == 0 or self.angles is None:
-            first = self.length - slot
-            positions = torch.arange(first, first + block_size, device=self.device)
-            self.angles = rotary(positions, self.config.head_dim, self.dtype)
-        cos, sin = self.angles
-        return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all kept.
-
-        T is 1, or the cache is empty and T is at most block_size.
-        """
-        T, block_size = k.size(2), self.config.block_size
-        slot, kept = self.length % block_size, min(self.length + T, block_size)
-        all_k, all_v = self.k[layer], self.v[layer]
-        all_k.narrow(2, slot, T).copy_(k)
-        all_v.narrow(2, slot, T).copy_(v)
-        return all_k.narrow(2, 0, kept), all_v.narrow(2, 0, kept)
-
-
 QUERIES_AT_ONCE = 256
-# With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
-# makes smaller (PackedLinear); with more of them, by the products with the weights and in attend.
-FEW_SEQUENCES = 4
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
     """Scaled dot-product attention over [B, n_head, T, head_dim]."""
     B, H, T, D = q.shape
-    sampled = T == 1 and q.dtype == torch.float32 and not torch.is_grad_enabled()
-    if q.device.type == "cpu" and sampled and B > FEW_SEQUENCES:
-        # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
-        # as long as queries times keys.
-        return (k @ (q * D**-0.5).mT).mT.softmax(dim=-1) @ v
     if plain_attention(q, dropout):
         q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
         parts = []
@@ -1865,26 +1822,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Ten
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.n_head, self.head_dim, self.layer = config.n_head, config.head_dim, layer
+        self.n_head, self.head_dim = config.n_head, config.head_dim
         self.dropout = config.dropout
         self.qkv = Linear(config.n_embd, config.n_embd, n_fused=3)
         self.out = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
-        B, T, C = x.shape
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, normalized and rotated, and v: each [B, n_head, T, head_dim]."""
+        B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
-        heads = heads.permute(2, 0, 3, 1, 4)  # q, k, v: each [B, n_head, T, head_dim]
-        (q, k), v = rotate(norm(heads[:2]), cos, sin), heads[2]
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)
-        y = attend(q, k, v, causal=T > 1, dropout=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        heads = heads.permute(2, 0, 3, 1, 4)
+        q, k = rotate(norm(heads[:2]), cos, sin)
+        return q, k, heads[2]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.heads(x, cos, sin)
+        y = attend(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+
+    activation = staticmethod(F.silu)  # config.json takes its name from here
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -1893,19 +1855,19 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.mlp = MLP(config)
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        x = x + drop(self.attention(norm(x), cos, sin, cache), dropout)
+        x = x + drop(self.attention(norm(x), cos, sin), dropout)
         return x + drop(self.mlp(norm(x)), dropout)
 
 
@@ -1926,7 +1888,7 @@ class GPT(nn.Module):
         # torch's compiler, for a second.
         weight = torch.empty(vocabulary_size, config.n_embd)
         self.embed: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = None if config.tie_embeddings else Linear(config.n_embd, vocabulary_size)
 
     def init_weights(self, seed: int) -> None:
@@ -1958,22 +1920,18 @@ class GPT(nn.Module):
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        cache: KeyValueCache | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
-        With a cache, idx continues what the cache has seen. angles are those of self.angles(T), for
-        who has them: a compiled graph would compute them anew for each number of q and k.
+        angles are those of self.angles(T), computed once for many steps: a compiled graph would
+        compute them again in every layer.
         """
-        T = idx.size(1)
-        cos, sin = cache.rotary(T) if cache is not None else angles or self.angles(T)
+        cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
         x = drop(x, self.config.dropout if self.training else 0.0)
         for block in self.blocks:
-            x = block(x, cos, sin, cache)
-        if cache is not None:
-            cache.length += T
+            x = block(x, cos, sin)
         x = norm(x)
         head = self.embed if self.head is None else self.head
         logits = F.linear(x, head.weight.to(x.dtype)).float()
@@ -2012,6 +1970,11 @@ def upright(tensor: Tensor, n_fused: int) -> Tensor:
     return matrices if matrices.size(1) >= matrices.size(2) else matrices.mT
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # check_gradients has seen to it
+    return parameter.grad
+
+
 class Muon:
     """Momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
@@ -2041,11 +2004,7 @@ class Muon:
         """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
         directions = []
         for members, buffer in self.groups:
-            gradients = []
-            for _, weight, n_fused in members:
-                assert weight.grad is not None
-                gradients.append(upright(weight.grad, n_fused))
-            gradient = torch.cat(gradients)
+            gradient = torch.cat([upright(gradient_of(w), n_fused) for _, w, n_fused in members])
             buffer.lerp_(gradient, 1 - self.momentum)
             directions.append(gradient.lerp_(buffer, self.momentum))  # Nesterov
         updates = self.orthogonalize(directions, dtype)
@@ -2104,13 +2063,9 @@ class AdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update of every parameter from its gradient."""
-        gradients = []
-        for parameter in self.parameters.values():
-            assert parameter.grad is not None
-            gradients.append(parameter.grad)
         adamw(
             list(self.parameters.values()),
-            gradients,
+            [gradient_of(parameter) for parameter in self.parameters.values()],
             list(self.exp_avg.values()),
             list(self.exp_avg_sq.values()),
             [],
@@ -2136,13 +2091,13 @@ class Optimizer:
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
         self.dtype = model.compute_dtype
-        self.parameters = list(model.parameters())
+        self.parameters = dict(model.named_parameters())
         matrices = {
             f"{name}.weight": (module.weight, module.n_fused)
             for name, module in model.blocks.named_modules(prefix="blocks")
             if isinstance(module, Linear)
         }
-        rest = {name: p for name, p in model.named_parameters() if name not in matrices}
+        rest = {name: p for name, p in self.parameters.items() if name not in matrices}
         self.muon: Muon | None = None
         self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
         if config.optimizer == "muon":
@@ -2159,8 +2114,9 @@ class Optimizer:
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""
+        self.check_gradients()
         if self.config.grad_clip:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.config.grad_clip)
         if self.muon is not None:
             self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
         for one, peak in self.adamws:
@@ -2169,11 +2125,20 @@ class Optimizer:
     @property
     def param_groups(self) -> list[dict[str, list[nn.Parameter]]]:
         """The parameters, as torch's GradScaler asks for them."""
-        return [{"params": self.parameters}]
+        return [{"params": list(self.parameters.values())}]
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
+
+    def check_gradients(self) -> None:
+        """Raises ModelError if a parameter has no gradient."""
+        without = [name for name, p in self.parameters.items() if p.grad is None]
+        if without:
+            raise ModelError(
+                f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
+                " does forward use it?"
+            )
 
     def state(self) -> dict[str, Tensor]:
         """The state by name; its tensors are the live ones."""
@@ -2266,8 +2231,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(directory)
 
 
-def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+def read_safetensors_header(
+    path: Path, largest: float = math.inf
+) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors' descriptions, the metadata, and where the data begin.
+
+    largest is the size in bytes that the header may have.
 
     Raises:
         FormatError: the file is not safetensors, or shorter or longer than its header says.
@@ -2277,6 +2246,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], dict[str, str],
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
+        if length > largest:
+            raise FormatError(f"{path.name} is refused: its header has {length:,} bytes")
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", {})
@@ -2500,25 +2471,112 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 # The artefact: a Hugging Face model directory
 
 
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+)
+
+
+def script_sha256() -> str:
+    """The SHA-256 of this file, which says what script made a model."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
 def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Our weights by Qwen3's names: fused matrices cut apart, norms written out as ones."""
-    out = {"model.embed_tokens.weight": weights["embed.weight"]}
-    for layer in range(config.n_layer):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        for name, part in zip("qkv", weights[ours + "attention.qkv.weight"].chunk(3), strict=True):
-            out[f"{theirs}self_attn.{name}_proj.weight"] = part
-        out[theirs + "self_attn.o_proj.weight"] = weights[ours + "attention.out.weight"]
-        gate, up = weights[ours + "mlp.gate_up.weight"].chunk(2)
-        out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
-        out[theirs + "mlp.down_proj.weight"] = weights[ours + "mlp.down.weight"]
-        for name in ("q_norm", "k_norm"):
-            out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
-    out["model.norm.weight"] = torch.ones(config.n_embd)
-    if not config.tie_embeddings:
-        out["lm_head.weight"] = weights["head.weight"]
+    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
+
+    Raises:
+        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+    """
+    left = dict(weights)
+    try:
+        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
+        for layer in range(config.n_layer):
+            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
+            for name, part in zip("qkv", qkv, strict=True):
+                out[f"{theirs}self_attn.{name}_proj.weight"] = part
+            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
+            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
+            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
+            for name in ("q_norm", "k_norm"):
+                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
+        out["model.norm.weight"] = torch.ones(config.n_embd)
+        if not config.tie_embeddings:
+            out["lm_head.weight"] = left.pop("head.weight")
+    except KeyError as error:
+        raise ModelError(f"it has no weight {error}") from None
+    if left:
+        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
     return out
+
+
+def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
+
+    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
+    code with GPT: whatever an edit changes in GPT shows as a difference.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"])
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
+    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
+    x = tensors["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        y = norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
+        x = x + linear(y, mlp + "down_proj")
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return linear(norm(x, "model.norm"), head)
+
+
+# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
+# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
+LOGIT_TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Holds the exported model's logits against the model's own (CPU, float32) on one window.
+
+    Raises:
+        ModelError: they differ: the model is not the one that config.json describes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (model.config.block_size,)
+    ids = torch.randint(config["vocab_size"], shape, generator=generator)
+    own = model(ids[None])[0]
+    try:
+        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
+    except (RuntimeError, AttributeError) as error:  # shapes, or an activation of one's own
+        raise ModelError(f"Qwen3 cannot be computed from it ({error})") from None
+    if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
+        raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
 
 
 def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
@@ -2537,7 +2595,7 @@ def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_THETA,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
+        "hidden_act": MLP.activation.__name__,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": True,
@@ -2579,15 +2637,29 @@ def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
 
 
 def write_artefact(
-    directory: Path,
-    weights: Mapping[str, Tensor],
-    config: Config,
-    vocabulary: str,
-    training: Mapping[str, Any],
-) -> None:
-    """Writes the model directory; config.json, without which nothing loads it, comes last."""
+    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
+) -> str:
+    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+
+    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
+    names, and config.json has a `model_type` that no other tool takes for one it knows.
+
+    Returns why the model is not Qwen3's; "" if it is.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = to_hugging_face(weights, config)
+    config, why = model.config, ""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    document = hugging_face_config(config, len(vocabulary))
+    try:
+        tensors = to_hugging_face(weights, config)
+        check_export(model, tensors, document)
+    except ModelError as error:
+        tensors, why = weights, str(error)
+        document = {
+            "model_type": "sm-nanogpt-edited",
+            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
+            "vocab_size": len(vocabulary),
+        }
     write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
     documents = {
         "tokenizer.json": hugging_face_tokenizer(vocabulary),
@@ -2597,13 +2669,41 @@ def write_artefact(
             "model_max_length": config.block_size,
         },
         "training.json": {"config": dataclasses.asdict(config), **training},
-        "config.json": hugging_face_config(config, len(vocabulary)),
+        "config.json": document,
     }
-    for name, document in documents.items():
+    for name, content in documents.items():
         with replacing(directory / name) as temporary:
             temporary.write_text(
-                json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
+    write_sums(directory)
+    return why
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in MODEL_FILES
+    ]
+    with replacing(directory / "SHA256SUMS") as temporary:
+        temporary.write_text("".join(lines))
+
+
+def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
+    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
+    model = GPT(config, vocabulary_size)
+    parameters = dict(model.named_parameters())
+    for name in sorted(parameters.keys() | weights.keys()):
+        own, given = (
+            list(of[name].shape) if name in of else "nothing" for of in (parameters, weights)
+        )
+        if own != given:
+            raise ModelError(f"weight {name} is {given}, where this script has {own}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():  # an edited model may have buffers besides
+            parameter.copy_(weights[name])
+    return model.eval()
 
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -2637,69 +2737,19 @@ def logits_to_probabilities(
     return probabilities
 
 
-# From so many numbers in the blocks' matrices on, reading them takes more than oneDNN's call.
-PACKED_FROM = 1 << 20
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
 
-
-class PackedLinear(nn.Module):
-    """A Linear of float32 activations whose products, of few rows, are of type float32 or bf16.
-
-    The weight lies in oneDNN's own layout, with which they take half the time or less. Where dtype
-    is bf16 and the rows are very few it is of int8 instead, each of its rows scaled to [-127, 127].
-    The operators are those that torch.compile turns a Linear into on a CPU.
+    temperature 0, or next to it, takes the most likely.
     """
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, rows: int) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.scale: Tensor | None = None
-        # The operator reads 16 columns at a time, and checks nothing.
-        if dtype == torch.bfloat16 and rows <= FEW_SEQUENCES and weight.size(1) % 16 == 0:
-            largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
-            self.scale = (largest / 127).to(dtype)
-            # The scale was rounded, so the largest may come to 128.
-            scaled = (weight.float() / self.scale.float()[:, None]).round_().clamp_(-127, 127)
-            self.weight = scaled.to(torch.int8)
-        else:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
-        if self.scale is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
-        if x.size(0) * x.size(1) > FEW_SEQUENCES:  # a prompt
-            return (F.linear(x, self.weight.to(x.dtype)) * self.scale).float()
-        y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
-        return y.view(*x.shape[:-1], -1).float()
-
-    @staticmethod
-    def supports(dtype: torch.dtype) -> bool:
-        """Whether this CPU has the operators."""
-        if not torch.backends.mkldnn.is_available():
-            return False
-        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return dtype == torch.float32 or bf16
-
-
-@torch.inference_mode()
-def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
-    """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
-
-    On a CPU dtype is that of a large model's matrix products alone: a token costs the reading of
-    their weights, so a short type elsewhere would gain nothing and lose precision.
-    """
-    on_cpu = model.embed.weight.device.type == "cpu"
-    large = model.config.matrix_parameters >= PACKED_FROM
-    with torch.device("meta"):
-        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if on_cpu else dtype)
-    weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
-    copy.load_state_dict(weights, assign=True)
-    if on_cpu and large and PackedLinear.supports(dtype):
-        for part in list(copy.blocks.modules()):
-            for name, child in part.named_children():
-                if isinstance(child, Linear):
-                    setattr(part, name, PackedLinear(child.weight, dtype, batch_size))
-    return copy.eval()
+    if temperature < 1e-30:  # logits divided by less may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # What torch.multinomial does, less its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
 
 
 @torch.inference_mode()
@@ -2715,26 +2765,16 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
-    temperature 0, or next to it, takes the most likely, computed in float32: rounding is not to
-    choose between two that are almost equally likely. The same seed gives the same ids. Of a prompt
-    longer than block_size the last block_size ids count; the context then slides on.
+    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
+    model. The same seed gives the same ids.
     """
-    greedy = temperature < 1e-30  # logits divided by less may be infinite
-    dtype = torch.float32 if greedy else model.compute_dtype
-    model = for_sampling(model, prompt.size(0), dtype)
-    cache = KeyValueCache(model, prompt.size(0))
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    ids = prompt[:, -model.config.block_size :]
+    ids = prompt
     for _ in range(max_new_tokens):
-        logits = model(ids, cache=cache)[:, -1]
-        if greedy:
-            ids = logits.argmax(dim=-1, keepdim=True)
-        else:
-            probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-            # What torch.multinomial does, less its checks of the probabilities.
-            noise = torch.empty_like(probabilities).exponential_(generator=generator)
-            ids = (probabilities / noise).argmax(dim=-1, keepdim=True)
-        yield ids[:, 0]
+        ids = ids[:, -model.config.block_size :]
+        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)
 
 
 def sample_text(model: GPT, vocabulary: str, length: int) -> str:
@@ -2744,8 +2784,10 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
     # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
     # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    model.eval()
     with sdpa_kernel(others):
         steps = list(generate(model, prompt, length))
+    model.train()
     ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
     return "".join(vocabulary[i] for i in ids)
 
@@ -2816,6 +2858,7 @@ class Trainer:
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
         self.chief = group.rank == 0
+        self.script_sha256 = script_sha256()  # now, as the file may be edited while this runs
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
@@ -2928,6 +2971,7 @@ class Trainer:
             "best_step": self.best_step,
             "best_val_loss": self.best_val_loss if self.best_step is not None else None,
             "config": dataclasses.asdict(self.config),
+            "script_sha256": self.script_sha256,
             "vocabulary": self.corpus.vocabulary,
             "corpus_sha256": self.corpus.sha256,
             "data": str(self.container.training),
@@ -3032,6 +3076,7 @@ class Trainer:
         for step in sorted(2 * first_steps):
             try:
                 self.forward_backward(step)
+                self.optimizer.check_gradients()  # DDP itself says nothing before its next step
             except Exception as error:
                 if not type(error).__module__.startswith(
                     ("torch._dynamo", "torch._inductor", "triton")
@@ -3193,9 +3238,11 @@ class Trainer:
         """Writes the artefact of the best validation loss, and shows what it says."""
         assert self.best_step is not None
         tensors, _ = self.checkpoints.load("best", self.best_step)
-        best = model_tensors(tensors)
-        self.model.load_state_dict(best)
+        vocabulary = self.corpus.vocabulary
+        best = with_weights(self.config, len(vocabulary), model_tensors(tensors))
+        self.model.load_state_dict(best.state_dict())
         training = {
+            "script_sha256": self.script_sha256,
             "step": self.best_step,
             "val_loss": self.best_val_loss,
             "metrics": self.metrics[-1],
@@ -3205,7 +3252,7 @@ class Trainer:
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
         try:
-            write_artefact(model_dir, best, self.config, self.corpus.vocabulary, training)
+            why = write_artefact(model_dir, best, vocabulary, training)
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
         except OSError as error:
@@ -3216,6 +3263,8 @@ class Trainer:
         if self.config.sample_length:
             self.say_sample("after training", self.config.sample_length)
         self.say_result()
+        if why:
+            say(f"note: only this script computes the model, as it is not Qwen3's: {why}")
         say(f"model written to {model_dir}")
 
     def say_result(self) -> None:

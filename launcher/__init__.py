@@ -13,12 +13,25 @@ defaults (environment, then config file) are not wanted. What the caller got wro
 `InputError`; what failed on the way raises `ServiceError`. Nothing here prints.
 
 Names are imported when they are first used, so importing this package costs nothing.
+Importing it raises ImportError where another project's `entry_point` or `infra` would be taken for
+the one of this project.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+for _name in ("entry_point", "infra"):  # names that other projects may have too
+    _spec = find_spec(_name)
+    _places = list(_spec.submodule_search_locations or []) if _spec else []
+    if str(Path(__file__).parents[1] / _name) not in _places:
+        raise ImportError(
+            f"package {_name} is {_places[0] if _places else 'missing'}, not that of sm-nanogpt;"
+            " install sm-nanogpt into an environment of its own"
+        )
 
 if TYPE_CHECKING:
     from launcher.artefacts import fetch_model
@@ -69,6 +82,10 @@ __all__ = [
     "upload_data",
     "wait",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

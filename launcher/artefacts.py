@@ -14,40 +14,63 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from launcher import storage
 from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
-from launcher.tracking import describe
+from launcher.tracking import backend_for, describe
+
+if TYPE_CHECKING:
+    from launcher.model import FindScript
 
 # Weights hardly compress (by 1.1; up to 1.5 where some are still zero). What unpacks to much more
 # than it was is not a model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
+LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of what an archive holds; a model is 6 files side by side
 
 
 def fetch_model(
-    job_id: str, settings: Settings | None = None, progress: Progress = lambda n: None
+    job_id: str,
+    settings: Settings | None = None,
+    progress: Progress = lambda n: None,
+    entry_point: Path | None = None,
 ) -> Path:
     """The directory of a job's model, fetched unless it is here already.
 
-    Of a job that failed or was stopped, the model of its newest checkpoint; `describe` tells which.
+    A job that failed or was stopped gives the model of its newest checkpoint; `describe` tells
+    which. entry_point is the edited script that trained it, where that is not found by itself.
 
     Raises:
+        InputError: only the script that trained the model can compute it, and it is not here.
         ServiceError: no such job, it still runs or left nothing, or the archive is not a model.
     """
     settings = settings or load_settings()
-    return fetch_described(describe(job_id, settings), settings, progress)
+    return fetch_described(describe(job_id, settings), settings, progress, entry_point)
+
+
+def script_finder(
+    description: JobDescription, settings: Settings, entry_point: Path | None
+) -> FindScript:
+    """Finds the script that trained a job's model: the one that is named, else the job's own."""
+    if entry_point is not None:
+        return lambda: entry_point
+    return lambda: backend_for(description.instance, settings).script(description.job_id)
 
 
 def fetch_described(
-    description: JobDescription, settings: Settings, progress: Progress = lambda n: None
+    description: JobDescription,
+    settings: Settings,
+    progress: Progress = lambda n: None,
+    entry_point: Path | None = None,
 ) -> Path:
     """The model of a job that stands like this: a checkpoint's where it has no `model_uri`."""
+    find_script = script_finder(description, settings, entry_point)
     if description.model_uri is not None:
-        return fetch_archive(description, settings, progress)
+        return fetch_archive(description, settings, progress, find_script)
     job_id = description.job_id
     if description.is_running:
         raise ServiceError(
@@ -56,7 +79,7 @@ def fetch_described(
             f" `{settings.command(f'stop {job_id}')}` ends it early"
         )
     if description.checkpoint_uri is not None:
-        return fetch_checkpoint(description, settings, progress)
+        return fetch_checkpoint(description, settings, progress, find_script)
     reason = f": {description.failure_reason}" if description.failure_reason else ""
     raise ServiceError(
         f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
@@ -64,7 +87,9 @@ def fetch_described(
     )
 
 
-def fetch_archive(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+def fetch_archive(
+    description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
+) -> Path:
     """Fetches and unpacks model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
@@ -75,7 +100,7 @@ def fetch_archive(description: JobDescription, settings: Settings, progress: Pro
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
         try:
             extract(archive, directory / "model", description.model_uri)
-            check_model(directory / "model", description.model_uri)
+            check_model(directory / "model", description.model_uri, find_script)
         except ServiceError as error:
             raise ServiceError(f"{error}; {another_model(description, settings)}") from None
         keep(directory / "model", target)
@@ -91,7 +116,9 @@ def another_model(description: JobDescription, settings: Settings) -> str:
     return f"`{command}`, N above {description.checkpoint_step}, makes another from its checkpoint"
 
 
-def fetch_checkpoint(description: JobDescription, settings: Settings, progress: Progress) -> Path:
+def fetch_checkpoint(
+    description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
+) -> Path:
     """Fetches the newest checkpoint and writes it out as a model directory.
 
     It is the one before where the newest is broken.
@@ -109,10 +136,12 @@ def fetch_checkpoint(description: JobDescription, settings: Settings, progress: 
     with scratch(settings.models_dir) as directory:
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
-            step = model.export_checkpoint(directory / "checkpoints", directory / "model")
+            step = model.export_checkpoint(
+                directory / "checkpoints", directory / "model", find_script
+            )
         except train.TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
-        check_model(directory / "model", description.checkpoint_uri)
+        check_model(directory / "model", description.checkpoint_uri, find_script)
         keep(directory / "model", place(step))
     return place(step)
 
@@ -163,8 +192,10 @@ def extract(archive: Path, target: Path, uri: str) -> None:
             Bounded(file, allowed, uri) as stream,
             tarfile.open(fileobj=stream, mode="r|") as tar,
         ):
-            for member in tar:
+            for count, member in enumerate(tar):
                 place = safe_place(member, uri)
+                if count >= LARGEST_COUNT or len(place.parts) > LARGEST_DEPTH:
+                    raise ServiceError(f"{uri} is refused: too many files, or too deep directories")
                 stream.check(member.size)
                 path = target / place
                 if member.isdir():
@@ -177,7 +208,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
                 pass
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, RecursionError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ServiceError(
@@ -217,12 +248,12 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
     return place
 
 
-def check_model(directory: Path, uri: str) -> None:
+def check_model(directory: Path, uri: str, find_script: FindScript) -> None:
     """Raises ServiceError unless the directory holds a model that loads."""
     from entry_point import train
     from launcher import model
 
     try:
-        model.load_artefact(directory)
+        model.load_artefact(directory, find_script)
     except train.TrainingError as error:
         raise ServiceError(f"{uri}: {error}") from None

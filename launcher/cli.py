@@ -432,6 +432,32 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     note(next_step(description, settings))
 
 
+@cli.command("copy-script")
+@click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path), default="my_train.py")
+@click.pass_context
+def copy_script_command(context: click.Context, file: Path) -> None:
+    """Write a copy of train.py to FILE (default: my_train.py), to edit the model or the recipe.
+
+    \b
+    Example:
+      sm-nanogpt copy-script my_train.py
+      sm-nanogpt launch --instance local --entry-point my_train.py
+    """
+    from launcher.job import TrainingJob
+
+    content = TrainingJob().script.read_bytes()
+    try:
+        with file.open("xb") as copy:
+            copy.write(content)
+    except FileExistsError:
+        raise InputError(f"{file} exists; name another file") from None
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    click.echo(file)
+    launch = settings_of(context).command(f"launch --instance local --entry-point {file}")
+    note(f"edit it, then: {launch}")
+
+
 @cli.command("fetch-and-sample")
 @JOB_ID
 @click.option("--prompt", metavar="TEXT", help="What the text begins with (default: a new line).")
@@ -483,6 +509,12 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     show_default=True,
     help="The same seed, the same text.",
 )
+@click.option(
+    "--entry-point",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The edited train.py that trained the model (default: the job's, if it is here).",
+)
 @JSON
 @click.pass_context
 def fetch_and_sample_command(
@@ -495,6 +527,7 @@ def fetch_and_sample_command(
     top_k: int,
     top_p: float,
     seed: int,
+    entry_point: Path | None,
     as_json: bool,
 ) -> None:
     """Fetch a job's model and print text that it makes, as it makes it.
@@ -503,23 +536,24 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    from launcher.artefacts import fetch_described
+    from launcher.artefacts import fetch_described, script_finder
     from launcher.tracking import describe
 
     settings = settings_of(context)
     description = describe(job_id, settings)
     with byte_progress("fetch") as progress:
-        directory = fetch_described(description, settings, progress)
+        directory = fetch_described(description, settings, progress, entry_point)
     if description.model_uri is None:
         note(
             f"job {job_id} is {description.status}; this is its latest checkpoint, {directory.name}"
         )
     note(f"model: {directory}")
-    from launcher.sampling import load_model, own_hyperparameters, stream_samples
+    from launcher.sampling import is_edited, load_model, stream_samples
 
-    model, vocabulary = load_model(directory)
-    if own := own_hyperparameters(directory):
-        note(f"trained by a script with {', '.join(own)}, which is not known here and left out")
+    find_script = script_finder(description, settings, entry_point)
+    model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
+    if is_edited(model):
+        note("sampled by the edited script that trained it: slower, and computed as it was trained")
     if temperature == 0 and prompt is None:
         note("at temperature 0 a text without a --prompt tends to repeat one character")
     columns = stream_samples(
@@ -944,6 +978,10 @@ def print_stack(stack: Stack) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
+    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell that completes a word
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
     try:

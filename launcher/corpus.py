@@ -152,13 +152,35 @@ def send(
     settings: Settings,
     progress: Progress = lambda n: None,
 ) -> None:
-    """Puts a surveyed data set into the store, unless it is there."""
+    """Puts a surveyed data set into the store, unless it is there.
+
+    Raises:
+        InputError: the text has changed since it was surveyed.
+        ServiceError: the store refuses.
+    """
     if not upload.uploaded:
         return
-    for name, source in zip(upload.files, sources, strict=True):
+    files = list(zip(upload.files, sources, strict=True))
+    for name, source in files:
         storage.write_file(source, storage.join(upload.uri, name), progress, settings)
+    if digest_of(files) != upload.sha256:  # without its manifest, what was sent is no data set
+        raise InputError("the text changed while it was sent; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
+
+
+def digest_of(files: Sequence[tuple[str, Path]]) -> str:
+    """The SHA-256 over names and contents, as check_text has it."""
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        size = 0
+        with path.open("rb") as file:
+            while chunk := file.read(storage.CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+        digest.update(size.to_bytes(8, "little"))
+    return digest.hexdigest()
 
 
 def latest_uri(settings: Settings) -> str:
@@ -251,8 +273,13 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
         elif not root.is_dir():
             raise InputError(f"{root}: neither a file nor a directory")
         else:
-            files = sorted(path for path in root.rglob("*.txt") if path.is_file())
-            found = [(path.relative_to(root).as_posix(), path) for path in files]
+            below = os.walk(root, onerror=raise_error)  # rglob would leave out what it cannot read
+            files = sorted(Path(place, name) for place, _, names in below for name in names)
+            found = [
+                (path.relative_to(root).as_posix(), path)
+                for path in files
+                if path.suffix == ".txt" and path.is_file()
+            ]
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
     if not found:
@@ -264,6 +291,10 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
             shown = os.fsencode(path).decode(errors="backslashreplace")
             raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
     return found
+
+
+def raise_error(error: OSError) -> None:
+    raise error
 
 
 def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:

@@ -1,13 +1,22 @@
-"""A model directory as train.py writes it, read with suspicion; or made of a checkpoint."""
+"""A model directory as train.py writes it, read with suspicion; or made of a checkpoint.
+
+`launcher.artefacts` checks by it what it fetches, and `launcher.sampling` loads by it. A model
+belongs to the script that trained it. Where config.json says what the packaged train.py would say,
+the packaged model computes the same: the run has held its logits against Qwen3's. Else the script
+itself has to compute it, known by its SHA-256. No script from S3 is executed, only a file that is
+here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,75 +24,137 @@ from torch import Tensor
 
 from entry_point import train
 from entry_point.train import GPT, CheckpointError, Config, ConfigError, FormatError
+from launcher.errors import InputError
+from launcher.job import load_script
+
+LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
+FindScript = Callable[[], Path | None]  # the file here that may have trained a model
 
 
-def from_hugging_face(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The inverse of to_hugging_face.
+def script_module(sha256: str, find_script: FindScript) -> ModuleType:
+    """The script of this SHA-256 as a module: the packaged one, or the one that is found.
 
     Raises:
-        FormatError: a norm has weights.
+        InputError: it is neither.
     """
-    out = {"embed.weight": tensors["model.embed_tokens.weight"]}
-    for layer in range(config.n_layer):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        qkv = [tensors[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv"]
-        gate_up = [tensors[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        out[ours + "attention.qkv.weight"] = torch.cat(qkv)
-        out[ours + "attention.out.weight"] = tensors[theirs + "self_attn.o_proj.weight"]
-        out[ours + "mlp.gate_up.weight"] = torch.cat(gate_up)
-        out[ours + "mlp.down.weight"] = tensors[theirs + "mlp.down_proj.weight"]
-    if not config.tie_embeddings:
-        out["head.weight"] = tensors["lm_head.weight"]
-    for name, tensor in tensors.items():
-        if name.endswith("norm.weight") and not bool((tensor == 1).all()):
-            raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
-    return out
+    if sha256 == train.script_sha256():
+        return train
+    script = find_script()
+    source = script.read_bytes() if script is not None and script.is_file() else b""
+    if hashlib.sha256(source).hexdigest() != sha256:
+        but = f"and {script} is another one" if source else "which is not here"
+        raise InputError(
+            f"the model belongs to the script that trained it (SHA-256 {sha256[:12]}...), {but};"
+            " name it with --entry-point FILE"
+        )
+    assert script is not None
+    return load_script(script, source)
 
 
 def known_config(values: Mapping[str, Any]) -> Config:
-    """The Config of a model that a script with hyperparameters of its own may have trained.
-
-    Those are left out; what the model is, config.json and the shapes of its tensors say too.
-    """
+    """The packaged script's Config, without the hyperparameters that an edited script added."""
     known = {f.name for f in dataclasses.fields(Config)}
     return train.make_config({name: value for name, value in values.items() if name in known})
 
 
-def load_artefact(directory: Path) -> tuple[GPT, str]:
+def load_artefact(
+    directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
+) -> tuple[GPT, str]:
     """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
+
+    It is the packaged script's model where that computes the same, unless own_script is set; else
+    that of the script which trained it.
 
     Raises:
         FormatError: the directory is not one that write_artefact wrote, or is damaged.
+        InputError: only the script which trained the model can compute it, and it is not here.
     """
     try:
-        documents = {
-            name: json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        check_sums(directory)
+        train.read_safetensors_header(directory / "model.safetensors", LARGEST_HEADER)
+        found, tokenizer, training = (
+            json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
             for name in ("config", "tokenizer", "training")
-        }
-        config = known_config(documents["training"]["config"])
-        ids = documents["tokenizer"]["model"]["vocab"]
+        )
+        if not isinstance(found, dict):
+            raise TypeError("config.json is not an object")
+        ids = tokenizer["model"]["vocab"]
         vocabulary = "".join(sorted(ids, key=ids.__getitem__))
         if ids != {character: index for index, character in enumerate(vocabulary)}:
             raise ValueError("tokenizer.json is not one of characters")
-        expected = train.hugging_face_config(config, len(vocabulary))
-        found = {key: documents["config"].get(key) for key in expected}
+        sha256 = training["script_sha256"]
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
-        if config.n_layer > len(tensors):
-            raise ValueError(f"n_layer={config.n_layer} is more than there are tensors")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{directory.name}: {error}") from None
+        if training["config"]["n_layer"] > len(tensors):
+            raise ValueError(f"n_layer={training['config']['n_layer']}: more than the tensors")
+        script: ModuleType = train
+        config = known_config(training["config"])
+        expected = train.hugging_face_config(config, len(vocabulary))
+        if own_script or (found != expected and sha256 != train.script_sha256()):
+            script = script_module(sha256, find_script)
+    except OSError as error:
+        name = Path(error.filename or directory).name
+        raise FormatError(f"{name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
         ) from None
-    for key, value in expected.items():
-        if found[key] != value:
-            raise FormatError(
-                f"config.json and training.json disagree: {key} is {found[key]!r}, not {value!r}"
-            )
-    with torch.device("meta"):
-        model = GPT(config, len(vocabulary))
-        shapes = train.to_hugging_face(dict(model.named_parameters()), config)
+    if script is train:
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise FormatError(
+                    f"config.json and training.json disagree: {key} is {found.get(key)!r},"
+                    f" not {value!r}"
+                )
+    with errors_of(script):
+        if script is not train:
+            config = script.make_config(training["config"])
+        return fill(script, config, tensors, found, vocabulary), vocabulary
+
+
+def check_sums(directory: Path) -> None:
+    """Raises FormatError unless each file of the model is as SHA256SUMS says."""
+    lines = (directory / "SHA256SUMS").read_text(encoding="ascii").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in train.MODEL_FILES:
+        with (directory / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sums.get(name):
+                raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
+
+
+@contextlib.contextmanager
+def errors_of(script: ModuleType) -> Iterator[None]:
+    """An edited script may raise anything. Raises FormatError, or OSError as it is."""
+    try:
+        yield
+    except (FormatError, OSError):
+        raise
+    except Exception as error:
+        words = "" if isinstance(error, script.TrainingError) else f"{type(error).__name__}: "
+        raise FormatError(f"{words}{error}") from None
+
+
+@torch.no_grad()
+def fill(
+    script: ModuleType,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    found: Mapping[str, Any],
+    vocabulary: str,
+) -> GPT:
+    """The script's model with the tensors of a file, which may have any names and shapes.
+
+    Raises:
+        FormatError: they are not the model's.
+    """
+
+    def exported(model: GPT) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        if found["model_type"] == "qwen3":
+            weights = script.to_hugging_face(weights, config)
+        return weights
+
+    with torch.device("meta"):  # nothing is allocated before the sizes are known to be right
+        shapes = exported(script.GPT(config, len(vocabulary)))
     for name in sorted(shapes.keys() | tensors.keys()):
         said, there = (
             f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
@@ -93,30 +164,38 @@ def load_artefact(directory: Path) -> tuple[GPT, str]:
         )
         if said != there:
             raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
-    model.load_state_dict(from_hugging_face(tensors, config), assign=True)
-    return model.eval(), vocabulary
+    model: GPT = script.GPT(config, len(vocabulary))
+    for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
+        if name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
+            raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
+        if not bool(tensors[name].isfinite().all()):
+            raise FormatError(f"model.safetensors: {name} holds numbers that are not finite")
+        tensor.copy_(tensors[name])
+    return model.eval()
 
 
-def export_checkpoint(checkpoint_dir: Path, model_dir: Path) -> int:
-    """Writes the newest whole checkpoint of a training as a model directory; returns its step.
+def export_checkpoint(
+    checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda: None
+) -> int:
+    """Writes the newest whole checkpoint of a run as a model directory; returns its step.
+
+    The script that trained it does so.
 
     Raises:
         CheckpointError: there is none.
-        FormatError: it is of a script whose model is another.
+        FormatError: it is not one that the script can read.
+        InputError: that script is not here.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # on which it tells what it passes over
+    with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
         loaded = train.Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
         raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
     tensors, state = loaded
-    weights = train.model_tensors(tensors)
-    training = {"corpus_sha256": state["corpus_sha256"], "step": state["step"]}
-    config = known_config(state["config"])
-    try:
-        train.write_artefact(model_dir, weights, config, state["vocabulary"], training)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise FormatError(
-            f"the checkpoint of step {state['step']} is of a script whose model is another"
-            f" ({type(error).__name__}: {error})"
-        ) from None
-    return state["step"]
+    training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
+    script = script_module(str(training["script_sha256"]), find_script)
+    with errors_of(script):
+        vocabulary = state["vocabulary"]
+        weights = script.model_tensors(tensors)
+        model = script.with_weights(script.make_config(state["config"]), len(vocabulary), weights)
+        script.write_artefact(model_dir, model, vocabulary, training)
+    return int(state["step"])

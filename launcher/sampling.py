@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from entry_point import train
-from launcher.artefacts import fetch_described
+from launcher import engine
+from launcher.artefacts import fetch_described, script_finder
 from launcher.errors import InputError, ServiceError
-from launcher.model import load_artefact
+from launcher.model import FindScript, load_artefact
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
 
 
-def load_model(directory: Path) -> tuple[train.GPT, str]:
+def load_model(
+    directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
+) -> tuple[train.GPT, str]:
     """The model (CPU, float32 weights) and its vocabulary, in which a character's place is its id.
 
-    Its products, if it is large, are in bfloat16 where the CPU is fast at that, unless
-    precision=float32 was asked for.
+    A large one computes its products in bfloat16 where the CPU is fast at that, unless
+    precision=float32 was asked for. find_script and own_script: see launcher.model.load_artefact.
 
     Raises:
         ServiceError: the directory holds no model of ours.
+        InputError: only the script that trained the model can compute it, and it is not here.
     """
     try:
-        model, vocabulary = load_artefact(directory)
+        model, vocabulary = load_artefact(directory, find_script, own_script)
     except train.TrainingError as error:
         raise ServiceError(f"{directory} does not load: {error}") from None
-    if model.config.precision != "float32" and train.has_fast_bfloat16(torch.device("cpu")):
+    fast = train.has_fast_bfloat16(torch.device("cpu"))
+    if not is_edited(model) and model.config.precision != "float32" and fast:
         model.compute_dtype = torch.bfloat16
     return model, vocabulary
 
 
-def own_hyperparameters(directory: Path) -> list[str]:
-    """What only the edited script that trained a model knows; here it computes without them."""
-    document = json.loads((directory / "training.json").read_text(encoding="utf-8"))
-    return sorted(document["config"].keys() - {f.name for f in fields(train.Config)})
+def is_edited(model: train.GPT) -> bool:
+    """Whether an edited script computes the model, not the packaged one."""
+    return not isinstance(model, train.GPT)
 
 
 def stream_samples(
@@ -83,7 +86,10 @@ def stream_samples(
         if not good:
             raise InputError(f"{name}={value}: must be {allowed}")
     ids = torch.tensor([[vocabulary.index(character) for character in text]])
-    steps = train.generate(
+    # The engine computes the packaged model alone; an edited script's own loop computes that one's.
+    script = sys.modules[type(model).__module__]
+    generate = script.generate if is_edited(model) else engine.generate
+    steps = generate(
         model,
         ids.expand(num_samples, -1),
         max_new_tokens,
@@ -105,8 +111,11 @@ def sample(
     top_p: float = 1.0,
     seed: int = 1337,
     settings: Settings | None = None,
+    entry_point: Path | None = None,
 ) -> list[str]:
     """num_samples texts of a job's model, each beginning with the prompt.
+
+    entry_point is the edited script that trained it, where that is not found by itself.
 
     Raises:
         InputError: as stream_samples.
@@ -114,12 +123,13 @@ def sample(
     """
     settings = settings or load_settings()
     description = describe(job_id, settings)
-    directory = fetch_described(description, settings)
+    directory = fetch_described(description, settings, entry_point=entry_point)
     if description.model_uri is None:
         warnings.warn(
             f"job {job_id} did not complete; this is its checkpoint {directory.name}", stacklevel=2
         )
-    model, vocabulary = load_model(directory)
+    find_script = script_finder(description, settings, entry_point)
+    model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
     columns = stream_samples(
         model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )

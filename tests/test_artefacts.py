@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import io
 import json
 import os
 import random
 import shutil
+import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from entry_point import train
 from launcher import ServiceError, artefacts, describe, fetch_model
 
 NAMES = {
+    "SHA256SUMS",
     "config.json",
     "model.safetensors",
     "tokenizer.json",
@@ -63,10 +66,14 @@ def add(archive: Path, *members: tuple[tarfile.TarInfo, bytes]) -> None:
     pack(archive, *model, *members)
 
 
-def change(archive: Path, name: str, content: bytes | None) -> None:
-    """The archive with one file changed, or left out."""
-    members = {**members_of(archive), name: content}
-    pack(archive, *(regular(n, c) for n, c in members.items() if c is not None))
+def change(archive: Path, changed: Mapping[str, bytes | None], sums: bool = True) -> None:
+    """The archive with files changed, or left out, and with the checksums that fit."""
+    members = {**members_of(archive), **changed}
+    whole = {name: content for name, content in members.items() if content is not None}
+    if sums:
+        lines = [f"{hashlib.sha256(c).hexdigest()}  {n}\n" for n, c in whole.items()]
+        whole["SHA256SUMS"] = "".join(lines).encode()
+    pack(archive, *(regular(name, content) for name, content in whole.items()))
 
 
 def refused(job: Finished, cli: Callable[..., Ran]) -> str:
@@ -100,7 +107,7 @@ def test_a_stale_model_is_not_taken_for_a_new_one(job: Finished) -> None:
     first = fetch_model(job.job_id)
     members = members_of(archive_of(job))
     training = {**json.loads(members["training.json"]), "note": "trained again"}
-    change(archive_of(job), "training.json", json.dumps(training).encode())
+    change(archive_of(job), {"training.json": json.dumps(training).encode()})
     second = fetch_model(job.job_id)
     assert second != first
     assert "trained again" in (second / "training.json").read_text()
@@ -241,8 +248,19 @@ def test_many_members_that_are_huge_together_are_refused(
 
 @pytest.mark.usefixtures("small_limit")
 def test_very_many_empty_members_are_refused(job: Finished, cli: Callable[..., Ran]) -> None:
-    pack(archive_of(job), *(regular(f"{i}") for i in range(20_000)))
-    assert "20 times its size" in refused(job, cli)
+    pack(archive_of(job), *(regular(f"{i}") for i in range(1001)))
+    assert "too many files" in refused(job, cli)
+
+
+def test_deep_directories_are_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    add(archive_of(job), regular("d/" * 9 + "file"))
+    assert "too deep directories" in refused(job, cli)
+
+
+def test_very_many_headers_of_one_file_are_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    header = special("long", tarfile.XHDTYPE)
+    pack(archive_of(job), *[header] * 1000, regular("file"))
+    refused(job, cli)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -334,7 +352,7 @@ def test_what_is_no_archive_is_refused(
 
 def test_an_archive_with_nothing_in_it_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     pack(archive_of(job))
-    assert "config.json" in refused(job, cli)
+    assert "SHA256SUMS" in refused(job, cli)
 
 
 def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) -> None:
@@ -357,12 +375,26 @@ def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) 
         assert {p.name: p.read_bytes() for p in target.iterdir()} == whole, place
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"tokenizer_config.json"}))
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_model_without_one_of_its_files_is_refused(
     job: Finished, cli: Callable[..., Ran], name: str
 ) -> None:
-    change(archive_of(job), name, None)
+    change(archive_of(job), {name: None}, sums=False)
     assert name in refused(job, cli)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "training.json"])
+def test_a_document_that_was_changed_is_refused(
+    job: Finished, cli: Callable[..., Ran], name: str
+) -> None:
+    content = members_of(archive_of(job))[name] + b"\n"
+    change(archive_of(job), {name: content}, sums=False)
+    assert f"{name} is damaged: its SHA-256 is not that of SHA256SUMS" in refused(job, cli)
+
+
+def test_sha256sum_checks_a_model(job: Finished) -> None:
+    words = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    subprocess.run(words, cwd=fetch_model(job.job_id), check=True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
@@ -370,7 +402,7 @@ def test_a_model_without_one_of_its_files_is_refused(
 def test_a_model_with_a_broken_document_is_refused(
     job: Finished, cli: Callable[..., Ran], name: str, content: bytes
 ) -> None:
-    change(archive_of(job), name, content)
+    change(archive_of(job), {name: content})
     refused(job, cli)
 
 
@@ -380,7 +412,7 @@ def reshaped(job: Finished, tmp_path: Path, edit: Callable[[dict[str, Any]], obj
     tensors, metadata = train.read_safetensors(weights)
     edit(tensors)
     train.write_safetensors(weights, tensors, metadata)
-    change(archive_of(job), "model.safetensors", weights.read_bytes())
+    change(archive_of(job), {"model.safetensors": weights.read_bytes()})
 
 
 def test_weights_of_a_wrong_shape_are_refused_by_name(
@@ -403,13 +435,44 @@ def test_missing_weights_are_refused_by_name(
 def test_a_model_that_claims_very_many_layers_is_refused_at_once(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
+    claim(job, n_layer=1_000_000)
+    refused(job, cli)
+
+
+def claim(job: Finished, **values: int) -> None:
+    """Changes what the model says of itself, in both documents."""
     members = members_of(archive_of(job))
     training, config = (json.loads(members[n]) for n in ("training.json", "config.json"))
-    training["config"]["n_layer"] = config["num_hidden_layers"] = 1_000_000
-    members["training.json"] = json.dumps(training).encode()
-    members["config.json"] = json.dumps(config).encode()
-    pack(archive_of(job), *(regular(name, content) for name, content in members.items()))
+    training["config"].update(values)
+    made = train.make_config(training["config"])
+    config = train.hugging_face_config(made, config["vocab_size"])
+    documents = {"training.json": training, "config.json": config}
+    change(archive_of(job), {n: json.dumps(d).encode() for n, d in documents.items()})
+
+
+def test_a_vast_context_takes_no_memory(job: Finished, cli: Callable[..., Ran]) -> None:
+    claim(job, block_size=10**12)
+    ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "5")
+    assert ran.code == 0, ran.err
+
+
+def test_a_vast_width_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    claim(job, n_hidden=10**30)
     refused(job, cli)
+
+
+def test_weights_that_are_not_finite_are_refused(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    reshaped(job, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))
+    assert "lm_head.weight holds numbers that are not finite" in refused(job, cli)
+
+
+def test_a_vast_header_of_weights_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    header = b"[" + b"{}," * 500_000 + b"{}]"
+    content = len(header).to_bytes(8, "little") + header
+    change(archive_of(job), {"model.safetensors": content})
+    assert "its header has 1,500,004 bytes" in refused(job, cli)
 
 
 def test_a_repaired_archive_is_fetched_after_a_refusal(
@@ -503,10 +566,9 @@ def test_that_a_damaged_checkpoint_is_passed_over_is_not_told_among_the_text(
     assert len(ran.out) == 21
 
 
-def test_a_checkpoint_that_makes_no_model_that_loads_is_refused_and_nothing_is_kept(
+def test_a_checkpoint_whose_weights_do_not_fit_is_refused(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
-    """As that of a script which was edited."""
     end_as(job, status="Stopped")
     checkpoints = train.Checkpoints(job.directory / "hosts/algo-1/checkpoints")
     loaded = checkpoints.load_latest()
@@ -520,7 +582,7 @@ def test_a_checkpoint_that_makes_no_model_that_loads_is_refused_and_nothing_is_k
     before = launching.tree(job.home)
     ran = cli("fetch-and-sample", job.job_id)
     assert ran.code == 1
-    assert "model.layers.0.self_attn.o_proj.weight should be" in ran.error
+    assert "weight blocks.0.attention.out.weight is [32, 7]" in ran.error
     assert launching.tree(job.home) - before <= {"models"}
 
 

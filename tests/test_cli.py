@@ -529,6 +529,26 @@ def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatc
 # -- the same from Python -------------------------------------------------------------------------
 
 
+def test_a_shell_completes_commands(home: Path) -> None:
+    env = {"COMP_WORDS": "sm-nanogpt fe", "COMP_CWORD": "1"}
+    env["_SM_NANOGPT_COMPLETE"] = "bash_complete"
+    ran = launching.command(home=home, env=env)
+    assert (ran.code, ran.out) == (0, "plain,fetch-and-sample\n")
+
+
+def test_a_package_of_another_project_is_not_taken_for_ours(home: Path) -> None:
+    (home.parent / "entry_point").mkdir()
+    (home.parent / "entry_point/__init__.py").touch()
+    words = [sys.executable, "-c", "import launcher"]
+    done = subprocess.run(words, cwd=home.parent, capture_output=True, text=True)
+    expected = f"package entry_point is {home.parent}/entry_point, not that of sm-nanogpt"
+    assert expected in done.stderr.splitlines()[-1]
+
+
+def test_dir_lists_the_names_of_the_package() -> None:
+    assert dir(launcher) == sorted(launcher.__all__)
+
+
 def test_every_name_of_the_package_is_there_and_documented() -> None:
     for name in launcher.__all__:
         assert inspect.getdoc(getattr(launcher, name)), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import http.server
@@ -19,7 +20,7 @@ import launching
 import pytest
 from launching import Ran
 
-from launcher import InputError, corpus, upload_data
+from launcher import InputError, corpus, storage, upload_data
 from launcher.corpus import find_upload, last_upload
 from launcher.settings import Settings, load_settings
 from launcher.storage import local_path
@@ -119,15 +120,41 @@ def test_a_text_in_place_of_its_path_is_refused_in_few_words(
 
 
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
-def test_a_directory_that_cannot_be_read_to_its_end_is_refused_with_its_name(
-    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+def test_a_subdirectory_that_cannot_be_read_is_named(
+    words: list[str],
+    home: Path,
+    cli: Callable[..., Ran],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(22, "Invalid argument", "/proc/1/odd")  # as `--data /` comes to
+    (tmp_path / "texts/closed").mkdir(parents=True)
+    (tmp_path / "texts/open.txt").write_text("To be, or not to be. " * 100)
+    scandir = os.scandir
 
-    monkeypatch.setattr(Path, "rglob", fail)
-    ran = cli(*words, str(tmp_path))
-    assert (ran.code, ran.error) == (2, "/proc/1/odd: Invalid argument")
+    def refuse(place: str) -> Any:
+        if Path(place).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", place)
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    ran = cli(*words, str(tmp_path / "texts"))
+    assert (ran.code, ran.error) == (2, f"{tmp_path / 'texts/closed'}: Permission denied")
+    assert not (home / "store").exists()
+
+
+def test_a_text_that_changes_while_it_is_sent_is_no_data_set(
+    home: Path, cli: Callable[..., Ran], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = storage.write_file
+
+    def write_late(path: Path, *rest: Any) -> None:
+        path.write_bytes(path.read_bytes() + b"more")
+        write(path, *rest)
+
+    monkeypatch.setattr(storage, "write_file", write_late)
+    ran = cli("upload-data", str(source))
+    assert (ran.code, ran.error) == (2, "the text changed while it was sent; upload it again")
+    assert list((home / "store/data").glob("*.json")) == []
 
 
 def test_one_bad_file_refuses_the_whole_directory(

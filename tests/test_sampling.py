@@ -216,15 +216,3 @@ def test_nothing_of_sampling_depends_on_the_working_directory(job: Finished) -> 
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_hyperparameters_of_an_edited_script_that_sampling_leaves_out_are_told(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
-    file = fetch_model(job.job_id) / "training.json"
-    document = json.loads(file.read_text())
-    document["config"]["activation"] = "gelu"
-    file.write_text(json.dumps(document))
-    ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "5")
-    assert ran.code == 0, ran.err
-    assert "trained by a script with activation, which is not known here" in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import random
@@ -14,18 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from models import SMALL, lively
 from runs import SCRIPT, environment, run, words
 
 from entry_point import train
 from entry_point.train import (
-    GPT,
     CheckpointError,
     Checkpoints,
     Config,
     ConfigError,
     FormatError,
+    ModelError,
 )
-from launcher.model import export_checkpoint, from_hugging_face, load_artefact
+from launcher import engine
+from launcher.errors import InputError
+from launcher.model import export_checkpoint, load_artefact
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
@@ -522,9 +526,10 @@ def test_transformers_computes_the_same_logits_past_the_context(
 ) -> None:
     model, vocabulary = load_artefact(artefact)
     x = torch.tensor([ids_of(vocabulary, text[1000:1100])])
-    cache = train.KeyValueCache(model, 1)
+    cache = engine.KeyValueCache(model, 1, 100)
     with torch.inference_mode():
-        ours = torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(100)], dim=1)
+        steps = [engine.forward(model, x[:, i : i + 1], cache) for i in range(100)]
+        ours = torch.stack(steps, dim=1)
         other = theirs[0](x).logits
     assert float((ours - other).abs().max()) < 1e-4
 
@@ -536,7 +541,7 @@ def test_transformers_generates_the_same_text(
     prompt = torch.tensor([ids_of(vocabulary, text[500:520])])
     with torch.inference_mode():
         expected = theirs[0].generate(prompt, max_new_tokens=80, do_sample=False)[0, 20:].tolist()
-    assert [int(i) for i in train.generate(model, prompt, 80, temperature=0)] == expected
+    assert [int(i) for i in engine.generate(model, prompt, 80, temperature=0)] == expected
 
 
 def test_transformers_makes_the_same_ids_of_all_characters(
@@ -561,6 +566,7 @@ def test_transformers_takes_a_character_never_seen_for_a_space(theirs: tuple[Any
 
 def test_the_artefact_holds_no_pickle(artefact: Path) -> None:
     assert sorted(p.name for p in artefact.iterdir()) == [
+        "SHA256SUMS",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
@@ -579,25 +585,39 @@ def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Pat
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_hugging_face_names_and_ours_are_inverse(tied: bool) -> None:
-    config = Config(n_layer=2, n_embd=16, n_head=2, tie_embeddings=tied)
-    model = GPT(config, 11)
-    model.init_weights(1)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    there = train.to_hugging_face(weights, config)
-    assert_same(from_hugging_face(there, config), weights)
+def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> None:
+    model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
+    train.write_artefact(tmp_path, model, "abcdefghijk", {"script_sha256": train.script_sha256()})
+    found, vocabulary = load_artefact(tmp_path)
+    assert vocabulary == "abcdefghijk"
+    assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+def test_an_unknown_weight_is_not_exported() -> None:
+    weights = {**dict(lively().named_parameters()), "blocks.0.mlp.bias": torch.zeros(3)}
+    with pytest.raises(ModelError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
+        train.to_hugging_face(weights, SMALL)
+
+
+def test_a_missing_weight_is_not_exported() -> None:
+    weights = dict(lively().named_parameters())
+    del weights["blocks.1.mlp.down.weight"]
+    with pytest.raises(ModelError, match=r"it has no weight 'blocks\.1\.mlp\.down\.w"):
+        train.to_hugging_face(weights, SMALL)
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors, _ = train.read_safetensors(directory / "model.safetensors")
     change(tensors)
     train.write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    train.write_sums(directory)
 
 
 def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> None:
     document = json.loads((directory / name).read_text())
     change(document)
     (directory / name).write_text(json.dumps(document))
+    train.write_sums(directory)
 
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -688,32 +708,31 @@ def test_files_that_are_not_what_they_should_be_are_a_format_error(
         load_artefact(copied)
 
 
-def test_a_model_loads_in_spite_of_hyperparameters_that_only_an_edited_script_knows(
-    copied: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_an_added_hyperparameter_of_the_recipe_is_no_obstacle(copied: Path) -> None:
     change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
+    change_json(copied, "training.json", lambda d: d.update(script_sha256="of an edited script"))
     model, _ = load_artefact(copied)
     assert model.config.n_embd == 64
 
+
+def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path) -> None:
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
-    state["config"]["mine"] = 1
-    state["best_step"] = None
+    state |= {"script_sha256": "f" * 64, "best_step": None}
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
-    assert export_checkpoint(tmp_path / "checkpoints", tmp_path / "model") == 120
+    with pytest.raises(InputError, match=r"SHA-256 ffffffffffff\.\.\.\), which is not here"):
+        export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
-def test_a_checkpoint_of_a_script_whose_model_is_another_is_no_model(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_weights_are_others_is_refused(trained: Path, tmp_path: Path) -> None:
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
     state["best_step"] = None
     tensors["model.wte.weight"] = tensors.pop("model.embed.weight")
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
-    with pytest.raises(FormatError, match=r"step 120 is of a script .*: 'embed\.w"):
+    with pytest.raises(FormatError, match=r"weight embed\.weight is nothing, where"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 

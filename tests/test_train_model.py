@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,29 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from models import SMALL, VOCABULARY_SIZE, ids, lively
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from entry_point import train
-from entry_point.train import GPT, Config, KeyValueCache, generate
-
-SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
-VOCABULARY_SIZE = 11
-
-
-def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:
-    """A model none of whose parts is idle; at first some projections are zero."""
-    model = GPT(config, VOCABULARY_SIZE, dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return model
-
-
-def ids(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY_SIZE, shape, generator=generator)
-
+from entry_point.train import GPT, Config
 
 # -- the forward pass ------------------------------------------------------------------------------
 
@@ -215,175 +196,7 @@ def test_bf16_is_close_to_float32() -> None:
     assert float((ours - exact).norm() / exact.norm()) < 3e-2
 
 
-# -- the cache -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch_size", [2, train.FEW_SEQUENCES + 1])
-@pytest.mark.parametrize("prefill", [1, 3, 8])
-def test_decoding_with_a_cache_equals_the_whole_forward_pass(prefill: int, batch_size: int) -> None:
-    model, x = lively(), ids(batch_size, 8)
-    with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size)
-        parts = [model(x[:, :prefill], cache=cache)]
-        parts += [model(x[:, i : i + 1], cache=cache) for i in range(prefill, 8)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("batch_size", [1, train.FEW_SEQUENCES + 1])
-def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> None:
-    """With one layer no older position can speak through a newer one, so the two are equal."""
-    model = lively(dataclasses.replace(SMALL, n_layer=1))
-    x = ids(batch_size, 30)
-    with torch.inference_mode():
-        cache = KeyValueCache(model, batch_size)
-        model(x[:, :5], cache=cache)
-        for end in range(6, 31):
-            logits = model(x[:, end - 1 : end], cache=cache)[:, -1]
-            cropped = model(x[:, max(0, end - 8) : end])[:, -1]
-            torch.testing.assert_close(logits, cropped, atol=1e-4, rtol=1e-4)
-
-
-def test_of_a_long_prompt_the_last_window_counts() -> None:
-    model, x = lively(), ids(1, 20)
-    long = [int(i) for i in generate(model, x, 20, temperature=0)]
-    assert long == [int(i) for i in generate(model, x[:, -8:], 20, temperature=0)]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    train.write_artefact(tmp_path, weights, model.config, "abcdefghijk", {})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    seen = set()
-    for seed in range(3):
-        prompt = ids(1, 5, seed=seed)
-        with torch.inference_mode():
-            expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
-        assert [int(i) for i in generate(model, prompt, 40, temperature=0)] == expected
-        seen |= set(expected)
-    assert len(seen) > 2
-
-
 # -- sampling --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["plain", "packed"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of matrix products that CPUs sample by, with models that are small."""
-    if request.param == "packed":
-        monkeypatch.setattr(train, "PACKED_FROM", 0)
-
-
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_most_likely_ids_are_those_of_whole_forward_passes_in_float32(
-    dtype: torch.dtype, batch_size: int
-) -> None:
-    config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
-    exact, x = lively(config), ids(batch_size, 4)
-    ours = torch.stack(list(generate(lively(config, dtype), x, 60, temperature=0)), dim=1)
-    with torch.inference_mode():
-        for _ in range(60):
-            x = torch.cat((x, exact(x)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
-    assert torch.equal(ours, x[:, 4:])
-
-
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
-)
-@pytest.mark.parametrize("batch_size", [1, 4, 5])
-@pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
-def test_a_copy_for_sampling_computes_what_the_model_does(
-    n_embd: int, batch_size: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
-    with torch.inference_mode():
-        exact, ours = model(x), train.for_sampling(model, batch_size, dtype)(x)
-    assert float((ours - exact).norm() / exact.norm()) < tolerance
-
-
-def test_the_matrices_of_large_models_alone_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lively()
-    for more, packed in ((0, True), (1, False)):
-        monkeypatch.setattr(train, "PACKED_FROM", model.config.matrix_parameters + more)
-        copy = train.for_sampling(model, 1, torch.float32)
-        kinds = {type(part) for part in copy.blocks.modules()} & {train.PackedLinear, train.Linear}
-        assert kinds == {train.PackedLinear if packed else train.Linear}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_beside_products_a_cpu_samples_in_float32(dtype: torch.dtype) -> None:
-    assert train.for_sampling(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
-
-
-@pytest.mark.usefixtures("products")
-def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
-    model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
-    model.init_weights(1)  # projections back into the stream begin at zero
-    with torch.inference_mode():
-        assert train.for_sampling(model, 1, torch.bfloat16)(ids(1, 8)).isfinite().all()
-
-
-def test_sampling_leaves_the_model_in_training_and_its_weights_as_they_were() -> None:
-    model = lively(dtype=torch.bfloat16).train()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    list(generate(model, ids(1, 3), 5))
-    assert model.training
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad and torch.equal(parameter, before[name])
-
-
-def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
-    model, n = lively(dataclasses.replace(SMALL, n_layer=1)), 20_000
-    prompt = ids(1, 4)
-    (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
-    with torch.inference_mode():
-        expected = train.logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
-    found = drawn.bincount(minlength=VOCABULARY_SIZE) / n
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
-
-
-def sampled(model: GPT, **how: Any) -> list[int]:
-    return [int(i) for i in generate(model, ids(1, 3), 40, **how)]
-
-
-def test_the_same_seed_samples_the_same_ids() -> None:
-    model = lively()
-    torch.manual_seed(1)
-    one = sampled(model, seed=3)
-    torch.manual_seed(2)
-    assert one == sampled(model, seed=3)
-
-
-def test_another_seed_samples_other_ids() -> None:
-    assert sampled(lively(), seed=3) != sampled(lively(), seed=4)
-
-
-def test_temperature_zero_takes_the_most_likely_whatever_the_seed() -> None:
-    model = lively()
-    greedy = sampled(model, temperature=0, seed=1)
-    assert greedy == sampled(model, temperature=0, seed=2)
-    assert greedy == sampled(model, temperature=1e-40, seed=2)  # logits over it are infinite
-    assert greedy == sampled(model, top_k=1, seed=3)
-    assert greedy == sampled(model, top_p=1e-6, seed=4)
-
-
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("batch_size", [3, train.FEW_SEQUENCES + 1])
-def test_a_batch_of_prompts_is_sampled_together(batch_size: int) -> None:
-    model, prompts = lively(), ids(batch_size, 4)
-    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
-    alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
-    assert torch.equal(together, torch.cat(alone, dim=1))
-
-
-def test_generation_is_lazy() -> None:
-    first = list(itertools.islice(generate(lively(), ids(1, 3), 10**9), 5))
-    assert len(first) == 5
 
 
 LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.job import JobDescription, TrainingJob
@@ -36,6 +37,9 @@ class Backend(Protocol):
 
     def job(self, job_id: str) -> TrainingJob:
         """What was submitted."""
+
+    def script(self, job_id: str) -> Path | None:
+        """The file on this machine that trained the job, as far as is known; None without one."""
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """Raises InputError unless the entry_point of a job that was submitted is as it was run."""

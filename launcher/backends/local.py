@@ -187,8 +187,11 @@ class LocalBackend:
         with read_from(path):
             values = record["job"]
             if values["entry_point"] is not None:  # the copy that was run, not what became of it
-                values["entry_point"] = str(self.jobs_dir / job_id / "code" / "train.py")
+                values["entry_point"] = str(self.script(job_id))
             return TrainingJob(**values)
+
+    def script(self, job_id: str) -> Path:
+        return self.jobs_dir / job_id / "code" / "train.py"
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """It is the copy that was run."""

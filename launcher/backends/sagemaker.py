@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import money, storage
@@ -304,6 +305,9 @@ class SageMakerBackend:
             raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
         with read_from(record):
             return TrainingJob(**json.loads(document))
+
+    def script(self, job_id: str) -> Path | None:
+        return self.job(job_id).entry_point
 
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """Compares with the archive that was sent; code from there, which others may write to, is

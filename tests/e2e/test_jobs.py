@@ -14,6 +14,7 @@ import pytest
 from container import Cluster
 from emulator import Emulator
 from launching import Ran, sets, until
+from test_edited import EDITS
 
 from launcher import artefacts, storage
 
@@ -80,6 +81,25 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
     assert followed.out.count(said) == 1
     assert re.search(r"^algo-1: .*step=60/60 ", followed.out, re.MULTILINE)
     assert len(sampled.out) >= 50
+
+
+def test_an_edited_model_is_sampled_by_the_file_it_was_launched_with(
+    aws: Emulator, command: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    mine = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
+    values = {**launching.TINY, "batch_size": 8}
+    words = ("--entry-point", str(mine), "--data", str(text_file), *sets(**values))
+    job_id = command("launch", *INSTANCE, *words).out.strip()
+    assert command("wait", job_id).code == 0
+    sampled = command("fetch-and-sample", job_id)
+    assert sampled.code == 0, sampled.err
+    assert "sampled by the edited script that trained it" in sampled.err
+    kept = mine.rename(tmp_path / "kept.py")
+    refused = command("fetch-and-sample", job_id)
+    assert (refused.code, refused.out) == (2, "")
+    assert "name it with --entry-point FILE" in refused.error
+    again = command("fetch-and-sample", job_id, "--entry-point", str(kept))
+    assert again.out == sampled.out
 
 
 def ranks(cluster: Cluster) -> list[list[list[str]]]:

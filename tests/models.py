@@ -1,0 +1,25 @@
+"""Small models with random weights, for the tests of what computes them."""
+
+from __future__ import annotations
+
+import torch
+
+from entry_point.train import GPT, Config
+
+SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
+VOCABULARY_SIZE = 11
+
+
+def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model none of whose parts is idle; before training some projections are zero."""
+    model = GPT(config, VOCABULARY_SIZE, dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+def ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY_SIZE, shape, generator=generator)

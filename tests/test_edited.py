@@ -1,0 +1,255 @@
+"""A model is computed by the script that trained it: edits of train.py as users make them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import launching
+import pytest
+import torch
+from launching import Finished, Ran
+
+from entry_point import train
+from launcher import InputError, fetch_model, load_model, sample
+from launcher.job import load_script
+
+SCRIPT = Path(train.__file__)
+HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
+FIELD = "    dropout: float = hyperparameter("
+ROTATED = "q, k = rotate(norm(heads[:2]), cos, sin)"
+EDITS: dict[str, list[tuple[str, str]]] = {
+    "activation": [("self.activation(gate) * up", "F.relu(gate) ** 2 * up")],
+    "bias": [
+        ("n_out * n_fused, bias=False)", "n_out * n_fused, bias=True)"),
+        (
+            "F.linear(x, self.weight.to(x.dtype))\n",
+            "F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))\n",
+        ),
+        (HEAD, "logits = head(x).float()"),
+    ],
+    "no QK-norm": [(ROTATED, "q, k = rotate(heads[:2], cos, sin)")],
+    "learned positions": [
+        (ROTATED, "q, k = norm(heads[:2])"),
+        (
+            "        self.blocks = ",
+            "        self.positions = nn.Embedding(config.block_size, config.n_embd)\n"
+            "        self.blocks = ",
+        ),
+        (
+            "x = self.embed(idx).to(self.compute_dtype)",
+            "x = self.embed(idx) + self.positions.weight[: idx.size(1)]\n"
+            "        x = x.to(self.compute_dtype)",
+        ),
+    ],
+    "hyperparameter": [
+        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits", group="model")\n{FIELD}'),
+        (
+            HEAD,
+            f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",
+        ),
+    ],
+}
+
+
+def launched(script: Path, home: Path, cli: Callable[..., Ran], text_file: Path) -> Finished:
+    ran = cli(*launching.launching("--entry-point", str(script), data=text_file))
+    assert ran.code == 0, ran.err
+    return Finished(home, ran.out.strip())
+
+
+def module_of(script: Path) -> ModuleType:
+    return load_script(script, script.read_bytes())
+
+
+def as_trained(job: Finished, script: Path) -> Any:
+    """The model that the run kept, with its weights by the names that it trained them under."""
+    module = module_of(script)
+    training = json.loads((job.directory / "hosts/algo-1/model/training.json").read_text())
+    (best,) = job.directory.glob(f"hosts/algo-1/checkpoints/best-{training['step']:08d}.*")
+    tensors, _ = train.read_safetensors(best)
+    config = module.make_config(training["config"])
+    return module.with_weights(config, len(vocabulary_of(job)), module.model_tensors(tensors))
+
+
+def vocabulary_of(job: Finished) -> str:
+    path = job.directory / "hosts/algo-1/model/tokenizer.json"
+    ids = json.loads(path.read_text())["model"]["vocab"]
+    return "".join(sorted(ids, key=ids.__getitem__))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_model_is_sampled_as_it_was_trained(
+    edit: str, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "mine.py", *EDITS[edit])
+    job = launched(script, home, cli, text_file)
+    script.unlink()  # the job keeps a copy
+    vocabulary, prompt, n = vocabulary_of(job), "The ", 60
+    model = as_trained(job, job.directory / "code/train.py")
+    ids = torch.tensor([[vocabulary.index(character) for character in prompt]])
+    with torch.inference_mode():
+        for _ in range(n):
+            following = model(ids[:, -32:])[:, -1].argmax(dim=-1, keepdim=True)
+            ids = torch.cat((ids, following), dim=1)
+    words = ("--prompt", prompt, "--max-new-tokens", str(n), "--temperature", "0")
+    ran = cli("fetch-and-sample", job.job_id, *words)
+    assert ran.code == 0, ran.err
+    assert ran.out == "".join(vocabulary[i] for i in ids[0].tolist()) + "\n"
+    assert "sampled by the edited script that trained it" in ran.err
+
+
+@pytest.fixture(scope="module")
+def edited_job(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+    """A job of the script with another activation. It is shared: look, but change nothing."""
+
+    def build(directory: Path) -> tuple[Path, str]:
+        home = directory / "home"
+        script = launching.edited(directory / "mine.py", *EDITS["activation"])
+        words = launching.launching("--entry-point", str(script), data=text_file)
+        ran = launching.command(*words, home=home)
+        assert ran.code == 0, ran.err
+        return home, ran.out.strip()
+
+    home, job_id = launching.once(tmp_path_factory, "edited", build)
+    return Finished(Path(home), job_id)
+
+
+@pytest.fixture
+def edited(edited_job: Finished, home: Path) -> Finished:
+    """A copy of that job in this test's own home."""
+    shutil.copytree(edited_job.directory, home / "jobs" / edited_job.job_id)
+    return Finished(home, edited_job.job_id)
+
+
+def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
+    transformers = pytest.importorskip("transformers")
+    directory = edited.directory / "hosts/algo-1/model"
+    assert "its logits differ from Qwen3's" in (edited.directory / "logs/job.log").read_text()
+    config = json.loads((directory / "config.json").read_text())
+    assert config["model_type"] == "sm-nanogpt-edited"
+    assert "its logits differ from Qwen3's" in config["why"]
+    with pytest.raises(ValueError, match="sm-nanogpt-edited"):
+        transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
+    directory = edited.directory / "hosts/algo-1/model"
+    script = (edited.directory / "code/train.py").read_bytes()
+    training = json.loads((directory / "training.json").read_text())
+    assert training["script_sha256"] == hashlib.sha256(script).hexdigest()
+
+
+def test_without_its_script_an_edited_model_is_refused(
+    edited: Finished, cli: Callable[..., Ran]
+) -> None:
+    (edited.directory / "code/train.py").unlink()
+    ran = cli("fetch-and-sample", edited.job_id)
+    assert ran.code == 2
+    assert ran.error.endswith("which is not here; name it with --entry-point FILE")
+    assert ran.out == ""
+    assert not (edited.home / "models" / edited.job_id).exists()
+
+
+def test_another_script_is_refused(
+    edited: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    other = launching.edited(tmp_path / "other.py", *EDITS["no QK-norm"])
+    ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(other))
+    assert ran.code == 2
+    assert f"and {other} is another one" in ran.error
+
+
+def test_the_named_script_is_taken(
+    edited: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    (edited.directory / "code/train.py").rename(mine)
+    ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(mine))
+    assert ran.code == 0, ran.err
+    (text,) = sample(edited.job_id, entry_point=mine)
+    assert ran.out == text + "\n"
+
+
+def test_a_stopped_job_gives_the_model_of_its_own_script(
+    edited: Finished, cli: Callable[..., Ran]
+) -> None:
+    state = edited.directory / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "status": "Stopped"}))
+    directory = fetch_model(edited.job_id)
+    assert directory.name == "step-00000010"
+    script = edited.directory / "code/train.py"
+    model, _ = load_model(directory, lambda: script)
+    assert type(model).__module__ == module_of(script).__name__
+    ran = cli("fetch-and-sample", edited.job_id)
+    assert ran.code == 0, ran.err
+    script.unlink()
+    shutil.rmtree(edited.home / "models")
+    assert cli("fetch-and-sample", edited.job_id).code == 2
+
+
+def test_an_edited_recipe_keeps_the_model_of_the_package(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    edit = ("warm * (config.final", "0.9 * warm * (config.final")
+    job = launched(launching.edited(tmp_path / "mine.py", edit), home, cli, text_file)
+    (job.directory / "code/train.py").unlink()
+    model, _ = load_model(fetch_model(job.job_id))
+    assert isinstance(model, train.GPT)
+
+
+def test_a_parameter_without_a_gradient_is_named(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "mine.py", EDITS["bias"][0])
+    for processes in ("1", "2"):
+        words = ("--entry-point", str(script), "--processes-per-instance", processes)
+        ran = cli(*launching.launching(*words, data=text_file))
+        assert ran.code == 1
+        assert "ModelError: blocks.0.attention.qkv.bias" in ran.error
+        assert "no gradient arrives; does forward use it?" in ran.error
+
+
+def test_an_activation_that_qwen3_may_have_stays_loadable(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    script = launching.edited(
+        tmp_path / "mine.py",
+        ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)"),
+    )
+    module = module_of(script)
+    model = module.GPT(module.Config(), 11).eval()
+    model.init_weights(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    assert module.write_artefact(tmp_path / "model", model, "abcdefghijk", {}) == ""
+    assert json.loads((tmp_path / "model/config.json").read_text())["hidden_act"] == "gelu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.arange(11)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_an_archive_cannot_choose_a_script(edited: Finished) -> None:
+    directory = fetch_model(edited.job_id)
+    with pytest.raises(InputError, match="which is not here"):
+        load_model(directory)
+
+
+def test_a_copy_of_the_script_is_handed_out(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = cli("copy-script", str(tmp_path / "mine.py"))
+    assert (ran.code, ran.out) == (0, f"{tmp_path / 'mine.py'}\n")
+    assert (tmp_path / "mine.py").read_bytes() == SCRIPT.read_bytes()
+
+
+def test_a_file_that_exists_is_not_replaced_by_the_script(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("mine")
+    ran = cli("copy-script", str(tmp_path / "mine.py"))
+    assert (ran.code, ran.error) == (2, f"{tmp_path / 'mine.py'} exists; name another file")
+    assert (tmp_path / "mine.py").read_text() == "mine"

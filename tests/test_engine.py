@@ -1,0 +1,207 @@
+"""Generation: the engine of the launcher, and the plain loop of train.py, which it must equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, VOCABULARY_SIZE, ids, lively
+
+from entry_point import train
+from entry_point.train import GPT
+from launcher import engine
+from launcher.engine import FEW_SEQUENCES, KeyValueCache, forward
+
+Generate = Callable[..., Iterator[torch.Tensor]]
+
+
+@pytest.fixture(params=[train.generate, engine.generate], ids=["plain", "engine"])
+def generate(request: pytest.FixtureRequest) -> Generate:
+    """Each way to generate."""
+    made: Generate = request.param
+    return made
+
+
+@pytest.fixture(params=["as they are", "packed"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of matrix products that the engine computes by, for models that are small."""
+    if request.param == "packed":
+        monkeypatch.setattr(engine, "PACKED_FROM", 0)
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [2, FEW_SEQUENCES + 1])
+@pytest.mark.parametrize("prefill", [1, 3, 8])
+def test_decoding_with_a_cache_equals_a_forward_pass(prefill: int, batch_size: int) -> None:
+    model, x = lively(), ids(batch_size, 8)
+    with torch.inference_mode():
+        cache = KeyValueCache(model, batch_size, 8)
+        found = [forward(model, x[:, :prefill], cache)]
+        found += [forward(model, x[:, i : i + 1], cache) for i in range(prefill, 8)]
+        expected = model(x)[:, prefill - 1 :]
+        torch.testing.assert_close(torch.stack(found, dim=1), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, FEW_SEQUENCES + 1])
+def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> None:
+    """With one layer no older position can speak through a newer one, so the two are equal."""
+    model = lively(dataclasses.replace(SMALL, n_layer=1))
+    x = ids(batch_size, 30)
+    with torch.inference_mode():
+        cache = KeyValueCache(model, batch_size, 8)
+        forward(model, x[:, :5], cache)
+        for end in range(6, 31):
+            logits = forward(model, x[:, end - 1 : end], cache)
+            cropped = model(x[:, max(0, end - 8) : end])[:, -1]
+            torch.testing.assert_close(logits, cropped, atol=1e-4, rtol=1e-4)
+
+
+def test_the_last_window_of_a_long_prompt_counts(generate: Generate) -> None:
+    model, x = lively(), ids(1, 20)
+    long = [int(i) for i in generate(model, x, 20, temperature=0)]
+    assert long == [int(i) for i in generate(model, x[:, -8:], 20, temperature=0)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
+    assert train.write_artefact(tmp_path, model, "abcdefghijk", {}) == ""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    seen = set()
+    for seed in range(3):
+        prompt = ids(1, 5, seed=seed)
+        with torch.inference_mode():
+            expected = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, 5:].tolist()
+        found = [int(i) for i in engine.generate(model, prompt, 40, temperature=0)]
+        assert found == expected
+        seen |= set(expected)
+    assert len(seen) > 2
+
+
+# -- packed weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_ids_are_those_of_the_plain_loop_in_float32(
+    dtype: torch.dtype, batch_size: int
+) -> None:
+    config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
+    x = ids(batch_size, 4)
+    ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
+    plain = torch.stack(list(train.generate(lively(config), x, 60, temperature=0)))
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+@pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
+def test_a_copy_for_sampling_computes_what_the_model_does(
+    n_embd: int, batch_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
+    with torch.inference_mode():
+        exact, ours = model(x), engine.for_sampling(model, batch_size, dtype)(x)
+    assert float((ours - exact).norm() / exact.norm()) < tolerance
+
+
+def test_only_the_matrices_of_large_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively()
+    both = {engine.PackedLinear, train.Linear}
+    for more, packed in ((0, True), (1, False)):
+        monkeypatch.setattr(engine, "PACKED_FROM", model.config.matrix_parameters + more)
+        copy = engine.for_sampling(model, 1, torch.float32)
+        kinds = {type(part) for part in copy.blocks.modules()} & both
+        assert kinds == {engine.PackedLinear if packed else train.Linear}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cpu_samples_in_float32_but_for_products(dtype: torch.dtype) -> None:
+    assert engine.for_sampling(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
+
+
+@pytest.mark.usefixtures("products")
+def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
+    model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
+    model.init_weights(1)  # projections back into the stream begin at zero
+    with torch.inference_mode():
+        assert engine.for_sampling(model, 1, torch.bfloat16)(ids(1, 8)).isfinite().all()
+
+
+# -- what is drawn ---------------------------------------------------------------------------------
+
+
+def test_generating_leaves_the_model_as_it_was(generate: Generate) -> None:
+    model = lively(dtype=torch.bfloat16).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    list(generate(model, ids(1, 3), 5))
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad and torch.equal(parameter, before[name])
+
+
+def test_ids_are_drawn_as_often_as_they_are_likely(generate: Generate) -> None:
+    model, n = lively(dataclasses.replace(SMALL, n_layer=1)), 20_000
+    prompt = ids(1, 4)
+    (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
+    with torch.inference_mode():
+        expected = train.logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
+    found = drawn.bincount(minlength=VOCABULARY_SIZE) / n
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+
+
+def drawn(generate: Generate, **how: Any) -> list[int]:
+    return [int(i) for i in generate(lively(), ids(1, 3), 40, **how)]
+
+
+def test_the_same_seed_draws_the_same_ids(generate: Generate) -> None:
+    torch.manual_seed(1)
+    one = drawn(generate, seed=3)
+    torch.manual_seed(2)
+    assert one == drawn(generate, seed=3)
+
+
+def test_another_seed_draws_other_ids(generate: Generate) -> None:
+    assert drawn(generate, seed=3) != drawn(generate, seed=4)
+
+
+def test_both_ways_draw_the_same_ids_up_to_the_context() -> None:
+    config = dataclasses.replace(SMALL, block_size=64)
+    ways = [
+        [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
+        for way in (train.generate, engine.generate)
+    ]
+    assert ways[0] == ways[1]
+
+
+def test_temperature_zero_is_greedy_whatever_the_seed(generate: Generate) -> None:
+    greedy = drawn(generate, temperature=0, seed=1)
+    assert greedy == drawn(generate, temperature=0, seed=2)
+    assert greedy == drawn(generate, temperature=1e-40, seed=2)  # logits over it are infinite
+    assert greedy == drawn(generate, top_k=1, seed=3)
+    assert greedy == drawn(generate, top_p=1e-6, seed=4)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("batch_size", [3, FEW_SEQUENCES + 1])
+def test_a_batch_of_prompts_is_sampled_together(batch_size: int, generate: Generate) -> None:
+    model, prompts = lively(), ids(batch_size, 4)
+    together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
+    alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
+def test_generation_is_lazy(generate: Generate) -> None:
+    assert len(list(itertools.islice(generate(lively(), ids(1, 3), 10**9), 5))) == 5
