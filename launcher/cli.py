@@ -706,18 +706,26 @@ def moment(seconds: float | None) -> str | None:
 @cli.command("logs")
 @JOB_ID
 @click.option("--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--tail", metavar="N", type=click.IntRange(min=0), help="The last N lines alone.")
+@click.option("--raw", is_flag=True, help="All lines of the containers, SageMaker's own too.")
 @click.pass_context
-def logs_command(context: click.Context, job_id: str, follow: bool) -> None:
-    """Print what a job printed.
+def logs_command(
+    context: click.Context, job_id: str, follow: bool, tail: int | None, raw: bool
+) -> None:
+    """Print what the script of a job printed.
 
     \b
     Example:
       sm-nanogpt logs JOB-ID --follow
+      sm-nanogpt logs JOB-ID --tail 20
     """
     from launcher.tracking import logs
 
+    if follow and tail is not None:
+        raise InputError("--tail does not go with --follow")
     try:
-        for line in logs(job_id, follow, settings_of(context), tell=note):
+        lines = logs(job_id, follow, settings_of(context), tell=note, raw=raw)
+        for line in lines if tail is None else deque(lines, maxlen=tail):
             click.echo(line)
     except KeyboardInterrupt:
         if not follow:

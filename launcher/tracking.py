@@ -143,10 +143,11 @@ def logs(
     follow: bool = False,
     settings: Settings | None = None,
     tell: Tell = lambda line: None,
+    raw: bool = False,
 ) -> Iterator[str]:
-    """The lines of a job's log; to follow it, an outage of the network is told and waited out.
+    """What the script of a job printed, by lines; raw adds what its container printed besides.
 
-    That there are none yet is told, with the state of the job.
+    With follow, to the end of the job; an outage of the network is reported and waited out.
 
     Raises:
         ServiceError: there is no such job.
@@ -155,12 +156,13 @@ def logs(
 
     def lines() -> Iterator[str]:
         silent = True
-        for line in backend.logs(job_id, follow, tell):
+        for line in backend.logs(job_id, follow, tell, raw):
             silent = False
             yield line
         if silent and not follow:
             yet = " yet" * description.is_running
-            tell(f"nothing is logged{yet}; the job is {description.state}")
+            more = "; --raw shows all lines" * (not raw and description.instance != "local")
+            tell(f"the script printed nothing{yet}; the job is {description.state}{more}")
 
     return lines()
 

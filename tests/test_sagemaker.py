@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import botocore.session
 import launching
@@ -44,6 +45,7 @@ from launcher.backends.sagemaker import (
     sendable_hyperparameters,
     source_archive,
 )
+from launcher.backends.toolkit import script_lines
 from launcher.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.instances import INSTANCES, has_local_storage, remark
 from launcher.settings import load_settings
@@ -810,7 +812,7 @@ def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
     lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
     cloud.sagemaker.next_script = {"log": lines}
     job_id = cli(*LAUNCH, "--data", str(text_file), "--instance-count", "2").out.strip()
-    ran = cli("logs", job_id, "--follow")
+    ran = cli("logs", job_id, "--follow", "--raw")
     assert ran.code == 0, ran.err
     said, told = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
     assert told[:10] == said[:10]
@@ -818,8 +820,48 @@ def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
         own = [line for line in said if line.startswith(host)]
         assert [line for line in told if line.startswith(host)] == own
     assert len(told) == len(said)
-    assert cli("logs", job_id).out.splitlines() == said
+    assert cli("logs", job_id, "--raw").out.splitlines() == said
+    assert cli("logs", job_id, "--raw", "--tail", "3").out.splitlines() == said[-3:]
     assert "state:       Completed" in cli("status", job_id).out
+
+
+CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
+ENVIRONMENT = [
+    "SM_HOSTS=[...]",
+    "Invoking script with the following command:",
+    "",
+    "mpirun train.py",
+]
+
+
+def test_logs_show_the_lines_of_the_script_alone() -> None:
+    lines = [
+        ("algo-1", f"{CHATTER}INFO     Imported framework"),
+        ("algo-2", "bash: no job control in this shell"),
+        *(("algo-1", line) for line in ENVIRONMENT),
+        ("algo-1", f"{TAGGED}step=1/2 train_loss=1.0"),
+        ("algo-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
+        ("algo-1", "mpirun noticed that process rank 3 exited"),
+        ("algo-2", f"{CHATTER}INFO     Orted process exited"),
+        ("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
+    ]
+    assert list(script_lines(lines)) == [
+        "step=1/2 train_loss=1.0",
+        "algo-2: OutOfMemory: too much",
+        "mpirun noticed that process rank 3 exited",
+        f"{CHATTER}ERROR    Reporting training FAILURE",
+    ]
+
+
+def test_under_torchrun_the_script_is_known_by_its_place() -> None:
+    hosts = ("algo-1", "algo-2")
+    lines = [(host, line) for host in hosts for line in ENVIRONMENT]
+    lines += [
+        ("algo-1", "step=1/2"),
+        ("algo-2", "a warning"),
+        ("algo-1", f"{CHATTER}INFO     Done"),
+    ]
+    assert list(script_lines(lines)) == ["step=1/2", "algo-2: a warning"]
 
 
 def test_of_a_log_that_has_not_begun_the_state_of_the_job_is_told(
@@ -827,7 +869,10 @@ def test_of_a_log_that_has_not_begun_the_state_of_the_job_is_told(
 ) -> None:
     ran = cli("logs", launched)
     assert (ran.code, ran.out) == (0, "")
-    assert re.fullmatch(r"nothing is logged yet; the job is InProgress \(\w+\)\n", ran.err)
+    said = (
+        r"the script printed nothing yet; the job is InProgress \(\w+\); --raw shows all lines.*\n"
+    )
+    assert re.fullmatch(said, ran.err)
 
 
 def test_a_followed_launch_ends_with_the_job(
@@ -836,7 +881,7 @@ def test_a_followed_launch_ends_with_the_job(
     cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", f"{TAGGED}step=1/2 train_loss=1.0")]}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0, ran.err
-    assert f"{TAGGED}step=1/2 train_loss=1.0" in ran.err
+    assert "step=1/2 train_loss=1.0" in ran.err.splitlines()
     cloud.sagemaker.next_script = {"reason": "AlgorithmError: oh no"}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 1
@@ -901,9 +946,9 @@ def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
     ("words", "operation", "after"),
     [
         (("wait",), b"DescribeTrainingJob", 1),
-        (("logs", "--follow"), b"DescribeTrainingJob", 1),
-        (("logs", "--follow"), b"DescribeLogStreams", 1),
-        (("logs", "--follow"), b"GetLogEvents", 1),
+        (("logs", "--follow", "--raw"), b"DescribeTrainingJob", 1),
+        (("logs", "--follow", "--raw"), b"DescribeLogStreams", 1),
+        (("logs", "--follow", "--raw"), b"GetLogEvents", 1),
     ],
 )
 def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
@@ -925,7 +970,7 @@ def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
     (told,) = [line for line in ran.err.splitlines() if "Could not connect" in line]
     assert "tried again" in told
     if words[0] == "logs":
-        assert ran.out.splitlines() == [line for _, _, line in lines]
+        assert ran.out.splitlines() == [f"{host}: {line}" for _, host, line in lines]
 
 
 def error_of(code: str) -> bytes:
@@ -957,11 +1002,11 @@ def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     outage.answer = answer
     outage.begin(3, operation, after=1)
-    ran = cli("logs", job_id, "--follow")
+    ran = cli("logs", job_id, "--follow", "--raw")
     assert ran.code == 0, ran.err
     assert outage.lost == 3
     assert "tried again" in ran.err
-    assert ran.out.splitlines() == ["line 1", "line 2"]
+    assert ran.out.splitlines() == ["algo-1: line 1", "algo-1: line 2"]
 
 
 @pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
@@ -997,7 +1042,7 @@ def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
 
     monkeypatch.setattr(backend, "news", news)
-    assert list(backend.logs("job", follow=True)) == ["the end"]
+    assert list(backend.host_lines("job", True, Mock())) == [("algo-1", "the end")]
 
 
 def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(

@@ -56,6 +56,10 @@ class Backend(Protocol):
     def console_link(self, job_id: str) -> str | None:
         """Where a browser shows the job, if one can."""
 
-    def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
-        """Lines of all hosts, without line ends; with follow, until the job ends, whatever outages
-        of the network are told meanwhile."""
+    def logs(
+        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
+    ) -> Iterator[str]:
+        """What the script printed, by lines, without line ends; with follow, until the job ends.
+
+        Outages of the network are reported meanwhile. raw adds what the container printed besides.
+        """

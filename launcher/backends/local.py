@@ -218,7 +218,9 @@ class LocalBackend:
     def console_link(self, job_id: str) -> str | None:
         return None
 
-    def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
+    def logs(
+        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
+    ) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position, pending = 0, b""
         while True:

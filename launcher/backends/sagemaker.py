@@ -36,6 +36,7 @@ from launcher.aws import (
     service_errors,
     steady_client,
 )
+from launcher.backends.toolkit import script_lines
 from launcher.errors import InputError, ServiceError
 from launcher.images import problem, remark
 from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
@@ -348,17 +349,22 @@ class SageMakerBackend:
         with service_errors("StopTrainingJob"):
             self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
-    def logs(self, job_id: str, follow: bool, tell: Tell = lambda line: None) -> Iterator[str]:
+    def logs(
+        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
+    ) -> Iterator[str]:
+        lines = self.host_lines(job_id, follow, tell)
+        return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)
+
+    def host_lines(self, job_id: str, follow: bool, tell: Tell) -> Iterator[tuple[str, str]]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
         again = self.settings.command(f"logs {job_id} --follow")
-        hosts, heard, ended = 1, time.monotonic(), False
+        heard, ended = time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
             raw, events, seen = patiently(ask, again, tell) if follow else ask()
-            hosts = raw["ResourceConfig"]["InstanceCount"] if raw else hosts
             for _, host, message in events:
-                yield f"{host}: {message}" if hosts > 1 else message
+                yield host, message
             if events or not ended:  # when last asked; the last lines come after the end
                 heard = time.monotonic()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
