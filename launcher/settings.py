@@ -205,6 +205,8 @@ def check_location(location: str) -> None:
         # As S3 has made them; those of before 2018 may hold capitals and underscores.
         if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
             raise ValueError("names no bucket; use s3://bucket/prefix")
+        if "//" in rest[2:]:  # a key that S3 takes, and SageMaker cannot read
+            raise ValueError("has an empty part, //, which SageMaker cannot read")
     elif scheme == "file":
         if not rest.startswith("///"):
             raise ValueError("names no place from the root; use file:///directory")

@@ -40,6 +40,7 @@ from launcher.aws import why
 from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import (
     SageMakerBackend,
+    describe_job,
     sendable_hyperparameters,
     source_archive,
 )
@@ -616,6 +617,23 @@ def test_status_tells_the_states_times_and_numbers(
     assert "val loss:    1.5000" in told
     assert "step:        1000/1000" in told
     assert json.loads(cli("status", launched, "--json").out)["billable_seconds"] == 100
+
+
+@pytest.mark.parametrize(
+    ("status", "secondary", "reason"),
+    [
+        ("InProgress", "Interrupted", None),
+        ("InProgress", "Starting", None),
+        ("Stopped", "MaxWaitTimeExceeded", "Spot capacity was reclaimed"),
+    ],
+)
+def test_an_interruption_is_a_reason_once_the_job_has_ended(
+    cloud: Emulator, launched: str, status: str, secondary: str, reason: str | None
+) -> None:
+    raw = SageMakerBackend(load_settings()).known(launched)
+    raw |= {"TrainingJobStatus": status, "SecondaryStatus": secondary}
+    raw["FailureReason"] = "Spot capacity was reclaimed"
+    assert describe_job(raw, None).failure_reason == reason
 
 
 def test_status_of_a_spot_job_tells_what_was_saved(

@@ -492,6 +492,8 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
+    # A spot job that was interrupted runs again: that is no failure yet.
+    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
@@ -504,8 +506,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
-        failure_reason=in_short(raw.get("FailureReason", ""))
-        or (secondary if secondary in limits else None),
+        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),
         ended=timestamp(raw.get("TrainingEndTime")),
