@@ -295,9 +295,16 @@ def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
 def test_a_type_that_is_not_known_is_a_warning(
     examined: Callable[..., dict[str, tuple[str, str]]],
 ) -> None:
-    result, said = examined("--instance", "ml.g5.12xlarg")["instance"]
+    result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
     assert result == WARNING
-    assert "did you mean ml.g5.12xlarge" in said
+    assert "did you mean ml.g6" in said
+
+
+def test_a_type_that_train_py_does_not_run_on_is_a_failure(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+) -> None:
+    result, said = examined("--instance", "ml.p6e-gb200.36xlarge")["instance"]
+    assert (result, "Arm" in said) == (FAILURE, True)
 
 
 def simulated(

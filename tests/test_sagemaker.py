@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import botocore.session
 import launching
 import pytest
 import sagemaker_service
@@ -44,7 +43,15 @@ from launcher.backends.sagemaker import (
     sendable_hyperparameters,
     source_archive,
 )
-from launcher.instances import INSTANCES, has_local_storage, remark
+from launcher.instances import (
+    INSTANCES,
+    check_suitable,
+    gpus_of,
+    has_local_storage,
+    looks_like_gpu,
+    remark,
+    sagemaker_types,
+)
 from launcher.settings import load_settings
 from launcher.submission import new_job_id
 
@@ -180,26 +187,44 @@ def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        *[(name, True) for name in ("g4dn", "g5", "g6", "g6e", "p3dn", "p4d", "p4de", "r5d")],
-        *[(name, True) for name in ("p5", "p5e", "p5en", "p6-b200", "p6-b300", "m5d", "m6gd")],
+        *[(name, True) for name in ("g4dn", "g5", "g6", "g6e", "g6f", "g7", "g7e", "r5d")],
+        *[(name, True) for name in ("p3dn", "p4d", "p4de", "p5", "p5e", "p5en", "m5d", "m6gd")],
+        *[(name, True) for name in ("p6-b200", "p6-b300", "m8id")],
         *[(name, False) for name in ("p2", "p3", "t3", "m5", "c5", "c5n", "r5", "m6i", "m7i-flex")],
+        *[(name, False) for name in ("c8i", "m8i", "r8i", "r8i-flex")],
     ],
 )
 def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: bool) -> None:
     assert has_local_storage(f"ml.{family}.48xlarge") == expected
 
 
-def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus(home: Path) -> None:
-    told = remark("ml.g5.13xlarge")
-    assert "did you mean" in told
+def test_a_known_type_is_described() -> None:
     assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
-    assert "-gpu-" in training_image("us-east-1", "2.8.0", True, home)
+    assert remark("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+
+
+def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.refuse["CreateTrainingJob"] = ("ValidationException", "no such type")
+    ran = cli("launch", "--instance", "ml.g6f.xlarge", "--data", str(text_file))
+    assert "warning: boto3 knows no training instance ml.g6f.xlarge" in ran.err
+    assert "taken for a GPU instance; did you mean ml.g6" in ran.err
+    assert "-gpu-" in cloud.calls[-1][1]["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
+    for name in sagemaker_types():
+        try:
+            check_suitable(name)
+        except InputError:
+            assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
+        else:
+            assert looks_like_gpu(name) == bool(gpus_of(name)), name
 
 
 def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
-    service = botocore.session.get_session().get_service_model("sagemaker")
-    resources = service.shape_for("ResourceConfig")
-    assert set(INSTANCES) <= set(resources.members["InstanceType"].enum)
+    assert set(INSTANCES) <= set(sagemaker_types())
 
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
@@ -236,6 +261,9 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--max-run", "1"), "max_run=1: must be at least 60"),
         (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
+        (("--instance", "ml.p6e-gb200.36xlarge"), "Arm"),
+        (("--instance", "ml.g5.12xlrge"), "did you mean ml.g5.12xlarge"),
+        (("--instance", "ml.g5.13xlarge"), "or ml.g5.12xlarge or"),
         (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
         (("--tag", "a=b;c"), "--tag a=b;c"),

@@ -36,7 +36,7 @@ from launcher.aws import (
     steady_client,
 )
 from launcher.errors import InputError, ServiceError
-from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
+from launcher.instances import check_suitable, gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
     RUNNING,
     TAG_KEY,
@@ -175,8 +175,7 @@ class SageMakerBackend:
         return create_request(self.plan(job_id, job), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        if job.instance.startswith(("ml.trn", "ml.inf")):
-            raise InputError(f"--instance {job.instance}: train.py needs GPUs or a CPU, not Neuron")
+        check_suitable(job.instance)
         if job.instance.startswith("ml.p5.") and job.launcher == "pytorchddp":
             raise InputError(
                 f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
@@ -187,8 +186,8 @@ class SageMakerBackend:
                 f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
                 " no volume; leave it out, or take a larger --instance"
             )
-        known = INSTANCES.get(job.instance)
-        config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
+        gpus = gpus_of(job.instance)
+        config = job.config(1 if gpus is None else job.instance_count * max(1, gpus))
         anything = {"data": "s3://bucket/data", "validation": None}
         self.plan("job", job.model_copy(update=anything))
         if not self.settings.role and not dry_run:
