@@ -26,10 +26,17 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
     ClientError,
     EndpointConnectionError,
+    LoginError,
+    LoginInsufficientPermissions,
+    LoginRefreshRequired,
+    NoCredentialsError,
     ReadTimeoutError,
     UnauthorizedSSOTokenError,
 )
 from botocore.httpsession import URLLib3Session
+from botocore.utils import generate_login_cache_key
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulator import Emulator
 from launching import Finished, Ran
 
@@ -504,6 +511,81 @@ def test_a_name_that_holds_sso_is_no_sign_of_expired_credentials() -> None:
     assert "the network" in said
     assert "expired" not in said
     assert "expired" in why(UnauthorizedSSOTokenError())
+
+
+# -- the credentials of `aws login` ----------------------------------------------------------------
+
+
+@pytest.fixture
+def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the token of a person's `aws login` is kept; it is not there yet."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    session = f"arn:aws:iam::{ACCOUNT}:user/me"
+    config = home.parent / ".aws/config"
+    config.parent.mkdir()
+    config.write_text(f"[default]\nlogin_session = {session}\n")
+    token = config.parent / f"login/cache/{generate_login_cache_key(session)}.json"
+    token.parent.mkdir(parents=True)
+    return token
+
+
+@pytest.mark.parametrize("command", ["jobs", "upload-data"])
+@pytest.mark.parametrize(
+    ("crypto", "said"),
+    [(None, "the package awscrt is missing"), (object(), "renew them: `aws login`")],
+)
+def test_a_login_that_cannot_be_used_says_what_to_do(
+    login_token: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    crypto: object,
+    said: str,
+) -> None:
+    for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
+        monkeypatch.setattr(f"{module}.credentials.EC", crypto)
+    ran = cli(command, *[str(text_file)] * (command == "upload-data"))
+    assert ran.code == 1
+    assert said in ran.error
+
+
+@pytest.mark.parametrize("command", ["jobs", "upload-data"])
+def test_a_login_is_renewed_when_its_credentials_expire(
+    cloud: Emulator,
+    login_token: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    pytest.importorskip("awscrt")
+    keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
+    expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
+    key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()
+    )
+    said = {"dpopKey": key.decode(), "clientId": "cli", "refreshToken": "r"}
+    login_token.write_text(json.dumps({"accessToken": expired, **said}))
+    answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
+    monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
+    ran = cli(command, *[str(text_file)] * (command == "upload-data"))
+    assert ran.code == 0, ran.err
+    assert json.loads(login_token.read_text())["accessToken"]["expiresAt"] > "2026-11"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LoginRefreshRequired(), "expired"),
+        (LoginError(), "renew them: `aws login`"),
+        (LoginInsufficientPermissions(), "signin:CreateOAuth2Token"),
+        (NoCredentialsError(), "`aws login`"),
+    ],
+)
+def test_what_ends_a_login_is_told_with_its_remedy(error: Exception, said: str) -> None:
+    assert said in why(error)
 
 
 @pytest.mark.parametrize("attempts", ["", "0"])
