@@ -312,7 +312,10 @@ class LaunchCommand(Command):
     help="Spot capacity: cheaper; goes on later (default: on demand, or as --resume's).",
 )
 @cloud_option(
-    "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
+    "--max-wait",
+    metavar="SECONDS",
+    type=int,
+    help="With --spot, waiting included (default: 2 x max-run, 28 days at most).",
 )
 @cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
 @cloud_option(

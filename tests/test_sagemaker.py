@@ -143,6 +143,11 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         ),
         (("--max-run", "3600"), ("StoppingCondition", "MaxRuntimeInSeconds"), 3600),
         (("--spot", "--max-run", "60"), ("StoppingCondition", "MaxWaitTimeInSeconds"), 120),
+        (
+            ("--spot", "--max-run", "2419200"),
+            ("StoppingCondition", "MaxWaitTimeInSeconds"),
+            2419200,
+        ),
         (("--spot",), ("EnableManagedSpotTraining",), True),
         (("--keep-alive", "600"), ("ResourceConfig", "KeepAlivePeriodInSeconds"), 600),
         (

@@ -38,6 +38,7 @@ from launcher.aws import (
 from launcher.errors import InputError, ServiceError
 from launcher.instances import check_suitable, gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
+    LONGEST_RUN,
     RUNNING,
     TAG_KEY,
     JobDescription,
@@ -156,7 +157,7 @@ class SageMakerBackend:
             metric_definitions=job.script_module().metric_definitions(),
             tags={TAG_KEY: TAG_VALUE, **job.tags},
             max_run=job.time_limit,
-            max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
+            max_wait=(job.max_wait or min(2 * job.time_limit, LONGEST_RUN)) if job.spot else None,
             keep_alive=job.keep_alive,
             volume_size=job.volume_size,
             environment=job.environment,
