@@ -251,7 +251,10 @@ def check_stack(patient: Patient) -> str:
 
 def check_role(patient: Patient) -> str:
     """It exists, and SageMaker may act as it."""
+    from launcher.backends.estimator import notebook_role
+
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
+    patient.role = patient.role or notebook_role(patient.session, patient.settings.home)
     if not patient.role:
         deploy = patient.settings.command("infra deploy")
         raise InputError(f"no execution role: `{deploy}` makes one, --role names one")

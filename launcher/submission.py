@@ -45,13 +45,18 @@ def cloud_settings(
 ) -> Settings:
     """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
 
-    Without a stack, the store is the account's default bucket of SageMaker.
+    Without a stack, the role is that of the SageMaker notebook that this runs in, if any, and the
+    store is the account's default bucket of SageMaker.
 
     Raises:
         InputError: no store is set, and none is there; none is created.
         ServiceError: AWS cannot be asked.
     """
     settings = with_stack(settings, offline=dry_run, tell=tell)
+    backend = SageMakerBackend(settings)
+    if not settings.role and not dry_run and (role := backend.notebook_role()):
+        tell(f"role: {role} (of this SageMaker notebook)")
+        settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
@@ -60,7 +65,7 @@ def cloud_settings(
             f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
             f" `{settings.command('infra show')}` once"
         )
-    bucket = SageMakerBackend(settings).default_bucket()
+    bucket = backend.default_bucket()
     if bucket is None:
         raise InputError(
             "no store is set, and the account has no default bucket yet:"

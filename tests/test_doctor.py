@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -221,6 +222,18 @@ def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: lis
     stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
     with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
         doctor.check_stack(patient)
+
+
+def test_the_role_of_a_sagemaker_notebook_is_found(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role = os.environ["SM_NANOGPT_ROLE"]
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
+    monkeypatch.setattr("sagemaker.session.NOTEBOOK_METADATA_FILE", str(tmp_path / "metadata.json"))
+    assert examined()["role"] == (OK, role)
 
 
 def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:

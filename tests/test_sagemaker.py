@@ -63,6 +63,7 @@ from launcher.settings import load_settings
 from launcher.submission import new_job_id
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
@@ -307,6 +308,33 @@ def test_no_region_no_role_and_no_store_are_each_one_line(
     assert "--region" in cli(*words).error
     monkeypatch.delenv("SM_NANOGPT_STORE")
     assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ResourceName": "default", "DomainId": "d-1", "ExecutionRoleArn": ROLE},  # Studio
+        {"ResourceName": "mine"},  # a notebook instance, which is asked about
+    ],
+)
+def test_in_a_sagemaker_notebook_its_role_is_taken_aloud(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metadata: dict[str, str],
+) -> None:
+    file = tmp_path / "resource-metadata.json"
+    file.write_text(json.dumps(metadata))
+    monkeypatch.setattr("sagemaker.session.NOTEBOOK_METADATA_FILE", str(file))
+    described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
+    cloud.sagemaker.DescribeNotebookInstance = lambda body: described  # type: ignore[attr-defined]
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert f"role: {ROLE} (of this SageMaker notebook)" in ran.err
+    assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
 def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(

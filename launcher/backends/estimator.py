@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
+from launcher.aws import service_errors
 from launcher.errors import InputError
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -138,6 +139,26 @@ def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> 
             )
     except ValueError as error:
         raise InputError(f"region {region}: {error}") from None
+
+
+def notebook_role(session: Any, home: Path) -> str:
+    """The execution role of the SageMaker notebook or Studio space that this runs in, else ''.
+
+    Elsewhere the caller may be a role too, as after `aws sso login`, but not one that SageMaker may
+    act as.
+
+    Raises:
+        ServiceError: AWS cannot be asked.
+    """
+    with quiet_sdk(home), service_errors("get_execution_role"):
+        import sagemaker.session as sdk
+
+        if not Path(sdk.NOTEBOOK_METADATA_FILE).exists():
+            return ""
+        try:
+            return str(sdk.get_execution_role(sdk.Session(boto_session=session)))
+        except ValueError:  # the caller is a user
+            return ""
 
 
 def take_config_as_it_is(config: dict[Any, Any]) -> None:

@@ -109,6 +109,12 @@ class SageMakerBackend:
             raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
         return bucket
 
+    def notebook_role(self) -> str:
+        """The role of the SageMaker notebook that this runs in, else ''."""
+        from launcher.backends.estimator import notebook_role
+
+        return notebook_role(self.session, self.settings.home)
+
     def job_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.settings.data_store, "jobs", job_id, *parts)
 
