@@ -353,6 +353,11 @@ class LaunchCommand(Command):
     default=None,
     help="No network in the job (default: with network, or as --resume's).",
 )
+@cloud_option(
+    "--encrypt-traffic/--no-encrypt-traffic",
+    default=None,
+    help="Encrypts what several hosts send each other, which is slower (default: off).",
+)
 @click.pass_context
 def launch_command(
     context: click.Context,

@@ -91,6 +91,7 @@ class TrainingJob(BaseModel):
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
     network_isolation: bool = False
+    encrypt_traffic: bool = False  # between hosts
 
     _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields, from `resume`'s
 

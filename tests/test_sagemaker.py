@@ -60,7 +60,7 @@ from launcher.instances import (
     sagemaker_types,
 )
 from launcher.settings import load_settings
-from launcher.submission import new_job_id
+from launcher.submission import new_job_id, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
@@ -164,6 +164,7 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
         (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
         (("--network-isolation",), ("EnableNetworkIsolation",), True),
+        (("--encrypt-traffic",), ("EnableInterContainerTrafficEncryption",), True),
         (("--image-uri", "mine:1"), ("AlgorithmSpecification", "TrainingImage"), "mine:1"),
         (
             ("--subnet", "subnet-1", "--security-group", "sg-1"),
@@ -182,6 +183,91 @@ def test_each_option_is_in_the_request(
     for name in where:
         value = value[name]
     assert value == expected
+
+
+PRESCRIBED = """\
+subnets = ["subnet-1"]
+security_group_ids = ["sg-1"]
+network_isolation = true
+encrypt_traffic = true
+tags = {team = "a", cost-center = "7"}
+"""
+
+
+def test_what_the_config_file_prescribes_is_in_the_request(
+    home: Path, dry: Callable[..., dict[str, Any]]
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(PRESCRIBED)
+    request = dry()
+    assert request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert request["EnableNetworkIsolation"]
+    assert request["EnableInterContainerTrafficEncryption"]
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "a", "cost-center": "7"}
+
+
+def test_the_command_line_goes_over_what_is_prescribed(
+    home: Path, dry: Callable[..., dict[str, Any]]
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(PRESCRIBED)
+    own = ("--subnet", "subnet-2", "--security-group", "sg-2", "--no-encrypt-traffic")
+    request = dry(*own, "--no-network-isolation", "--tag", "team=b")
+    assert request["VpcConfig"] == {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
+    assert not request.get("EnableNetworkIsolation")
+    assert not request.get("EnableInterContainerTrafficEncryption")
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "b", "cost-center": "7"}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('subnets = ["subnet-1"]', "--subnet and --security-group go together"),
+        ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': must be a valid list"),
+        ("subnets = [1]", "config.toml: subnets=1: must be a valid string"),
+        ("tags = {sm-nanogpt = 'x'}", "as the settings have it: --tag sm-nanogpt"),
+    ],
+)
+def test_what_cannot_be_prescribed_is_refused(
+    home: Path, cli: Callable[..., Ran], text_file: Path, config: str, said: str
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(config)
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    ran = cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run")
+    assert ran.code == 2
+    assert said in ran.error
+
+
+def test_a_list_in_a_variable_is_json(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", "subnet-1")
+    ran = cli("jobs")
+    assert (ran.code, ran.error[:32]) == (2, "SM_NANOGPT_SUBNETS: must be JSON")
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-1"]')
+    assert load_settings().subnets == ["subnet-1"]
+
+
+def test_a_local_job_takes_nothing_that_is_prescribed(home: Path, text_file: Path) -> None:
+    settings = Settings(home=home, network_isolation=True)
+    ready, _, _ = prepare(TrainingJob(data=str(text_file)), settings)
+    assert not ready.network_isolation
+
+
+def test_a_resumed_job_gets_what_is_prescribed_since(
+    cloud: Emulator, s3: Any, home: Path, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    earlier = stopped(s3, cli, text_file, "--tag", "team=b")
+    (home / "config.toml").write_text(PRESCRIBED)
+    ran = cli("launch", "--resume", earlier)
+    assert ran.code == 0, ran.err
+    assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
+    request = cloud.sagemaker.jobs[ran.out.strip()].request
+    assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
+    assert {"Key": "team", "Value": "b"} in request["Tags"]
 
 
 def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(

@@ -55,6 +55,7 @@ class Plan:
     subnets: tuple[str, ...]
     security_group_ids: tuple[str, ...]
     network_isolation: bool
+    encrypt_traffic: bool
 
 
 # The environment is the whole process's: two that change it at once would each put back what the
@@ -237,6 +238,7 @@ def record_request(plan: Plan) -> dict[str, Any]:
             subnets=list(plan.subnets) or None,
             security_group_ids=list(plan.security_group_ids) or None,
             enable_network_isolation=plan.network_isolation,
+            encrypt_inter_container_traffic=plan.encrypt_traffic,
             disable_profiler=True,
             debugger_hook_config=False,
             sagemaker_session=session,

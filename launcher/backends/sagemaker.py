@@ -173,6 +173,7 @@ class SageMakerBackend:
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
+            encrypt_traffic=job.encrypt_traffic,
         )
 
     def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
