@@ -340,13 +340,19 @@ class LaunchCommand(Command):
     help="A tag of the job.",
 )
 @cloud_option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
-@cloud_option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
+@cloud_option(
+    "--subnet",
+    "subnets",
+    metavar="ID",
+    multiple=True,
+    help="Of your own VPC, with a way to S3: a NAT gateway, or an S3 endpoint.",
+)
 @cloud_option(
     "--security-group",
     "security_group_ids",
     metavar="ID",
     multiple=True,
-    help="Goes with --subnet.",
+    help="Goes with --subnet; for several hosts it lets in what comes from itself.",
 )
 @cloud_option(
     "--network-isolation/--no-network-isolation",
@@ -809,11 +815,12 @@ def infra_group() -> None:
 @infra_group.command("deploy")
 @STACK
 @click.option("--kms", is_flag=True, help="With a key of your own, which costs 1 USD a month.")
+@click.option("--vpc", is_flag=True, help="Let jobs run in a VPC of your own (--subnet).")
 @click.option("--dry-run", is_flag=True, help="Only show what would change.")
 @YES
 @click.pass_context
 def infra_deploy_command(
-    context: click.Context, stack: str | None, kms: bool, dry_run: bool, yes: bool
+    context: click.Context, stack: str | None, kms: bool, vpc: bool, dry_run: bool, yes: bool
 ) -> None:
     """Make the stack, or bring it up to date, and print its outputs.
 
@@ -833,7 +840,7 @@ def infra_deploy_command(
             note("a dry run: nothing was changed; the stack would be made anew after that")
             return
         remove_stack(deployment, left, yes)
-    planned = deployment.plan(kms)
+    planned = deployment.plan(kms, vpc)
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
@@ -945,6 +952,7 @@ def print_stack(stack: Stack) -> None:
         "store": stack.store,
         "role": stack.role,
         "kms key": stack.kms_key,
+        "vpc": "jobs may run in one" if stack.vpc else None,
         "policy": stack.policy,
     }
     print_fields(lines)

@@ -352,6 +352,8 @@ def check_permissions(patient: Patient) -> str:
         "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
         image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
     }
+    if patient.settings.subnets:
+        needed["*"].append("ec2:CreateNetworkInterface")
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
         needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
         if not has_local_storage(patient.instance):  # whose disks the key encrypts
@@ -385,7 +387,8 @@ def check_permissions(patient: Patient) -> str:
         stack = patient.stack
         # An older stack's role may lack what was added since.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
-        deploy = f"`{patient.settings.command('infra deploy')}` brings it up to date"
+        words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
+        deploy = f"`{patient.settings.command(words)}` brings it up to date"
         remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:

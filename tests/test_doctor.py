@@ -236,6 +236,15 @@ def test_the_role_of_a_sagemaker_notebook_is_found(
     assert examined()["role"] == (OK, role)
 
 
+def test_a_role_that_may_not_join_the_prescribed_vpc_fails(
+    examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-1"]')
+    result, said = examined()["permissions"]
+    assert result == FAILURE
+    assert "the role may not ec2:CreateNetworkInterface on *" in said
+
+
 def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:
     role = make_role(account.url, "of-lambda", trusted="lambda.amazonaws.com")
     patient.settings = Settings(role=role)

@@ -50,6 +50,7 @@ from launcher.job import (
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
+from launcher.stack import remembered
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -203,6 +204,13 @@ class SageMakerBackend:
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
                 " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
                 " role; it has to read and write the store, and to delete checkpoints there)"
+            )
+        stack = remembered(self.settings, self.region)
+        if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
+            raise InputError(
+                f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
+                f" VPC: `{self.settings.command('infra deploy --vpc')}` lets it, or name another"
+                " with --role"
             )
         return config
 
