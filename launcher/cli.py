@@ -357,12 +357,13 @@ class LaunchCommand(Command):
 @cloud_option(
     "--network-isolation/--no-network-isolation",
     default=None,
-    help="No network in the job (default: with network, or as --resume's).",
+    help="No network in the job (default: as config.toml or --resume's job has it, else off).",
 )
 @cloud_option(
     "--encrypt-traffic/--no-encrypt-traffic",
     default=None,
-    help="Encrypts what several hosts send each other, which is slower (default: off).",
+    help="Encrypts what several hosts send each other, which is slower (default: as config.toml or"
+    " --resume's job has it, else off).",
 )
 @click.pass_context
 def launch_command(

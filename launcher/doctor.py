@@ -26,13 +26,7 @@ from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
-from launcher.instances import (
-    check_suitable,
-    gpus_of,
-    has_local_storage,
-    looks_like_gpu,
-    remark,
-)
+from launcher.instances import gpus_of, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
@@ -413,7 +407,6 @@ def check_data(patient: Patient) -> str:
 
 
 def check_instance_type(patient: Patient) -> str:
-    check_suitable(patient.instance)
     said = remark(patient.instance)
     if gpus_of(patient.instance) is None:
         raise Doubt(said.removeprefix("warning: "))

@@ -145,8 +145,12 @@ def nearest_instances(name: str) -> list[str]:
 def check_instance(name: str) -> None:
     """Raises InputError unless it is `local`, a SageMaker type, or may be one newer than boto3.
 
-    AWS adds families far more often than sizes, so an unknown size is a typing error.
+    AWS adds families far more often than sizes, so an unknown size is a typing error. Machines that
+    the training image does not run on are refused too.
     """
+    for pattern, reason in UNSUITABLE.items():
+        if re.match(pattern, name):
+            raise InputError(f"--instance {name}: {reason}")
     if name == "local" or name in sagemaker_types():
         return
     if PATTERN.fullmatch(name) and size_of(name) in map(size_of, sagemaker_types()):
@@ -155,13 +159,6 @@ def check_instance(name: str) -> None:
     near = near or nearest_instances(f"ml.{name.removeprefix('ml.')}")
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
-
-
-def check_suitable(name: str) -> None:
-    """Raises InputError for a machine that the training image does not run on."""
-    for pattern, reason in UNSUITABLE.items():
-        if re.match(pattern, name):
-            raise InputError(f"--instance {name}: {reason}")
 
 
 def remark(name: str) -> str:

@@ -322,13 +322,6 @@ def test_a_type_that_is_not_known_is_a_warning(
     assert "did you mean ml.g6" in said
 
 
-def test_a_type_that_train_py_does_not_run_on_is_a_failure(
-    examined: Callable[..., dict[str, tuple[str, str]]],
-) -> None:
-    result, said = examined("--instance", "ml.p6e-gb200.36xlarge")["instance"]
-    assert (result, "Arm" in said) == (FAILURE, True)
-
-
 def simulated(
     decisions: dict[str, str], missing: list[str], key_actions: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ from launcher.backends.sagemaker import (
 )
 from launcher.instances import (
     INSTANCES,
-    check_suitable,
+    check_instance,
     gpus_of,
     has_local_storage,
     looks_like_gpu,
@@ -315,7 +315,7 @@ def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
 def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
     for name in sagemaker_types():
         try:
-            check_suitable(name)
+            check_instance(name)
         except InputError:
             assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
         else:
@@ -668,6 +668,15 @@ def test_a_login_that_cannot_be_used_says_what_to_do(
     ran = cli(command, *[str(text_file)] * (command == "upload-data"))
     assert ran.code == 1
     assert said in ran.error
+
+
+def test_a_dry_run_says_nothing_of_a_login_that_has_ended(
+    login_token: Path, home: Path, text_file: Path
+) -> None:
+    words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
+    ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
+    assert ran.code == 0
+    assert "login" not in ran.err
 
 
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])

@@ -78,6 +78,7 @@ def quiet_sdk(home: Path) -> Iterator[None]:
     if storage.read_text(config) != CONFIG:
         storage.write_text(config, CONFIG)
     said = {
+        "DISABLE_JUMPSTART_LOGGING": "1",  # its import warns if credentials have ended
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
@@ -167,6 +168,23 @@ def take_config_as_it_is(config: dict[Any, Any]) -> None:
 
 
 @contextmanager
+def no_tensorboard() -> Iterator[None]:
+    """Each estimator makes a client for TensorBoard from boto3's default session. That fails where
+    the login of the default profile has ended, even if another profile launches. For as long as
+    this holds, it makes none.
+    """
+    import sagemaker.estimator
+
+    module: Any = sagemaker.estimator
+    app = module.TensorBoardApp
+    module.TensorBoardApp = lambda region: None
+    try:
+        yield
+    finally:
+        module.TensorBoardApp = app
+
+
+@contextmanager
 def trusted_config() -> Iterator[None]:
     """The SDK validates its config, which is our own constant, as it reads it and anew at each of
     fifty look-ups: 2 s. For as long as this holds, it does not.
@@ -187,7 +205,7 @@ def trusted_config() -> Iterator[None]:
 
 def create_request(plan: Plan, home: Path) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
-    with quiet_sdk(home), trusted_config():
+    with quiet_sdk(home), trusted_config(), no_tensorboard():
         return record_request(plan)
 
 

@@ -36,7 +36,7 @@ from launcher.aws import (
     steady_client,
 )
 from launcher.errors import InputError, ServiceError
-from launcher.instances import check_suitable, gpus_of, has_local_storage, looks_like_gpu
+from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
     LONGEST_RUN,
     RUNNING,
@@ -184,7 +184,6 @@ class SageMakerBackend:
         return create_request(self.plan(job_id, job), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        check_suitable(job.instance)
         if job.instance.startswith("ml.p5.") and job.launcher == "pytorchddp":
             raise InputError(
                 f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
