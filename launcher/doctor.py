@@ -26,7 +26,7 @@ from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
-from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu, remark
+from launcher.instances import gpus_of, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
@@ -245,7 +245,10 @@ def check_stack(patient: Patient) -> str:
 
 def check_role(patient: Patient) -> str:
     """It exists, and SageMaker may act as it."""
+    from launcher.backends.estimator import notebook_role
+
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
+    patient.role = patient.role or notebook_role(patient.session, patient.settings.home)
     if not patient.role:
         deploy = patient.settings.command("infra deploy")
         raise InputError(f"no execution role: `{deploy}` makes one, --role names one")
@@ -343,6 +346,8 @@ def check_permissions(patient: Patient) -> str:
         "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
         image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
     }
+    if patient.settings.subnets:
+        needed["*"].append("ec2:CreateNetworkInterface")
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
         needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
         if not has_local_storage(patient.instance):  # whose disks the key encrypts
@@ -376,7 +381,8 @@ def check_permissions(patient: Patient) -> str:
         stack = patient.stack
         # An older stack's role may lack what was added since.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
-        deploy = f"`{patient.settings.command('infra deploy')}` brings it up to date"
+        words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
+        deploy = f"`{patient.settings.command(words)}` brings it up to date"
         remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:
@@ -402,7 +408,7 @@ def check_data(patient: Patient) -> str:
 
 def check_instance_type(patient: Patient) -> str:
     said = remark(patient.instance)
-    if patient.instance not in INSTANCES:
+    if gpus_of(patient.instance) is None:
         raise Doubt(said.removeprefix("warning: "))
     return said
 

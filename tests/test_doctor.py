@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -223,6 +224,27 @@ def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: lis
         doctor.check_stack(patient)
 
 
+def test_the_role_of_a_sagemaker_notebook_is_found(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role = os.environ["SM_NANOGPT_ROLE"]
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
+    monkeypatch.setattr("sagemaker.session.NOTEBOOK_METADATA_FILE", str(tmp_path / "metadata.json"))
+    assert examined()["role"] == (OK, role)
+
+
+def test_a_role_that_may_not_join_the_prescribed_vpc_fails(
+    examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-1"]')
+    result, said = examined()["permissions"]
+    assert result == FAILURE
+    assert "the role may not ec2:CreateNetworkInterface on *" in said
+
+
 def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:
     role = make_role(account.url, "of-lambda", trusted="lambda.amazonaws.com")
     patient.settings = Settings(role=role)
@@ -295,9 +317,9 @@ def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
 def test_a_type_that_is_not_known_is_a_warning(
     examined: Callable[..., dict[str, tuple[str, str]]],
 ) -> None:
-    result, said = examined("--instance", "ml.g5.12xlarg")["instance"]
+    result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
     assert result == WARNING
-    assert "did you mean ml.g5.12xlarge" in said
+    assert "did you mean ml.g6" in said
 
 
 def simulated(
