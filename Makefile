@@ -41,21 +41,23 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # SageMaker's training toolkit, for tests/contract; it cannot share an environment with the SDK.
-.venv-contract/installed: tests/contract/requirements.txt
+.venv-contract/installed: tests/contract/requirements.txt tests/contract/requirements-2.11.txt
 	@echo "installing SageMaker's training toolkit into .venv-contract; this takes a minute" >&2
 	$(PYTHON) -m venv .venv-contract
 	.venv-contract/bin/pip install --quiet --disable-pip-version-check -r tests/contract/requirements.txt
+	.venv-contract/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv-contract/toolkit-of-2.11 -r tests/contract/requirements-2.11.txt
 	touch $@
 
-# The tests of train.py with the versions of the default training image.
+# The tests of train.py with the versions of the default training image (launcher/images.py).
 test-image: .venv-image/installed
 	.venv-image/bin/pytest -n 2 --dist worksteal tests/test_train_*.py
 
 .venv-image/installed: pyproject.toml constraints.txt
-	python3.12 -m venv .venv-image
+	python3.13 -m venv .venv-image
 	grep -v '^torch==' constraints.txt > .venv-image/constraints.txt
 	.venv-image/bin/pip install --quiet --disable-pip-version-check \
-		-c .venv-image/constraints.txt -e '.[test]' torch==2.8.0
+		-c .venv-image/constraints.txt -e '.[test]' torch==2.10.0
 	touch $@
 
 clean:

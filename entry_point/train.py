@@ -766,7 +766,8 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     if container.num_gpus and seen != container.num_gpus:
         raise TopologyError(
             f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
-            f" {seen}; use a container image for GPUs, or set device=cpu"
+            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            " or set device=cpu"
         )
     if config.device == "cuda" and not seen:
         raise TopologyError(
@@ -984,7 +985,7 @@ def plain_operations(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-# Whether torch has a kernel for norms on CUDA: 2.8, which SageMaker's images hold, has none.
+# Whether torch has a kernel for norms on CUDA: 2.8 has none.
 FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 

@@ -295,9 +295,9 @@ class LaunchCommand(Command):
 @cloud_option(
     "--launcher",
     type=click.Choice(["pytorchddp", "torchrun"]),
-    help="What starts the ranks on SageMaker (default: pytorchddp).",
+    help="What starts the ranks on SageMaker (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@cloud_option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.8.0).")
+@cloud_option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.10.0).")
 @cloud_option("--image-uri", metavar="URI", help="A container image of your own.")
 @cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
 @cloud_option(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -26,6 +27,14 @@ from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import LOG_GROUP, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
+from launcher.images import (
+    DEFAULT_VERSION,
+    IMAGES,
+    default_launcher,
+    find_image,
+    no_patches,
+    problem,
+)
 from launcher.instances import gpus_of, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
@@ -344,10 +353,11 @@ def check_permissions(patient: Patient) -> str:
         f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
         f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
         "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
-        image_arn(patient, partition): ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
     }
     if patient.settings.subnets:
         needed["*"].append("ec2:CreateNetworkInterface")
+    for repository in image_repositories(patient, partition):
+        needed[repository] = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
         needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
         if not has_local_storage(patient.instance):  # whose disks the key encrypts
@@ -390,11 +400,15 @@ def check_permissions(patient: Patient) -> str:
     return "the role may read and write the store, log, and pull the image"
 
 
-def image_arn(patient: Patient, partition: str) -> str:
-    """The repository of AWS's PyTorch training image."""
-    registry, _, name = check_image(patient).partition("/")
+def image_repositories(patient: Patient, partition: str) -> list[str]:
+    """The ARNs of the repositories that the role pulls AWS's images from: the default one's, and
+    for the stack's role those of all of them."""
+    registry, _, name = default_image(patient).partition("/")
     account, region = registry.split(".")[0], registry.split(".")[3]
-    return f"arn:{partition}:ecr:{region}:{account}:repository/{name.partition(':')[0]}"
+    names = [name.partition(":")[0]]
+    if patient.stack and patient.role == patient.stack.role:
+        names = sorted({image.repository for image in IMAGES})
+    return [f"arn:{partition}:ecr:{region}:{account}:repository/{name}" for name in names]
 
 
 def check_data(patient: Patient) -> str:
@@ -414,11 +428,21 @@ def check_instance_type(patient: Patient) -> str:
 
 
 def check_image(patient: Patient) -> str:
+    """The default one runs on the instance type, and AWS patches it."""
+    uri, launcher, today = default_image(patient), default_launcher(patient.instance), date.today()
+    if unfit := problem(uri, patient.instance, launcher):
+        raise InputError(unfit)
+    image = find_image(DEFAULT_VERSION)
+    if image.patched_until < today:
+        raise Doubt(no_patches(image, uri, patient.instance, launcher, today))
+    return f"{uri}, patched until {image.patched_until}"
+
+
+def default_image(patient: Patient) -> str:
     from launcher.backends.estimator import training_image
 
-    version = TrainingJob.model_fields["pytorch_version"].default
     gpu = looks_like_gpu(patient.instance)
-    return training_image(patient.region, version, gpu, patient.settings.home)
+    return training_image(patient.region, DEFAULT_VERSION, gpu, patient.settings.home)
 
 
 def check_price(patient: Patient) -> str:

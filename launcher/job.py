@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from launcher.errors import InputError, ServiceError, must_be
+from launcher.images import DEFAULT_VERSION
 from launcher.instances import check_instance
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class TrainingJob(BaseModel):
 
     # What only SageMaker has, as LOCAL_FIELDS leaves it out. Times are in seconds.
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
-    pytorch_version: str = "2.8.0"
+    pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
     max_run: int = Field(default=86_400, ge=60, le=LONGEST_RUN)

@@ -15,6 +15,7 @@ from launcher import corpus, storage
 from launcher.backends import Backend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
+from launcher.images import TORCHRUN_ALONE, default_launcher
 from launcher.instances import has_local_storage, looks_like_gpu, remark
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, Tell, load_settings
@@ -113,8 +114,12 @@ def prepare(
         job = job.model_copy(update={"entry_point": script})
     if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
+    launcher = default_launcher(job.instance)
+    if "launcher" not in job.model_fields_set and job.launcher != launcher:
+        job = job.model_copy(update={"launcher": launcher})
+        tell(f"launcher: {launcher}, as the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}")
     # All is checked before anything is uploaded.
-    config = backend.check(job, dry_run)
+    config = backend.check(job, dry_run, tell)
     job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
     near = settings.model_copy(update={"store": ""}) if local else settings

@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date, timedelta
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -22,6 +24,7 @@ from money_service import MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
+from launcher.images import DEFAULT_VERSION, find_image
 from launcher.stack import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -42,11 +45,16 @@ def account(cloud: Emulator, stacks: list[Stack]) -> Emulator:
     return cloud
 
 
+def on_a_day(day: date, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "date", SimpleNamespace(today=lambda: day))
+
+
 @pytest.fixture
 def examined(
-    account: Emulator, cli: Callable[..., Ran]
+    account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, tuple[str, str]]]:
     """What doctor finds, by check; without the training, which takes long."""
+    on_a_day(date(2026, 11, 23), monkeypatch)
 
     def run(*words: str) -> dict[str, tuple[str, str]]:
         ran = cli("doctor", "--no-train", "--json", *words)
@@ -320,6 +328,35 @@ def test_a_type_that_is_not_known_is_a_warning(
     result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
     assert result == WARNING
     assert "did you mean ml.g6" in said
+
+
+def test_a_default_image_without_patches_is_a_warning_with_the_way_out(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = find_image(DEFAULT_VERSION).patched_until
+    on_a_day(last, monkeypatch)
+    assert doctor.check_image(patient).endswith(f", patched until {last}")
+    on_a_day(last + timedelta(days=1), monkeypatch)
+    with pytest.raises(Doubt, match=rf"on {last}; --pytorch-version \S+ --launcher torchrun takes"):
+        doctor.check_image(patient)
+
+
+def test_an_instance_that_the_default_image_does_not_run_on_fails(patient: Patient) -> None:
+    with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; --pytorch-version 2\.8\.0"):
+        doctor.check_image(replace(patient, instance="ml.p3.2xlarge"))
+    assert "pytorch-training" in doctor.check_image(replace(patient, instance="ml.p5.48xlarge"))
+
+
+def test_the_stacks_role_is_asked_for_both_repositories_and_another_for_one(
+    patient: Patient,
+) -> None:
+    def repositories() -> list[str]:
+        return [arn.partition("/")[2] for arn in doctor.image_repositories(patient, "aws")]
+
+    patient.role, patient.stack = ROLE, replace(STACK, role=ROLE + "-of-the-stack")
+    assert repositories() == ["pytorch-training"]
+    patient.stack = STACK
+    assert repositories() == ["pytorch", "pytorch-training"]
 
 
 def simulated(

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import botocore.session
 import launching
 import pytest
 import sagemaker_service
@@ -36,6 +37,7 @@ from botocore.exceptions import (
 )
 from botocore.httpsession import URLLib3Session
 from botocore.utils import generate_login_cache_key
+from botocore.validate import ParamValidator
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulator import Emulator
@@ -52,6 +54,7 @@ from launcher.backends.sagemaker import (
     source_archive,
 )
 from launcher.backends.toolkit import script_lines
+from launcher.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.instances import (
     INSTANCES,
     check_instance,
@@ -106,7 +109,7 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert values["sagemaker_distributed_dataparallel_enabled"] == "true"
     assert json.loads(values["n_embd"]) == 384  # a GPU gets the baby preset
     image = request["AlgorithmSpecification"]["TrainingImage"]
-    assert image.endswith("/pytorch-training:2.8.0-gpu-py312")
+    assert image.endswith("/pytorch-training:2.10.0-gpu-py313")
     assert request["AlgorithmSpecification"]["MetricDefinitions"] == train.metric_definitions()
     place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}"
     assert request["CheckpointConfig"]["S3Uri"] == place
@@ -159,7 +162,7 @@ def test_what_is_sent_is_what_a_dry_run_shows(
             99,
         ),
         (
-            ("--instance", "ml.p3.8xlarge", "--kms-key", "key"),
+            ("--instance", "ml.p3.8xlarge", "--pytorch-version", "2.8.0", "--kms-key", "key"),
             ("ResourceConfig", "VolumeKmsKeyId"),
             "key",
         ),
@@ -299,8 +302,9 @@ def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: b
     assert has_local_storage(f"ml.{family}.48xlarge") == expected
 
 
-def test_a_known_type_is_described() -> None:
+def test_a_known_type_is_described(home: Path) -> None:
     assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
+    assert "-gpu-" in training_image("us-east-1", DEFAULT_VERSION, True, home)
     assert remark("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
 
@@ -330,12 +334,92 @@ def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
     assert INSTANCES["ml.p6-b200.48xlarge"].gpus == 8
-    assert "-gpu-" in training_image("eu-west-1", "2.8.0", True, home)
+    assert "-gpu-" in training_image("eu-west-1", DEFAULT_VERSION, True, home)
 
 
-def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path) -> None:
-    with pytest.raises(InputError, match=r"--pytorch-version 2\.99.*2\.8\.0"):
-        training_image("us-east-1", "2.99", True, home)
+@pytest.mark.parametrize(
+    ("region", "registry"),
+    [
+        ("us-east-1", "763104351884.dkr.ecr.us-east-1.amazonaws.com"),
+        ("ap-southeast-7", "590183813437.dkr.ecr.ap-southeast-7.amazonaws.com"),
+        ("cn-north-1", "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+def test_images_come_from_the_registry_of_the_region(
+    home: Path, region: str, registry: str
+) -> None:
+    for image in IMAGES:
+        uri = training_image(region, image.version, True, home)
+        assert uri == f"{registry}/{image.name(gpu=True)}"
+
+
+def test_a_region_that_the_sdk_does_not_know_is_refused(home: Path) -> None:
+    with pytest.raises(InputError, match="region eu-nowhere-1"):
+        training_image("eu-nowhere-1", DEFAULT_VERSION, True, home)
+
+
+@pytest.mark.parametrize("instance", ["ml.g5.12xlarge", "ml.m5.xlarge"])
+@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
+def test_each_image_runs_by_each_launcher_or_is_refused(
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    image: Image,
+    launcher: str,
+    instance: str,
+) -> None:
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    words = ("launch", "--instance", instance, "--data", str(text_file), "--dry-run")
+    chosen = ("--pytorch-version", image.version, "--launcher", launcher)
+    ran = cli(*place, *words, *chosen)
+    gpu = instance.startswith("ml.g")
+    if launcher == "pytorchddp" and gpu and image.repository == "pytorch":
+        assert (ran.code, ran.out) == (2, "")
+        assert "with --launcher torchrun" in ran.error
+        return
+    assert ran.code == 0, ran.err
+    request = json.loads(ran.out)
+    assert request["AlgorithmSpecification"]["TrainingImage"].endswith(f"/{image.name(gpu)}")
+    starts = {"pytorchddp": "distributed_dataparallel", "torchrun": "torch_distributed"}
+    assert request["HyperParameters"][f"sagemaker_{starts[launcher]}_enabled"] == "true"
+    shape = botocore.session.get_session().get_service_model("sagemaker")
+    validated = ParamValidator().validate(request, shape.shape_for("CreateTrainingJobRequest"))
+    assert not validated.has_errors(), validated.generate_report()
+
+
+def test_a_launch_says_until_when_its_image_is_patched(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    for options in ((), ("--dry-run",)):
+        ran = cli(*LAUNCH, "--data", str(text_file), "--pytorch-version", "2.8.0", *options)
+        assert ran.code == 0, ran.err
+        ended = "warning: AWS ended the patches of pytorch-training:2.8.0-gpu-py312 on 2026-08-06;"
+        assert ended in ran.err
+
+
+def test_torchrun_is_taken_aloud_where_the_sdk_refuses_pytorchddp(
+    home: Path, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    words = ("launch", "--data", str(text_file), "--dry-run", "--instance")
+    for size, launcher in (("48xlarge", "torch_distributed"), ("4xlarge", "dataparallel")):
+        ran = cli(*place, *words, f"ml.p5.{size}")
+        assert ran.code == 0, ran.err
+        assert launcher in ran.out
+        said = "launcher: torchrun, as the SageMaker SDK refuses pytorchddp on ml.p5.48xlarge"
+        assert (said in ran.err) == (size == "48xlarge")
+
+
+@pytest.mark.parametrize(
+    ("words", "level"), [((), "WARN"), (("--environment", "NCCL_DEBUG=INFO"), "INFO")]
+)
+def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
+    dry: Callable[..., dict[str, Any]], words: tuple[str, ...], level: str
+) -> None:
+    values = dry(*words)["HyperParameters"]
+    options = values["sagemaker_distributed_dataparallel_custom_mpi_options"]
+    assert json.loads(options) == f"--NCCL_DEBUG {level}"
 
 
 # -- refusals before anything is sent --------------------------------------------------------------
@@ -360,7 +444,10 @@ def test_an_image_that_aws_does_not_have_is_refused_with_those_it_has(home: Path
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
         (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "say one"),
         (("--max-run", "1"), "max_run=1: must be at least 60"),
-        (("--instance", "ml.p5.48xlarge"), "--launcher torchrun"),
+        (("--pytorch-version", "2.13"), "with --launcher torchrun"),
+        (("--image-uri", "mine/pytorch:2.13-cu133-amzn2023-sagemaker"), "--launcher torchrun"),
+        (("--instance", "ml.p5.48xlarge", "--launcher", "pytorchddp"), "--launcher torchrun"),
+        (("--instance", "ml.p3.2xlarge"), "--pytorch-version 2.8.0 does"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
         (("--instance", "ml.p6e-gb200.36xlarge"), "Arm"),
         (("--instance", "ml.g5.12xlrge"), "did you mean ml.g5.12xlarge"),
@@ -1410,8 +1497,8 @@ def test_what_a_resumed_job_takes_over_can_be_switched_off(
 @pytest.mark.parametrize(
     ("before", "after", "image"),
     [
-        (("--image-uri", "mine:1"), ("--pytorch-version", "2.7.1"), "pytorch-training:2.7.1-gpu"),
-        (("--pytorch-version", "2.7.1"), ("--image-uri", "mine:1"), "mine:1"),
+        (("--image-uri", "mine:1"), ("--pytorch-version", "2.9.0"), "pytorch-training:2.9.0-gpu"),
+        (("--pytorch-version", "2.9.0"), ("--image-uri", "mine:1"), "mine:1"),
     ],
 )
 def test_a_resumed_job_has_the_image_that_was_said_last(
@@ -1741,7 +1828,9 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    training_image("us-east-1", "2.8.0", True, home)  # imports the SDK without a word of its own
+    training_image(
+        "us-east-1", DEFAULT_VERSION, True, home
+    )  # imports the SDK without a word of its own
     from sagemaker import utils
 
     def mine(config: Any) -> None:

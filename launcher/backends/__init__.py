@@ -21,8 +21,9 @@ class Backend(Protocol):
     def poll_seconds(self) -> float:
         """How often to ask about a job that is waited for."""
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        """The script's Config of the job. Raises InputError for what this place cannot do."""
+    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
+        """The script's Config of the job; tells what it runs in. Raises InputError for what this
+        place cannot do."""
 
     def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
         """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot

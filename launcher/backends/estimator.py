@@ -19,12 +19,7 @@ from typing import Any
 from launcher import storage
 from launcher.aws import service_errors
 from launcher.errors import InputError
-
-DISTRIBUTIONS: dict[str, dict[str, Any]] = {
-    # `enable` for `enabled`, as a well-known tutorial has it, starts each host alone.
-    "pytorchddp": {"pytorchddp": {"enabled": True}},
-    "torchrun": {"torch_distributed": {"enabled": True}},
-}
+from launcher.images import find_image
 
 
 @dataclass(frozen=True)
@@ -115,32 +110,36 @@ def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> 
     """The URI of AWS's PyTorch training image, for GPUs or for a CPU.
 
     Raises:
-        InputError: the SDK knows no image of that version, or no such region.
+        InputError: there is no image of that version, or no such region.
     """
+    image = find_image(pytorch_version)
     try:
         with quiet_sdk(home):
             from sagemaker import image_uris
 
-            known = image_uris.config_for_framework("pytorch")["training"]["versions"]
-            if pytorch_version not in known:
-                raise InputError(
-                    f"--pytorch-version {pytorch_version}: AWS's images that the SDK knows are"
-                    f" {', '.join(list(known)[-4:])}; --image-uri names any other"
-                )
-            return str(
-                image_uris.retrieve(
-                    "pytorch",
-                    region,
-                    version=pytorch_version,
-                    py_version=known[pytorch_version]["py_versions"][-1],
-                    image_scope="training",
-                    # Given a type that it does not know, the SDK takes the image for CPUs without a
-                    # word, so it is asked with a type of the same kind that it knows.
-                    instance_type="ml.g5.xlarge" if gpu else "ml.m5.xlarge",
-                )
+            # The newest image that the SDK knows; all of them lie in one registry of each region.
+            known = image_uris.retrieve(
+                "pytorch",
+                region,
+                version="2.8.0",
+                py_version="py312",
+                image_scope="training",
+                instance_type="ml.m5.xlarge",
             )
     except ValueError as error:
         raise InputError(f"region {region}: {error}") from None
+    return f"{known.partition('/')[0]}/{image.name(gpu)}"
+
+
+def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the SDK calls a launcher."""
+    if launcher == "torchrun":
+        return {"torch_distributed": {"enabled": True}}
+    # The toolkit sets NCCL_DEBUG=INFO for all ranks, over the job's environment, and CloudWatch
+    # bills each line; only this option changes that.
+    debug = environment.get("NCCL_DEBUG") or "WARN"
+    # `enable` for `enabled`, as a well-known tutorial has it, starts each host alone.
+    return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
 
 
 def notebook_role(session: Any, home: Path) -> str:
@@ -235,7 +234,7 @@ def record_request(plan: Plan) -> dict[str, Any]:
             entry_point="train.py",
             source_dir=plan.source_uri,
             image_uri=plan.image_uri,  # with framework_version, pytorchddp ends at PyTorch 2.2
-            distribution=DISTRIBUTIONS[plan.launcher],
+            distribution=distribution(plan.launcher, plan.environment),
             role=plan.role,
             instance_type=plan.instance_type,
             instance_count=plan.instance_count,

@@ -71,7 +71,7 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
         if dry_run:
             self.request("", job)  # which is refused
         processes, _ = plan_processes(job)

@@ -22,7 +22,7 @@ import tarfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from launcher.aws import (
 )
 from launcher.backends.toolkit import script_lines
 from launcher.errors import InputError, ServiceError
+from launcher.images import problem, remark
 from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
     LONGEST_RUN,
@@ -185,12 +186,7 @@ class SageMakerBackend:
 
         return create_request(self.plan(job_id, job), self.settings.home)
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        if job.instance.startswith("ml.p5.") and job.launcher == "pytorchddp":
-            raise InputError(
-                f"--instance {job.instance}: the SageMaker SDK refuses pytorchddp there; with"
-                " --launcher torchrun the same training runs"
-            )
+    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
         if "volume_size" in job.model_fields_set and has_local_storage(job.instance):
             raise InputError(
                 f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
@@ -199,7 +195,11 @@ class SageMakerBackend:
         gpus = gpus_of(job.instance)
         config = job.config(1 if gpus is None else job.instance_count * max(1, gpus))
         anything = {"data": "s3://bucket/data", "validation": None}
-        self.plan("job", job.model_copy(update=anything))
+        plan = self.plan("job", job.model_copy(update=anything))
+        if unfit := problem(plan.image_uri, job.instance, job.launcher):
+            raise InputError(unfit)
+        if said := remark(plan.image_uri, job.instance, job.launcher, date.today()):
+            tell(said)
         if not self.settings.role and not dry_run:
             raise InputError(
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
@@ -433,8 +433,8 @@ class SageMakerBackend:
 def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
     """What is sent to SageMaker.
 
-    Older containers pass the values through a shell, unquoted, so they are of harmless characters
-    only.
+    Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
+    they are of harmless characters only.
 
     Raises:
         InputError: a value has other characters.

@@ -31,6 +31,7 @@ from runs import SCRIPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("TOOLKIT_PYTHON", REPOSITORY / ".venv-contract/bin/python"))
+NEW_TOOLKIT = PYTHON.parents[1] / "toolkit-of-2.11"
 LIMIT = 240.0  # seconds until a job counts as hung; some test machines are slow
 SSHD = "/usr/sbin/sshd"
 
@@ -38,7 +39,7 @@ SSHD = "/usr/sbin/sshd"
 LAUNCHERS: dict[str, dict[str, Any]] = {
     "pytorchddp": dict(
         sagemaker_distributed_dataparallel_enabled=True,
-        sagemaker_distributed_dataparallel_custom_mpi_options="",
+        sagemaker_distributed_dataparallel_custom_mpi_options="--NCCL_DEBUG WARN",
     ),
     "torchrun": dict(sagemaker_torch_distributed_enabled=True),
     # {"pytorchddp": {"enable": True}}, as in a tutorial that many have copied
@@ -46,12 +47,12 @@ LAUNCHERS: dict[str, dict[str, Any]] = {
 }
 
 # The host's directory is $1, its name $2, its address $3, the size of its volume in bytes $4 or ''
-# for no limit; the rest are directories to show inside.
+# for no limit, a directory to hide inside $5 or ''; the rest are directories to show inside.
 BOOT = r"""
 set -euo pipefail
 exec 2>&1  # what unshare says is none of the container's log
-host=$1 name=$2 address=$3 volume=$4
-shift 4
+host=$1 name=$2 address=$3 volume=$4 hidden=$5
+shift 5
 read -r _  # until the network is there
 hostname "$name"
 ip link set lo up
@@ -81,6 +82,7 @@ for place; do
     mkdir -p ".$place"
     mount --bind --options ro "$place" ".$place"
 done
+if [ "$hidden" ]; then mount -t tmpfs tmpfs ".$hidden"; fi
 sed -i '/pam_loginuid/s/required/optional/' etc/pam.d/sshd
 
 # As in the images, PID 1 is a bash that waits for the command and handles no signal.
@@ -138,8 +140,9 @@ def lacking() -> str:
     """What keeps this machine from having such containers; '' if nothing does."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "they take root"
-    if not PYTHON.exists():
-        return f"no {PYTHON} (make .venv-contract/installed)"
+    for place in (PYTHON, NEW_TOOLKIT):
+        if not place.exists():
+            return f"no {place} (make .venv-contract/installed)"
     tools = ["mpirun", "torchrun", SSHD, "ssh", "ssh-keygen", "ip", "nsenter", "setpriv", "unshare"]
     path = f"{PYTHON.parent}:/usr/sbin:/sbin:{os.environ['PATH']}"
     if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
@@ -318,6 +321,12 @@ def python_homes() -> list[str]:
     return subprocess.check_output([PYTHON, "-c", words], text=True).splitlines()
 
 
+def mpi4py_home() -> str:
+    """The directory of the containers' mpi4py."""
+    words = "import mpi4py; print(*mpi4py.__path__)"
+    return subprocess.check_output([PYTHON, "-c", words], text=True).strip()
+
+
 class Cluster:
     """The hosts of a job, one or two; as a context, nothing of them runs on afterwards.
 
@@ -326,7 +335,8 @@ class Cluster:
 
     With `threads`, each rank has so many; without, as many as it takes by itself. With `volume`,
     /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a socket that
-    listens there inside the host, for the caller to answer.
+    listens there inside the host, for the caller to answer. With `new_image`, the hosts have the
+    toolkit of AWS's images for GPUs since PyTorch 2.11, and no mpi4py, as those.
     """
 
     def __init__(
@@ -342,8 +352,10 @@ class Cluster:
         variables: Mapping[str, str] | None = None,
         volume: int | None = None,
         port: int | None = None,
+        new_image: bool = False,
     ) -> None:
         assert hosts in (1, 2)
+        self.hidden = mpi4py_home() if new_image else ""
         self.volume, self.port = volume, port
         self.sockets: list[socket.socket] = []
         self.descriptors: list[int] = []
@@ -355,6 +367,8 @@ class Cluster:
         self.variables = {"TRAINING_JOB_NAME": job_name, **(variables or {})}
         if threads is not None:
             self.variables.setdefault("OMP_NUM_THREADS", str(threads))
+        if new_image:
+            self.variables["PYTHONPATH"] = str(NEW_TOOLKIT)
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):
@@ -398,7 +412,7 @@ class Cluster:
         }
         for index, host in enumerate(self.hosts):
             volume = "" if self.volume is None else str(self.volume)
-            place = [str(host.directory), host.name, address(index), volume]
+            place = [str(host.directory), host.name, address(index), volume, self.hidden]
             with (host.directory / "log").open("wb") as log:
                 process = subprocess.Popen(
                     [*inside.split(), "bash", "-c", BOOT, "boot", *place, *homes],
@@ -530,6 +544,7 @@ class Job(Cluster):
         script: Path = SCRIPT,
         smddprun: bool = False,
         second_environment_sed: str = "",
+        new_image: bool = False,
     ) -> None:
         super().__init__(
             directory,
@@ -539,6 +554,7 @@ class Job(Cluster):
             threads=threads,
             smddprun=smddprun,
             second_environment_sed=second_environment_sed,
+            new_image=new_image,
         )
         hyperparameters = {
             **values,

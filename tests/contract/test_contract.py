@@ -113,7 +113,7 @@ DECLARE = (
     "    config, options = parse_argv(argv)\n",
     """\
     names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG",
-        "OMP_NUM_THREADS")
+        "OMP_NUM_THREADS", "NCCL_DEBUG")
     say("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
     config, options = parse_argv(argv)
 """,
@@ -146,9 +146,11 @@ def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list
 
 def declared(hosts: list[Host]) -> dict[int, tuple[dict[str, str | None], list[str]]]:
     """What each rank declared: variables and arguments."""
-    found = re.findall(r"<stdout>:declares (.+)", log_of(hosts))
+    found = re.findall(r"declares (\[{.+)", log_of(hosts))
     declarations = [json.loads(line) for line in found]
-    return {int(env["OMPI_COMM_WORLD_RANK"]): (env, argv) for env, argv in declarations}
+    return {
+        int(env["OMPI_COMM_WORLD_RANK"] or env["RANK"]): (env, argv) for env, argv in declarations
+    }
 
 
 def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host]) -> None:
@@ -165,6 +167,11 @@ def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host
 def test_mpirun_alone_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
     found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
     assert found == [(None, None)] * 4
+
+
+def test_no_rank_under_mpirun_fills_the_log_with_nccls_messages(broken: list[Host]) -> None:
+    """The toolkit's own default is INFO, whatever the job's environment says."""
+    assert {env["NCCL_DEBUG"] for env, _ in declared(broken).values()} == {"WARN"}
 
 
 def test_ranks_that_nobody_gives_threads_share_the_cores_of_their_host(broken: list[Host]) -> None:
@@ -184,6 +191,24 @@ def test_hyperparameters_keep_their_types_and_values(broken: list[Host]) -> None
     config = training_of(broken[0])["config"]
     assert {name: config[name] for name in ODD_VALUES} == ODD_VALUES
     assert config["tie_embeddings"] is True
+
+
+def test_the_images_since_2_11_start_one_group_by_torchrun(
+    finished: Finished, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Their toolkit passes the line through a shell, unquoted."""
+    script = tmp_path_factory.mktemp("declaring") / "train.py"
+    edited_script(script, DECLARE)
+    options = dict(launcher="torchrun", new_image=True, script=script)
+    hosts = finished("new-torchrun", hosts=2, values=ODD_VALUES, **options)
+    assert_done(hosts)
+    assert "running on 2 hosts x 2 CPU = 4 processes in one group" in hosts[0].log
+    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
+    assert {rank: argv for rank, (_, argv) in declared(hosts).items()} == dict.fromkeys(
+        range(4), expected
+    )
+    assert "model.safetensors" in {path.name for path in hosts[0].model.iterdir()}
+    assert list(hosts[1].model.iterdir()) == []
 
 
 def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> None:
@@ -240,6 +265,14 @@ def test_a_hyperparameter_that_only_the_ranks_can_refuse_is_named(
     assert host.status == 1, host.log
     cause = "ConfigError: batch_size=7 cannot be shared by 2 processes"
     assert f'ErrorMessage "{cause}' in host.failure
+
+
+def test_pytorchddp_dies_without_mpi4py_and_names_no_cause(finished: Finished) -> None:
+    """As in the images for GPUs since 2.11, so that a launch refuses it."""
+    host = finished("new-pytorchddp", new_image=True, values=VALUES)[0]
+    assert host.status == 1
+    assert "No module named mpi4py" in host.log
+    assert "mpi4py" not in host.failure.partition("Command")[0]
 
 
 # -- the end of a job ------------------------------------------------------------------------------

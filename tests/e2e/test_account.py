@@ -138,9 +138,9 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     command("upload-data", str(text_file))
     command("doctor", "--no-train", "--instance", "ml.g5.12xlarge")
     # An instance without a disk of its own, so that the key encrypts a volume.
-    words = ("launch", "--instance", "ml.p3.8xlarge", "--max-run", "7200", "--detach")
+    words = ("launch", "--max-run", "7200", "--detach", "--instance")
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
-    stopped = command(*words, *sets(**values))
+    stopped = command(*words, "ml.p3.8xlarge", "--pytorch-version", "2.8.0", *sets(**values))
     prefix = f"nanogpt/checkpoints/{stopped}/checkpoint-"
     s3 = client("s3", account.url)
     until(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"])
@@ -148,7 +148,9 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     command("logs", stopped)
     command("stop", stopped)
     step = json.loads(cli("status", stopped, "--json").out)["checkpoint_step"]
-    longer = command(*words, "--resume", stopped, "--set", f"max_steps={step + 20}")
+    # An image from the other repository.
+    newer = ("ml.g5.12xlarge", "--pytorch-version", "2.13.0", "--launcher", "torchrun")
+    longer = command(*words, *newer, "--resume", stopped, "--set", f"max_steps={step + 20}")
     command("logs", longer, "--follow")
     command("wait", longer)
     command("jobs")

@@ -1,0 +1,144 @@
+"""AWS's training images for PyTorch: their names, what runs in them, until when AWS patches them.
+
+The facts are those of github.com/aws/deep-learning-containers (docs/src/data, docker/pytorch and
+.github/config/image), read in November 2026. The SDK knows no image after 2.8.0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import date
+
+from launcher.errors import InputError
+from launcher.instances import INSTANCES, looks_like_gpu
+
+
+@dataclass(frozen=True)
+class Image:
+    """One release of the image. version is torch's; cuda is that of the image for GPUs.
+
+    Both launchers run in it, but in the images for GPUs of the repository `pytorch` torchrun alone.
+    """
+
+    version: str
+    repository: str
+    python: str
+    cuda: str
+    patched_until: date
+
+    @property
+    def minor(self) -> str:
+        return self.version.rpartition(".")[0]
+
+    def name(self, gpu: bool) -> str:
+        """Repository and tag. The same tag names each patched build."""
+        if self.repository == "pytorch-training":
+            kind = "gpu" if gpu else "cpu"
+            tag = f"{self.version}-{kind}-py{self.python.replace('.', '')}"
+        else:
+            kind = f"cu{self.cuda.replace('.', '')}" if gpu else "cpu"
+            tag = f"{self.minor}-{kind}-amzn2023-sagemaker"
+        return f"{self.repository}:{tag}"
+
+
+# Oldest first.
+IMAGES = (
+    Image("2.8.0", "pytorch-training", "3.12", "12.9", date(2026, 8, 6)),
+    Image("2.9.0", "pytorch-training", "3.12", "13.0", date(2026, 10, 15)),
+    Image("2.10.0", "pytorch-training", "3.13", "13.0", date(2027, 1, 21)),
+    Image("2.11.0", "pytorch", "3.12", "13.0", date(2027, 4, 30)),
+    Image("2.12.1", "pytorch", "3.12", "13.0", date(2027, 7, 2)),
+    Image("2.13.0", "pytorch", "3.12", "13.3", date(2027, 7, 20)),
+    Image("2.14.0", "pytorch", "3.12", "13.3", date(2027, 9, 28)),
+)
+
+# The only image that runs pytorchddp on GPUs and is still patched. Its CUDA 13 needs driver 580 or
+# later on the host, which a job cannot choose. AWS does not publish the drivers of its training
+# hosts, but releases this image after training jobs on ml.g5.12xlarge and ml.g6.12xlarge with NCCL,
+# and on ml.p4d.24xlarge with pytorchddp; CUDA 13.3 is tested on ml.g4dn.12xlarge. Where a host's
+# driver is older, train.py says that it sees no GPU, and 2.8.0 (CUDA 12.9, driver 525) is left.
+DEFAULT_VERSION = "2.10.0"
+
+TORCHRUN_ALONE = "ml.p5.48xlarge"  # where the SDK refuses pytorchddp; on no other type it does
+
+
+def default_launcher(instance: str) -> str:
+    return "torchrun" if TORCHRUN_ALONE in instance else "pytorchddp"
+
+
+def find_image(version: str) -> Image:
+    """The image of a version as people write it: 2.13 or 2.13.0.
+
+    Raises:
+        InputError: there is none in the table.
+    """
+    for image in IMAGES:
+        if version in (image.version, image.minor):
+            return image
+    known = ", ".join(image.version for image in IMAGES)
+    raise InputError(
+        f"--pytorch-version {version}: there are images of {known}; --image-uri names any other"
+    )
+
+
+def image_of(uri: str) -> Image | None:
+    """The release that a URI names, also in a registry of the user's own; None if none is known."""
+    named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
+    for image in IMAGES:
+        if named and named.groups() == (image.repository, image.minor):
+            return image
+    return None
+
+
+def problem(uri: str, instance: str, launcher: str) -> str | None:
+    """Why a launcher does not run in an image on an instance type; None if nothing is known to
+    prevent it."""
+    # Since 2.11, the images for GPUs lack mpi4py, by which the toolkit starts each rank. Those for
+    # CPUs have it.
+    if launcher == "pytorchddp" and re.search(r"(^|/)pytorch:\d+\.\d+(\.\d+)?-cu\d", uri):
+        return (
+            f"pytorchddp needs mpi4py, which {name_of(uri)} lacks; with --launcher torchrun the"
+            " same training runs"
+        )
+    if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
+        return (
+            f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; with --launcher torchrun"
+            " the same training runs"
+        )
+    image, machine = image_of(uri), INSTANCES.get(instance)
+    if image and machine and machine.gpu == "V100" and not image.cuda.startswith("12."):
+        return (
+            f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {instance};"
+            " --pytorch-version 2.8.0 does"
+        )
+    return None
+
+
+def remark(uri: str, instance: str, launcher: str, today: date) -> str | None:
+    """What a launch says of its image; None if nothing is known of it."""
+    image = image_of(uri)
+    if image is None:
+        return None
+    if image.patched_until < today:
+        return f"warning: {no_patches(image, uri, instance, launcher, today)}"
+    return f"image: {name_of(uri)} (Python {image.python}, patched until {image.patched_until})"
+
+
+def no_patches(image: Image, uri: str, instance: str, launcher: str, today: date) -> str:
+    """That the patches have ended, and the options that name the newest image which is patched and
+    runs on the instance type."""
+    ended = f"AWS ended the patches of {name_of(uri)} on {image.patched_until}"
+    patched = [other for other in reversed(IMAGES) if other.patched_until >= today]
+    for starter in dict.fromkeys((launcher, "torchrun")):
+        for other in patched:
+            if problem(other.name(looks_like_gpu(instance)), instance, starter) is None:
+                way = f"--pytorch-version {other.version}"
+                way += "" if starter == launcher else f" --launcher {starter}"
+                return f"{ended}; {way} takes one that is patched until {other.patched_until}"
+    return f"{ended}, and no image known here is patched and runs on {instance}"
+
+
+def name_of(uri: str) -> str:
+    """Repository and tag, without the registry."""
+    return uri.rpartition("/")[2]

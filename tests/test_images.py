@@ -1,0 +1,124 @@
+"""The table of AWS's images: names, what runs in them, and what is said when patches have ended."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+import pytest
+
+from launcher import InputError, TrainingJob
+from launcher.images import (
+    DEFAULT_VERSION,
+    IMAGES,
+    Image,
+    default_launcher,
+    find_image,
+    image_of,
+    no_patches,
+    problem,
+    remark,
+)
+
+G5 = "ml.g5.12xlarge"
+REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+TODAY = date(2026, 11, 23)
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "name"),
+    [
+        ("2.8.0", True, "pytorch-training:2.8.0-gpu-py312"),
+        ("2.10.0", True, "pytorch-training:2.10.0-gpu-py313"),
+        ("2.10.0", False, "pytorch-training:2.10.0-cpu-py313"),
+        ("2.12.1", True, "pytorch:2.12-cu130-amzn2023-sagemaker"),
+        ("2.13.0", True, "pytorch:2.13-cu133-amzn2023-sagemaker"),
+        ("2.13.0", False, "pytorch:2.13-cpu-amzn2023-sagemaker"),
+    ],
+)
+def test_images_have_the_names_that_aws_gives_them(version: str, gpu: bool, name: str) -> None:
+    assert find_image(version).name(gpu) == name
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
+def test_an_image_is_found_by_version_minor_and_uri(image: Image) -> None:
+    assert find_image(image.version) is find_image(image.minor) is image
+    for gpu in (True, False):
+        assert image_of(f"{REGISTRY}/{image.name(gpu)}") is image
+        assert image_of(f"mine.example/copies/{image.name(gpu)}") is image
+
+
+def test_long_tags_of_aws_are_known_and_own_images_are_not() -> None:
+    long = "pytorch-training:2.10.0-gpu-py313-cu130-ubuntu22.04-sagemaker"
+    assert image_of(f"{REGISTRY}/{long}") is find_image("2.10")
+    for uri in ("mine:1", "mine/pytorch:latest", "pytorch-inference:2.8.0-gpu-py312"):
+        assert image_of(uri) is None
+        assert remark(uri, G5, "pytorchddp", TODAY) is None
+
+
+def test_a_version_without_an_image_is_refused_with_those_that_have_one() -> None:
+    with pytest.raises(
+        InputError, match=r"--pytorch-version 2\.1: .* 2\.8\.0, .*2\.14\.0; --image"
+    ):
+        find_image("2.1")
+
+
+def test_pytorchddp_needs_an_image_with_mpi4py() -> None:
+    for image in IMAGES:
+        lacks = problem(image.name(gpu=True), G5, "pytorchddp")
+        assert (lacks is not None) == (image.repository == "pytorch")
+        assert lacks is None or "--launcher torchrun" in lacks
+        assert problem(image.name(gpu=False), "ml.m5.xlarge", "pytorchddp") is None
+        assert problem(image.name(gpu=True), G5, "torchrun") is None
+
+
+def test_an_own_copy_and_a_newer_image_lack_mpi4py_too() -> None:
+    for uri in ("mine/pytorch:2.13.0-cu133-amzn2023-sagemaker", "pytorch:2.19-cu140-amzn2023"):
+        assert "lacks" in (problem(uri, G5, "pytorchddp") or "")
+
+
+def test_the_default_image_runs_both_launchers_on_g5() -> None:
+    default = find_image(TrainingJob.model_fields["pytorch_version"].default)
+    for launcher in ("pytorchddp", "torchrun"):
+        assert problem(default.name(gpu=True), G5, launcher) is None
+
+
+def test_v100s_are_left_to_the_image_before_cuda_13() -> None:
+    fitting = [
+        image.version
+        for image in IMAGES
+        if problem(image.name(gpu=True), "ml.p3.8xlarge", "torchrun") is None
+    ]
+    assert fitting == ["2.8.0"]
+
+
+def test_torchrun_is_the_default_launcher_where_the_sdk_refuses_pytorchddp() -> None:
+    uri = find_image(DEFAULT_VERSION).name(gpu=True)
+    for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
+        assert default_launcher(f"ml.{size}") == launcher
+        assert (problem(uri, f"ml.{size}", "pytorchddp") is None) == (launcher == "pytorchddp")
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
+def test_patches_are_over_on_the_day_after_the_last(image: Image) -> None:
+    last, uri = image.patched_until, image.name(gpu=True)
+    assert f"patched until {last}" in (remark(uri, G5, "torchrun", last) or "")
+    after = remark(uri, G5, "torchrun", last + timedelta(days=1)) or ""
+    assert after.startswith(f"warning: AWS ended the patches of {uri} on {last}")
+
+
+@pytest.mark.parametrize(
+    ("instance", "launcher", "today", "way_out"),
+    [
+        (G5, "pytorchddp", TODAY, "; --pytorch-version 2.10.0 takes one"),
+        (G5, "torchrun", TODAY, "; --pytorch-version 2.14.0 takes one"),
+        ("ml.m5.xlarge", "pytorchddp", TODAY, "; --pytorch-version 2.14.0 takes one"),
+        (G5, "pytorchddp", date(2027, 2, 1), "2.14.0 --launcher torchrun takes one"),
+        (G5, "pytorchddp", date(2028, 1, 1), "no image known here is patched"),
+        ("ml.p3.8xlarge", "pytorchddp", TODAY, "no image known here is patched and runs on ml.p3"),
+    ],
+)
+def test_the_way_out_is_the_newest_patched_image_that_runs_there(
+    instance: str, launcher: str, today: date, way_out: str
+) -> None:
+    old = IMAGES[0]
+    assert way_out in no_patches(old, old.name(gpu=True), instance, launcher, today)
