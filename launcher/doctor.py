@@ -147,8 +147,8 @@ def check_packages(patient: Patient) -> str:
         elif requirement.name == "sagemaker" and not sdk_is_whole():
             wrong.append(f"files of sagemaker {version} are missing")
     if parts := [f"{name} {version}" for name in SDK_V3_PARTS if (version := installed(name))]:
-        again = "install sm-nanogpt in an environment of its own: `uv tool install` or `pipx`"
-        mixed = f"{', '.join(parts)} of SageMaker SDK v3, which breaks v2 and is broken by it"
+        again = "install sm-nanogpt in an environment of its own, by `uv tool install` or `pipx`"
+        mixed = f"{', '.join(parts)} of SageMaker SDK v3, which cannot share an environment with v2"
         if not wrong:
             raise Doubt(f"{mixed}: {again}")
         wrong.append(mixed)
