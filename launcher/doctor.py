@@ -51,6 +51,8 @@ LEFT_OUT = "not checked: it needs "
 MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
 TRAINING_SECONDS = 300  # for a training that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
+# Version 3 of the SageMaker SDK puts these into the same directory as version 2, sagemaker/.
+SDK_V3_PARTS = ("sagemaker-mlops", "sagemaker-serve", "sagemaker-train")
 # The operators of conditions that `trusts` understands.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
@@ -127,8 +129,8 @@ def asking(operation: str) -> Iterator[None]:
 
 def check_python(patient: Patient) -> str:
     said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info >= (3, 14):
-        raise Doubt(f"{said}: newer than what this is tested with; take Python 3.11 to 3.13")
+    if sys.version_info >= (3, 15):
+        raise Doubt(f"{said}: not supported yet; use Python 3.11 to 3.14")
     return said
 
 
@@ -144,17 +146,38 @@ def check_packages(patient: Patient) -> str:
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = installed(requirement.name)
+        if not version:
             wrong.append(f"{requirement.name} is not installed")
             continue
         found.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+        elif requirement.name == "sagemaker" and not sdk_is_whole():
+            wrong.append(f"files of sagemaker {version} are missing")
+    if parts := [f"{name} {version}" for name in SDK_V3_PARTS if (version := installed(name))]:
+        again = "install sm-nanogpt in an environment of its own, by `uv tool install` or `pipx`"
+        mixed = f"{', '.join(parts)} of SageMaker SDK v3, which cannot share an environment with v2"
+        if not wrong:
+            raise Doubt(f"{mixed}: {again}")
+        wrong.append(mixed)
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {again}")
     return ", ".join(found)
+
+
+def installed(name: str) -> str:
+    """The version of a distribution in this environment, or ''."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def sdk_is_whole() -> bool:
+    """Uninstalling version 3 deletes files that version 2 put in place of its own."""
+    sdk = metadata.distribution("sagemaker")
+    return Path(str(sdk.locate_file("sagemaker/__init__.py"))).exists()
 
 
 def check_training(patient: Patient) -> str:

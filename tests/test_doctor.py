@@ -180,6 +180,40 @@ def test_a_package_that_is_too_old_or_missing_fails(monkeypatch: pytest.MonkeyPa
         doctor.check_packages(Patient(Settings(), "local"))
 
 
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a distribution in front of those of this environment, without its files."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name: str, version: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (info / "METADATA").write_text(described)
+
+    return put
+
+
+def test_version_3_of_the_sdk_needs_another_environment(install: Callable[..., None]) -> None:
+    install("sagemaker", "3.26.0")
+    install("sagemaker-train", "1.27.0")
+    expected = r"sagemaker 3\.26\.0 is not .*, sagemaker-train 1\.27\.0 of .* v3.*: .* of its own"
+    with pytest.raises(InputError, match=expected):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
+def test_version_2_of_the_sdk_over_version_3_is_doubtful(install: Callable[..., None]) -> None:
+    install("sagemaker-train", "1.27.0")
+    with pytest.raises(Doubt, match=r"sagemaker-train 1\.27\.0 of .*: .*`uv tool install`"):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
+def test_an_sdk_without_its_files_fails(install: Callable[..., None]) -> None:
+    install("sagemaker", "2.257.7")
+    with pytest.raises(InputError, match=r"files of sagemaker 2\.257\.7 are missing: install sm-n"):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
 def test_credentials_that_aws_does_not_take_leave_the_rest_out(
     examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
