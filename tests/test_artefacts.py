@@ -9,6 +9,9 @@ import json
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +84,18 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
 
 
 # -- what is good ---------------------------------------------------------------------------------
+
+
+def test_what_a_killed_fetch_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+    fetching = (
+        "import os, sys; from pathlib import Path; from launcher.artefacts import scratch\n"
+        "with scratch(Path(sys.argv[1])) as directory:\n"
+        f"    (directory / 'half').touch(); os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    )
+    subprocess.run([sys.executable, "-c", fetching, str(tmp_path)], timeout=60)
+    assert list(tmp_path.glob(".fetch-*/half"))
+    with artefacts.scratch(tmp_path) as first, artefacts.scratch(tmp_path) as second:
+        assert set(tmp_path.iterdir()) == {first, second}
 
 
 def test_a_model_is_fetched_below_the_jobs_id_and_is_whole(job: Finished) -> None:
