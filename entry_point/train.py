@@ -1131,16 +1131,22 @@ def in_one_line(error: Exception) -> str:
 JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
 # No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
 LONGEST_WAIT = timedelta(minutes=30)
-
-
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def master_port() -> int:
+    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
+    said = os.environ.get("MASTER_PORT", "7777")
+    if not said.isdecimal() or int(said) >= 1 << 16:
+        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
+    return int(said)
 
 
 def is_loopback(address: str) -> bool:
     return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
-def serve_store(address: str, port: str) -> dist.TCPStore:
+def serve_store(address: str, port: int) -> dist.TCPStore:
     """The store at which the ranks meet, served by this process; port 0 takes any that is free.
 
     At a loopback address it listens there alone; torch's own socket listens at all addresses.
@@ -1149,17 +1155,20 @@ def serve_store(address: str, port: str) -> dist.TCPStore:
         TopologyError: it cannot be served there.
     """
     try:
-        if not 0 <= int(port) < 1 << 16:
-            raise ValueError("a port is a number up to 65535")
-        number, listener = int(port), None
+        listener = None
         if is_loopback(address):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, number), family=family)
-            number, listener = listening.getsockname()[1], listening.detach()
+            listening = socket.create_server((address, port), family=family)
+            port, listener = listening.getsockname()[1], listening.detach()
         return dist.TCPStore(
-            address, number, is_master=True, wait_for_workers=False, master_listen_fd=listener
+            address,
+            port,
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError) as error:
         raise TopologyError(
             f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
             " (MASTER_PORT names another port)"
@@ -1205,6 +1214,11 @@ class Watch:
 
     def talk(self) -> None:
         with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
+            # Older torch would hold all threads up while it waits for a host that comes later.
+            while not self.ended.wait(0.1):
+                with suppress(OSError):
+                    socket.create_connection(self.place, timeout=5).close()
+                    break
             # A connection of its own, as one that waits in the main thread is not free to speak.
             store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
             keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
@@ -1237,10 +1251,8 @@ class Watch:
             elif silent:
                 hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
             elif all(still[rank] > now[rank][2] + more for rank in last):
-                who = ", ".join(names[rank] for rank in last)
-                hung = f"{who} made no progress" + " while the others waited" * (
-                    len(last) < len(now)
-                )
+                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+                hung += " while the others waited" * (len(last) < len(now))
             else:
                 continue
             seconds = max(*quiet, *still, unheard)
@@ -1254,8 +1266,9 @@ class Watch:
 
 def end_hung(why: str) -> NoReturn:
     """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
-    sys.stderr.write(failure_report(HangError(why)) + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may read it
+        sys.stderr.write(failure_report(HangError(why)) + "\n")
+        sys.stderr.flush()
     os._exit(1)
 
 
@@ -1267,13 +1280,12 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
     """
     n_hosts = len(container.hosts)
     world_size = n_local * n_hosts
-    address, port = "127.0.0.1", "0"
+    address, port = "127.0.0.1", 0
     if n_hosts > 1:
-        address = os.environ.get("MASTER_ADDR", container.hosts[0])
-        port = os.environ.get("MASTER_PORT", "7777")
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
     if container.host_index == 0:
         store = serve_store(address, port)  # which lives as long as its name
-        port = str(store.port)
+        port = store.port
     children = []
     lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
     for local_rank in range(n_local):
@@ -1284,7 +1296,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(n_local),
             MASTER_ADDR=address,
-            MASTER_PORT=port,
+            MASTER_PORT=str(port),
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
             TORCHELASTIC_RESTART_COUNT="0",
             SM_NANOGPT_LAUNCHER="train.py",
@@ -1313,9 +1325,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             terminate(signal.SIGINT)
 
     on_stop_signals(forward)
-    watch = Watch(
-        (address, int(port)), world_size, None, "", config.hang_seconds, on_hang=hung.append
-    )
+    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
     while None in (codes := [child.poll() for child in children]):
         failed = [code for code in codes if code]
         if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
@@ -1424,8 +1434,7 @@ class Group:
         served = (
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         )  # by torchrun, or by spawn
-        address = os.environ.get("MASTER_ADDR", container.hosts[0])
-        port = os.environ.get("MASTER_PORT", "7777")
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
         alone = len(container.hosts) == 1 and (
             container.inside
             or is_loopback(address)
@@ -1442,12 +1451,10 @@ class Group:
             if ranks.rank == 0 and not served:
                 self.store = serve_store(address, port)
             else:
-                self.store = dist.TCPStore(
-                    address, int(port), is_master=False, timeout=JOIN_TIMEOUT
-                )
+                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
             host = container.current_host if container.inside else socket.gethostname()
             self.watch = Watch(
-                (address, int(port)),
+                (address, port),
                 ranks.world_size,
                 ranks.rank,
                 host,
@@ -1467,7 +1474,7 @@ class Group:
                     store=self.store,
                     rank=ranks.rank,
                     world_size=ranks.world_size,
-                    timeout=LONGEST_WAIT,
+                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
                     device_id=device if cuda else None,
                 )
             with mute_stdout():

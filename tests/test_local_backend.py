@@ -544,7 +544,7 @@ def test_a_rank_that_hangs_is_the_reason_and_the_end(
     assert time.monotonic() - hung < 30
     reason = describe(job.job_id, launching.settings_of(home)).failure_reason or ""
     assert reason.startswith(f"HangError: rank {rank} on algo-{rank + 1}")
-    assert not launching.processes_below(job.directory)
+    assert not launching.ranks_of(job.directory)
 
 
 def test_a_second_ctrl_c_ends_a_job_that_hangs(home: Path, text_file: Path) -> None:
@@ -562,7 +562,7 @@ def test_a_second_ctrl_c_ends_a_job_that_hangs(home: Path, text_file: Path) -> N
         process.wait(timeout=30)
     assert time.monotonic() - began < 10
     assert state_of(job) == "Stopped"
-    assert not launching.processes_below(job.directory)
+    assert not launching.ranks_of(job.directory)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
