@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -440,7 +440,12 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
         # Only now, as nothing can be said where the terminal was closed.
-        note("stopping the job; it writes a checkpoint first")
+        note("stopping the job; it writes a checkpoint first (Ctrl-C again ends it at once)")
+        try:
+            wait(job_id, settings)
+        except KeyboardInterrupt:
+            with suppress(ServiceError):  # it has just ended
+                stop(job_id, settings)
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
