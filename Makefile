@@ -4,7 +4,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# With uv on the PATH an install takes seconds, by uv's own settings; `make UV= ...` takes pip.
+UV := $(shell uv --version 2>/dev/null)
+pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
+	--disable-pip-version-check) --quiet
 
 .PHONY: demo test test-image emulator clean
 
@@ -13,6 +16,7 @@ demo: .venv/installed
 	$(BIN)/sm-nanogpt upload-data
 	job_id=$$($(BIN)/sm-nanogpt launch --instance local --preset cpu --processes-per-instance 2) && \
 	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
+	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
 
 test: .venv/installed-for-tests .venv-contract/installed
 	$(BIN)/ruff check .
@@ -26,17 +30,17 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2
-	$(PIP_INSTALL) -e .
+	$(call pip_install,.venv) --no-compile -c constraints.txt -e .
 	touch $@
 
 .venv/installed-for-tests: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and its tools into .venv; this takes a few minutes" >&2
-	$(PIP_INSTALL) -e '.[test]'
+	$(call pip_install,.venv) --no-compile -c constraints.txt -e '.[test]'
 	touch $@ .venv/installed
 
 .venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
-		echo "error: $$($(PYTHON) --version) is not 3.11 to 3.13: make PYTHON=python3.12 names another" >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
+		echo "error: $$($(PYTHON) --version) is not 3.11 to 3.14: make PYTHON=python3.12 names another" >&2; \
 		exit 2; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
@@ -44,8 +48,8 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 .venv-contract/installed: tests/contract/requirements.txt tests/contract/requirements-2.11.txt
 	@echo "installing SageMaker's training toolkit into .venv-contract; this takes a minute" >&2
 	$(PYTHON) -m venv .venv-contract
-	.venv-contract/bin/pip install --quiet --disable-pip-version-check -r tests/contract/requirements.txt
-	.venv-contract/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	$(call pip_install,.venv-contract) --compile -r tests/contract/requirements.txt
+	$(call pip_install,.venv-contract) --no-deps --upgrade \
 		--target .venv-contract/toolkit-of-2.11 -r tests/contract/requirements-2.11.txt
 	touch $@
 
@@ -55,9 +59,8 @@ test-image: .venv-image/installed
 
 .venv-image/installed: pyproject.toml constraints.txt
 	python3.13 -m venv .venv-image
-	grep -v '^torch==' constraints.txt > .venv-image/constraints.txt
-	.venv-image/bin/pip install --quiet --disable-pip-version-check \
-		-c .venv-image/constraints.txt -e '.[test]' torch==2.10.0
+	grep -vE '^(torch|triton)==' constraints.txt > .venv-image/constraints.txt
+	$(call pip_install,.venv-image) -c .venv-image/constraints.txt -e '.[test]' torch==2.10.0
 	touch $@
 
 clean:

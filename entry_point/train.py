@@ -36,6 +36,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -53,6 +54,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
     # program has taken a core, the spinning holds up the very thread that is waited for. A
@@ -99,8 +103,12 @@ class FormatError(TrainingError):
     """A file that is not what its name says: damaged, truncated or of another kind."""
 
 
-class OutOfMemory(TrainingError):
-    """The device, or the machine, has not the memory that a step takes."""
+class OutOfMemoryError(TrainingError):
+    """The device or the machine has less memory than a step takes."""
+
+
+class HangError(TrainingError):
+    """A rank that makes no progress while the others wait for it."""
 
 
 class ModelError(TrainingError):
@@ -176,14 +184,21 @@ class Config:
         ConfigError: a value is out of its range, or two values do not go together.
     """
 
-    n_layer: int = hyperparameter(4, "layers", group="model", least=1, fixed=True)
-    n_head: int = hyperparameter(2, "attention heads", group="model", least=1, fixed=True)
-    n_embd: int = hyperparameter(128, "width", group="model", least=2, fixed=True)
+    n_layer: int = hyperparameter(4, "layers", group="model", least=1, most=1024, fixed=True)
+    n_head: int = hyperparameter(
+        2, "attention heads", group="model", least=1, most=1024, fixed=True
+    )
+    n_embd: int = hyperparameter(128, "width", group="model", least=2, most=1 << 16, fixed=True)
     block_size: int = hyperparameter(
-        64, "context length in characters", group="model", least=2, fixed=True
+        64, "context length in characters", group="model", least=2, most=1 << 17, fixed=True
     )
     n_hidden: int = hyperparameter(
-        0, "width inside the MLP (0: 8/3 of n_embd)", group="model", least=0, fixed=True
+        0,
+        "width inside the MLP (0: 8/3 of n_embd)",
+        group="model",
+        least=0,
+        most=1 << 18,
+        fixed=True,
     )
     tie_embeddings: bool = hyperparameter(
         False, "share one matrix between embedding and head", group="model", fixed=True
@@ -201,7 +216,12 @@ class Config:
         fixed=True,
     )
     batch_size: int = hyperparameter(
-        12, "sequences per optimizer step, over all processes", group="data", least=1, fixed=True
+        12,
+        "sequences per optimizer step, over all processes",
+        group="data",
+        least=1,
+        most=1 << 20,
+        fixed=True,
     )
     gradient_accumulation_steps: int = hyperparameter(
         1, "passes that one process makes over its part of the batch", group="data", least=1
@@ -210,7 +230,7 @@ class Config:
         1337, "of the initial weights, the batches and dropout", group="data", least=0, fixed=True
     )
 
-    max_steps: int = hyperparameter(2000, "optimizer steps", group="schedule", least=1)
+    max_steps: int = hyperparameter(2000, "optimizer steps", group="schedule", least=1, most=10**12)
     optimizer: str = hyperparameter(
         "muon",
         "muon (matrices; AdamW for the rest) or adamw (everything)",
@@ -223,12 +243,13 @@ class Config:
         "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
         group="schedule",
         least=0,
+        most=100,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", group="schedule", least=0
+        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=100
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak, of the head with muon, also of a tied one", group="schedule", least=0
+        0.02, "peak, of the head with muon, also of a tied one", group="schedule", least=0, most=100
     )
     warmup_steps: int = hyperparameter(
         0, "steps of linear rise to the peak", group="schedule", least=0
@@ -240,7 +261,7 @@ class Config:
         0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
     )
     weight_decay: float = hyperparameter(
-        0.0, "of the matrices, decoupled", group="schedule", least=0
+        0.0, "of the matrices, decoupled", group="schedule", least=0, most=100
     )
     momentum: float = hyperparameter(0.9, "of muon", group="schedule", least=0, most=0.9999)
     beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
@@ -253,7 +274,7 @@ class Config:
         most=1,
     )
     grad_clip: float = hyperparameter(
-        0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0
+        0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0, most=10**9
     )
 
     log_interval: int = hyperparameter(50, "steps between metric lines", group="report", least=1)
@@ -262,7 +283,11 @@ class Config:
         512, "windows of the validation part per evaluation (0: all)", group="report", least=0
     )
     sample_length: int = hyperparameter(
-        300, "characters sampled after training (a third before)", group="report", least=0
+        300,
+        "characters sampled after training (a third before)",
+        group="report",
+        least=0,
+        most=10**6,
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
@@ -272,6 +297,14 @@ class Config:
         least=0,
     )
 
+    hang_seconds: float = hyperparameter(
+        150.0,
+        "seconds without progress after which a rank that others wait for counts as hung (or the"
+        " time of 5 steps, if that is longer)",
+        group="machine",
+        least=5,
+        most=1800,
+    )
     device: str = hyperparameter(
         "auto", "where to compute", group="machine", choices=("auto", "cuda", "mps", "cpu")
     )
@@ -518,8 +551,14 @@ class Options:
     validation: str = option("", "likewise, for validation alone")
     out: str = option("", "directory for the results (default: a new one in runs/)")
     resume: str = option("", "directory of an earlier training (on every host) to go on with")
-    processes: int = option(0, "processes to start on a host without GPUs (default: the fastest)")
+    processes: int = option(
+        0, "processes of a host without GPUs (default: the fastest, or as before)"
+    )
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
+
+
+OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
 def read_words(argv: Sequence[str]) -> dict[str, str]:
@@ -528,7 +567,7 @@ def read_words(argv: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: a name is unknown or given twice, or its value is missing.
     """
-    known = [f.name for f in (*dataclasses.fields(Options), *dataclasses.fields(Config))]
+    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
     flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
     given: dict[str, str] = {}
     rest = list(argv)
@@ -564,7 +603,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             a checkpoint that this script can go on from.
     """
     given = read_words(argv)
-    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in dataclasses.fields(Options)}
+    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
     processes = said.pop("processes")
     if processes and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
@@ -590,6 +629,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             options,
             data=options.data or saved["data"],
             validation=options.validation or saved["validation"],
+            processes_before=saved.get("processes", 0),  # older checkpoints have none
         )
     return make_config(given, options.preset or None, base), options
 
@@ -597,7 +637,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
 def usage() -> str:
     """The text of --help."""
     lines = [__doc__ or "", "options:"]
-    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in dataclasses.fields(Options)]
+    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
     group = ""
     for f in dataclasses.fields(Config):
         if f.metadata["group"] != group:
@@ -826,7 +866,8 @@ def local_processes(config: Config, container: Container, options: Options) -> i
     """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
     device = choose_device(config, container, options.processes or 1)
     if device == "cpu":
-        return options.processes or cpu_processes(config, len(container.hosts))
+        said = options.processes or options.processes_before
+        return said or cpu_processes(config, len(container.hosts))
     if device == "mps":
         return 1
     gpus = torch.cuda.device_count()
@@ -1092,39 +1133,164 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-def serve_store(container: Container) -> tuple[str, str, dist.TCPStore | None]:
-    """Where all ranks of all hosts meet: address, port and, on the first host, what serves them.
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
+# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
+LONGEST_WAIT = timedelta(minutes=30)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def master_port() -> int:
+    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
+    said = os.environ.get("MASTER_PORT", "7777")
+    if not said.isdecimal() or int(said) >= 1 << 16:
+        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
+    return int(said)
+
+
+def is_loopback(address: str) -> bool:
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
+def serve_store(address: str, port: int) -> dist.TCPStore:
+    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
+
+    At a loopback address it listens there alone; torch's own socket listens at all addresses.
 
     Raises:
         TopologyError: it cannot be served there.
     """
-    if len(container.hosts) == 1:
-        address, port = "127.0.0.1", "0"
-    else:
-        address = os.environ.get("MASTER_ADDR", container.hosts[0])
-        port = os.environ.get("MASTER_PORT", "7777")
-    if container.host_index > 0:
-        return address, port, None
     try:
-        if not 0 <= int(port) < 1 << 16:
-            raise ValueError("a port is a number up to 65535")
-        store = dist.TCPStore(address, int(port), is_master=True, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
+        listener = None
+        if is_loopback(address):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening = socket.create_server((address, port), family=family)
+            port, listener = listening.getsockname()[1], listening.detach()
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (OSError, RuntimeError) as error:
         raise TopologyError(
             f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
             " (MASTER_PORT names another port)"
         ) from None
-    return address, str(store.port), store
 
 
-def spawn(container: Container, n_local: int) -> int:
+class Watch:
+    """Finds the rank that hangs, by what each rank says of itself in the store every second.
+
+    That is how many operations with the others it has begun (`beats`), and how many seconds the way
+    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
+    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
+    beats, for which all others wait, when their patience is over. So a rank that is slow where it
+    may be is let alone, and so are those that wait for it.
+
+    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
+    """
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        world_size: int,
+        rank: int | None,
+        host: str,
+        hang_seconds: float,
+        on_hang: Callable[[str], object],
+        join_seconds: float = LONGEST_WAIT.total_seconds(),
+    ) -> None:
+        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
+        self.hang_seconds = hang_seconds
+        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
+        # Of each rank: how often it spoke, beats, patience, host.
+        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
+        self.talks = 0
+        self.ended = threading.Event()
+        self.talker = threading.Thread(target=self.talk, daemon=True)
+        self.talker.start()
+        threading.Thread(target=self.judge, daemon=True).start()
+
+    def expect(self, seconds: float) -> None:
+        """Says how long this rank may be on its way, within bounds."""
+        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
+
+    def talk(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
+            # Older torch would hold all threads up while it waits for a host that comes later.
+            while not self.ended.wait(0.1):
+                with suppress(OSError):
+                    socket.create_connection(self.place, timeout=5).close()
+                    break
+            # A connection of its own, as one that waits in the main thread is not free to speak.
+            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
+            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
+            for key, nothing in zip(keys, self.heard, strict=True):
+                store.compare_set(key, "", json.dumps(nothing))
+            while not self.ended.is_set():
+                self.talks += 1
+                if self.rank is not None:
+                    said = [self.talks, self.beats, self.patience, self.host]
+                    store.set(keys[self.rank], json.dumps(said))
+                self.heard = [json.loads(said) for said in store.multi_get(keys)]
+                self.ended.wait(1)
+
+    def judge(self) -> None:
+        before, talks = self.heard, 0
+        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
+        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
+        while not self.ended.wait(1):
+            unheard = unheard + 1 if 0 < talks == self.talks else 0
+            talks, now = self.talks, self.heard
+            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
+                quiet[rank] = quiet[rank] + 1 if said == was else 0
+                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
+            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
+            limits = [self.hang_seconds if said[0] else said[2] for said in now]
+            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
+            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
+            if unheard > self.hang_seconds + more:
+                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
+            elif silent:
+                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+            elif all(still[rank] > now[rank][2] + more for rank in last):
+                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+                hung += " while the others waited" * (len(last) < len(now))
+            else:
+                continue
+            seconds = max(*quiet, *still, unheard)
+            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
+            return
+
+    def end(self) -> None:
+        self.ended.set()
+        self.talker.join(10)
+
+
+def end_hung(why: str) -> NoReturn:
+    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
+    with suppress(OSError):  # nobody may read it
+        sys.stderr.write(failure_report(HangError(why)) + "\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def spawn(config: Config, container: Container, n_local: int) -> int:
     """Starts this script again as each of the host's ranks, and returns their exit status.
 
     It is what torchrun does, less the elasticity: the first host's parent serves the store at
     which all ranks meet, so a host started alone waits for the others.
     """
-    world_size = n_local * len(container.hosts)
-    address, port, _store = serve_store(container)  # which lives as long as its name
+    n_hosts = len(container.hosts)
+    world_size = n_local * n_hosts
+    address, port = "127.0.0.1", 0
+    if n_hosts > 1:
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+    if container.host_index == 0:
+        store = serve_store(address, port)  # which lives as long as its name
+        port = store.port
     children = []
     lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
     for local_rank in range(n_local):
@@ -1135,7 +1301,7 @@ def spawn(container: Container, n_local: int) -> int:
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(n_local),
             MASTER_ADDR=address,
-            MASTER_PORT=port,
+            MASTER_PORT=str(port),
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
             TORCHELASTIC_RESTART_COUNT="0",
             SM_NANOGPT_LAUNCHER="train.py",
@@ -1144,7 +1310,9 @@ def spawn(container: Container, n_local: int) -> int:
         command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
         children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
 
-    told_to_stop = interrupted = False
+    status, deadline = 0, math.inf
+    stop_signal, stopped_at = 0, 0.0
+    hung: list[str] = []
 
     def terminate(number: int = signal.SIGTERM) -> None:
         for child in children:
@@ -1152,34 +1320,51 @@ def spawn(container: Container, n_local: int) -> int:
                 child.send_signal(number)
 
     def forward(signum: int, frame: Any) -> None:
-        nonlocal told_to_stop, interrupted
-        # A terminal's Ctrl-C reaches them too. A second one does not wait for the step's end.
-        again = interrupted and signum == signal.SIGINT
-        terminate(signal.SIGINT if again else signal.SIGTERM)
-        told_to_stop, interrupted = True, interrupted or signum == signal.SIGINT
+        nonlocal stop_signal, stopped_at, deadline
+        if not stop_signal:
+            stop_signal, stopped_at = signum, time.monotonic()
+            terminate()
+        elif is_second(stopped_at):
+            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
+            deadline = min(deadline, time.monotonic() + 2)
+            terminate(signal.SIGINT)
 
     on_stop_signals(forward)
-    status, deadline = 0, math.inf
+    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
     while None in (codes := [child.poll() for child in children]):
         failed = [code for code in codes if code]
+        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
+            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
+            failed = [1]
         if failed and not status:
-            status, deadline = failed[0], time.monotonic() + 2
+            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
             terminate()
         if time.monotonic() > deadline:
             for child in children:
                 child.kill()
+        if any(code is not None for code in codes):
+            watch.ended.set()  # the store may go with the first host
         time.sleep(0.05)
+    watch.end()
     status = status or next((code for code in codes if code), 0)
+    if stop_signal and (status < 0 or status > 128):
+        return 128 + stop_signal
     if status >= 0:
         return status
-    if not told_to_stop:  # a killed rank says nothing itself
-        rank = next(i for i, child in enumerate(children) if child.returncode == status)
-        name = f"rank {container.host_index * n_local + rank}"
-        killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
-        if -status == signal.SIGKILL:
-            killed += ", as a machine does that runs out of memory"
-        sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
+    # A killed rank says nothing itself.
+    rank = next(i for i, child in enumerate(children) if child.returncode == status)
+    name = f"rank {container.host_index * n_local + rank}"
+    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
+    if -status == signal.SIGKILL:
+        killed += ", as a machine does that runs out of memory"
+    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
     return 128 - status
+
+
+def is_second(stopped_at: float) -> bool:
+    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
+    parent and its ranks alike."""
+    return time.monotonic() - stopped_at > 1
 
 
 def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
@@ -1231,10 +1416,16 @@ class Group:
     With one process there is nobody to talk to, and each method answers at once.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, container: Container) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        container: Container,
+        hang_seconds: float = Config.hang_seconds,
+    ) -> None:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
-        self.local_rank = ranks.local_rank
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
         # torchrun may have brought together hosts that no container names: each goes by its first
         # rank, as they need not have equally many.
         named = len(container.hosts) > 1
@@ -1242,17 +1433,40 @@ class Group:
         self.device = device
         self.store: dist.Store | None = None
         self.said = 0
+        self.watch: Watch | None = None
         if ranks.world_size == 1:
             return
-        os.environ.setdefault("MASTER_ADDR", container.hosts[0])
-        os.environ.setdefault("MASTER_PORT", "7777")
-        if container.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", container.interface)
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        timeout = timedelta(minutes=10)
+        served = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # by torchrun, or by spawn
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+        alone = len(container.hosts) == 1 and (
+            container.inside
+            or is_loopback(address)
+            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
+        )
+        if not served and (address == "localhost" or (alone and container.inside)):
+            address = "127.0.0.1"
+        interface = LOOPBACK if alone else container.interface
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface == LOOPBACK:  # which NCCL takes only where it is named
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         try:
-            rendezvous = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-            self.store = next(rendezvous)[0]
+            if ranks.rank == 0 and not served:
+                self.store = serve_store(address, port)
+            else:
+                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
+            host = container.current_host if container.inside else socket.gethostname()
+            self.watch = Watch(
+                (address, port),
+                ranks.world_size,
+                ranks.rank,
+                host,
+                hang_seconds,
+                on_hang=end_hung,
+                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
+            )
             if ranks.local_world_size == ranks.world_size:
                 # torchrun's store outlives the ranks, and holds where those before a restart were.
                 # (Of several hosts each counts its restarts by itself, and no count is common.)
@@ -1265,7 +1479,7 @@ class Group:
                     store=self.store,
                     rank=ranks.rank,
                     world_size=ranks.world_size,
-                    timeout=timedelta(minutes=30),
+                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
                     device_id=device if cuda else None,
                 )
             with mute_stdout():
@@ -1273,7 +1487,8 @@ class Group:
                 self.flags = dist.new_group(backend="gloo") if cuda else None
         except (RuntimeError, ValueError) as error:
             raise TopologyError(
-                f"rank {ranks.rank} could not join the group of {ranks.world_size} at {where}:"
+                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
+                f" {address}:{port}:"
                 f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
                 " interface to use)"
             ) from None
@@ -1314,14 +1529,26 @@ class Group:
                 f"the hosts are not equally in the group of ranks: {found}; start as many on each"
             )
 
+    def beat(self) -> None:
+        """Every rank calls it at the same points, before it waits for others."""
+        if self.watch is not None:
+            self.watch.beats += 1
+
+    def expect(self, seconds: float) -> None:
+        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
+        if self.watch is not None:
+            self.watch.expect(seconds)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
+        self.beat()
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors [n] of all ranks, by rank: [world_size, n]."""
+        self.beat()
         gathered = tensor.new_empty(self.world_size * len(tensor))
         # torch has renamed it, and warns of the old name.
         new = hasattr(dist, "all_gather_single")
@@ -1331,6 +1558,7 @@ class Group:
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
+        self.beat()
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
@@ -1342,6 +1570,7 @@ class Group:
         """
         if self.world_size == 1:
             return lambda: value
+        self.beat()
         tensor = torch.tensor(value, dtype=torch.uint8)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
 
@@ -1372,6 +1601,7 @@ class Group:
         """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
         if self.store is None:
             return value
+        self.beat()
         self.said += 1
         key = f"sm-nanogpt/{within}/{self.said}"
         if source:
@@ -1387,12 +1617,15 @@ class Group:
             torch.mps.synchronize()
 
     def barrier(self) -> None:
+        self.beat()
         if self.world_size > 1:
             dist.barrier()
 
     def close(self) -> None:
         self.barrier()
-        if self.world_size > 1:
+        if self.watch is not None:
+            self.watch.end()
+            self.barrier()  # till then nobody leaves, with the store that another talks to
             dist.destroy_process_group()
 
 
@@ -2271,15 +2504,21 @@ def read_safetensors_header(
     return header, metadata, 8 + length
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_safetensors(
+    path: Path, keep: bool = True, sealed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
+    Without `keep` the tensors are read for that alone, one at a time, and dropped.
+
     Raises:
-        FormatError: the file is damaged.
+        FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
         OSError: it cannot be read.
     """
     header, metadata, start = read_safetensors_header(path)
     sha256 = metadata.pop("sha256", None)
+    if sealed and sha256 is None:
+        raise FormatError(f"{path.name} is damaged: it has no SHA-256")
     digest = content_digest(header, metadata)
     tensors = {}
     with path.open("rb") as file:
@@ -2289,7 +2528,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                 raise FormatError(f"{path.name} is damaged: it ends early")
             digest.update(raw_bytes(tensor))
-            tensors[name] = tensor
+            if keep:
+                tensors[name] = tensor
     if sha256 is not None and digest.hexdigest() != sha256:
         raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
     return tensors, metadata
@@ -2310,6 +2550,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
 
     def claim(self) -> None:
         """Keeps the directory from other trainings on this machine as long as this process lives.
@@ -2369,6 +2610,7 @@ class Checkpoints:
         with self.writing(self.path(kind, state["step"])) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
             if kind == "checkpoint":
+                self.passed_over.pop(state["step"], None)
                 self.prune(state["step"])
 
     def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
@@ -2383,11 +2625,12 @@ class Checkpoints:
                     temporary.write_text(lines)
 
     def prune(self, newest: int) -> None:
-        """Drops all but two checkpoints up to `newest`, and what no kept one needs.
+        """Drops all but the last two whole checkpoints up to `newest`, and what neither needs.
 
-        A later one was passed over as damaged when the training went on from one before it.
+        Later ones are damaged: the training went on from one before them.
         """
-        kept = [step for step in self.steps("checkpoint") if step <= newest][:2]
+        whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
+        kept = [step for step in whole if step <= newest][:2]
         for step in self.steps("checkpoint"):
             if step not in kept:
                 self.path("checkpoint", step).unlink()
@@ -2408,17 +2651,21 @@ class Checkpoints:
         return state if isinstance(state, dict) else {}
 
     def latest_state(self) -> dict[str, Any]:
-        """The state of the newest readable checkpoint. Raises CheckpointError without one."""
-        for step in self.steps("checkpoint"):
-            if state := self.state_of(step):
-                return state
-        if self.steps("checkpoint"):
-            raise CheckpointError(f"every checkpoint in {self.directory} is damaged")
-        raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
+        """The state that load_latest gives, without a word. Raises CheckpointError without any."""
+        loaded = self.load_latest(keep=False, tell=lambda line: None)
+        if loaded is None:
+            raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
+        return loaded[1]
 
-    def load(self, kind: str, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Raises FormatError or OSError when the file is damaged or missing."""
-        tensors, metadata = read_safetensors(self.path(kind, step))
+    def load(
+        self, kind: str, step: int, keep: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors (none without `keep`) and the state of a file whose SHA-256 is right.
+
+        Raises:
+            FormatError, OSError: it is damaged or missing.
+        """
+        tensors, metadata = read_safetensors(self.path(kind, step), keep, sealed=True)
         try:
             state = json.loads(metadata["state"])
             if state["step"] != step:
@@ -2428,25 +2675,40 @@ class Checkpoints:
             raise FormatError(f"{name} is not a checkpoint of this script") from None
         return tensors, state
 
-    def load_latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def load_latest(
+        self, keep: bool = True, tell: Callable[[str], None] = say
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest checkpoint that is whole and whose best weights are whole; None without any.
+
+        Where no best weights are whole, the newest that is whole itself, with no best so far.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
         """
-        reasons = []
+        self.passed_over = {}
+        found = fallback = None
         for step in self.steps("checkpoint"):
+            loaded = None
             try:
-                tensors, state = self.load("checkpoint", step)
-                if state["best_step"] is not None:
-                    self.load("best", state["best_step"])
-                return tensors, state
+                loaded = self.load("checkpoint", step, keep)
+                if (best_step := loaded[1]["best_step"]) is not None:
+                    self.load("best", best_step, keep=False)
+                found = loaded
+                break
             except (FormatError, OSError) as error:
-                reasons.append(str(error))
-                say(f"checkpoint of step {step} is passed over: {error}")
-        if reasons:
-            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {reasons[0]}")
-        return None
+                self.passed_over[step] = str(error)
+                fallback = fallback or loaded
+        if found is None and fallback is not None:
+            tensors, state = fallback
+            why = self.passed_over.pop(state["step"])
+            tell(f"note: {why}; the best weights are now looked for from step {state['step']} on")
+            found = tensors, {**state, "best_step": None, "best_val_loss": None}
+        if found is None and self.passed_over:
+            why = next(iter(self.passed_over.values()))
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
+        for step, why in self.passed_over.items():
+            tell(f"checkpoint of step {step} is passed over: {why}")
+        return found
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -2965,7 +3227,8 @@ class Trainer:
         return {f"model.{name}": p for name, p in self.model.named_parameters()}
 
     def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
-        """Everything else that a checkpoint holds; loss_sum is that of all ranks."""
+        """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
+        on_cpu = self.group.device.type == "cpu"
         return {
             "step": self.step,
             "best_step": self.best_step,
@@ -2978,6 +3241,8 @@ class Trainer:
             "validation": str(self.container.validation or ""),
             "metrics": self.metrics,
             "loss_sum": loss_sum,
+            "world_size": self.group.world_size,
+            "processes": self.group.local_world_size if on_cpu else 0,
             "steps_summed": self.steps_summed,
             "scaler": self.scaler.state_dict(),
         }
@@ -3028,12 +3293,19 @@ class Trainer:
         self.steps_summed = state["steps_summed"]
         if state.get("scaler"):  # empty in other types; older checkpoints have none
             self.scaler.load_state_dict(state["scaler"])
+        ranks = self.group.world_size
+        ranks_before = state.get("world_size", ranks)  # older checkpoints have none
         if self.chief:
-            self.loss_sum += state["loss_sum"]
+            self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
         if state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
         if self.chief:
             say(f"resumed from the checkpoint of step {self.step}")
+        if self.chief and ranks != ranks_before:
+            say(
+                f"note: {counted(ranks_before, 'process')} trained up to here, and"
+                f" {counted(ranks, 'process')} from here on: the last bits may differ"
+            )
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -3055,6 +3327,7 @@ class Trainer:
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
+                group.beat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
@@ -3093,6 +3366,7 @@ class Trainer:
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
+        began = time.monotonic()
         self.restore()
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
@@ -3106,6 +3380,9 @@ class Trainer:
         if self.chief and group.device.type == "cpu" and torch.get_num_threads() > 1:
             self.last_look = time.monotonic(), preemptions()
         while self.step < config.max_steps:
+            now = time.monotonic()
+            group.expect(5 * (now - began))  # of the last step, so that long ones have their time
+            began = now
             agreement = group.largest_soon(self.wish())
             self.loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)
@@ -3118,6 +3395,7 @@ class Trainer:
             self.notice_busy_cores()
 
             wish = agreement()
+            group.expect(math.inf)  # of evaluations and checkpoints
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
@@ -3134,8 +3412,9 @@ class Trainer:
                     say(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
         newest = self.metrics[-1] if self.metrics else {"step": -1}
-        if newest["step"] < self.step or "val_loss" not in newest:
-            # It was stopped here, between two evaluations, and is now told to end here.
+        if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
+            # It was stopped here, between two evaluations, and is now told to end here; or the best
+            # weights were damaged.
             self.log(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
         if self.chief:
@@ -3308,7 +3587,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     if fresh:
         checkpoints.check_fresh()
 
-    group = Group(ranks, device, container)
+    group = Group(ranks, device, container, config.hang_seconds)
     if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
         on_stop_signals(end_at_once)
     corpus = load_corpus(container, config, group)
@@ -3320,9 +3599,13 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         if fresh:
             checkpoints.check_fresh()  # one may have begun and ended while the text was read
 
+    stopped_at = math.inf
+
     def on_signal(signum: int, frame: Any) -> None:
-        if signum == signal.SIGINT and trainer.stop_signal:
+        nonlocal stopped_at
+        if signum == signal.SIGINT and is_second(stopped_at):
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
+        stopped_at = min(stopped_at, time.monotonic())
         trainer.stop_signal = trainer.stop_signal or signum
 
     on_stop_signals(on_signal)
@@ -3353,7 +3636,7 @@ def main(argv: Sequence[str]) -> int:
         n_local = local_processes(config, container, options)
         config.check_world_size(n_local * len(container.hosts))
         if n_local * len(container.hosts) > 1:
-            return spawn(container, n_local)
+            return spawn(config, container, n_local)
         ranks = Ranks(0, 1, 0, 1, "hand")
     elif options.processes not in (0, ranks.local_world_size):
         raise TopologyError(
@@ -3361,12 +3644,13 @@ def main(argv: Sequence[str]) -> int:
         )
     try:
         return train(config, options, container, ranks)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         # CUDA has a class for it; what CPUs and MPS say is words.
-        if not re.search("out of memory|can't allocate memory", str(error)):
+        words = "out of memory|can't allocate memory|ALLOC_FAILED"
+        if not isinstance(error, MemoryError) and not re.search(words, str(error)):
             raise
-        first = str(error).strip().splitlines()[0]
-        raise OutOfMemory(
+        first = (str(error).strip() or "MemoryError").splitlines()[0]
+        raise OutOfMemoryError(
             "more passes over less each, by a larger gradient_accumulation_steps (which was"
             f" {config.gradient_accumulation_steps}), take less memory; else a smaller batch_size,"
             f" block_size or n_embd; torch says: {first}"
@@ -3388,9 +3672,9 @@ if __name__ == "__main__":
     except BaseException as error:
         if dist.is_initialized() and not isinstance(error, TrainingError):
             # Perhaps the mere echo of another rank's failure. That rank speaks first, and its
-            # launcher then ends this one, 2 seconds later at most.
+            # launcher then ends this one, 2 seconds later at most, and its Watch within 3.
             on_stop_signals(signal.SIG_DFL)
-            time.sleep(3)
+            time.sleep(5)
         sys.stdout.flush()
         sys.stderr.write(failure_report(error) + "\n")
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
+import re
 import shutil
+import socket
 import tarfile
 import tempfile
 import zlib
@@ -155,14 +158,29 @@ def scratch(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        mine = f".fetch-{socket.gethostname()}-"
+        for old in parent.glob(".fetch-*"):
+            named = re.fullmatch(rf"{re.escape(mine)}(\d+)-\w+", old.name)
+            if named and not is_alive(int(named[1])):  # it was killed
+                shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(
-            prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
+            prefix=f"{mine}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
         ) as directory:
             yield Path(directory)
     except OSError as error:
         raise ServiceError(
             f"{parent}: {error.strerror or error}; SM_NANOGPT_HOME names another place to work in"
         ) from None
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another person's
+        pass
+    return True
 
 
 def keep(directory: Path, target: Path) -> None:

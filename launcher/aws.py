@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RENEW = "renew them: `aws sso login` or `aws configure`"
+LOGIN = "`aws login`, `aws sso login` or `aws configure`"
+RENEW = f"renew them: {LOGIN}"
 
 THROTTLED = (
     "RequestLimitExceeded",
@@ -280,8 +281,12 @@ def why(error: BaseException) -> str:
         return f"{action} ({message})" if action else f"{message} ({code})"
     kind, text = type(cause).__name__, " ".join(str(cause).split()) or type(cause).__name__
     if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return f"no AWS credentials ({text}): `aws configure` or `aws sso login` makes some"
-    if "SSO" in kind or kind == "TokenRetrievalError":
+        return f"no AWS credentials ({text}): {LOGIN} makes some"
+    if kind == "MissingDependencyException":  # the credentials of `aws login` need awscrt
+        return f"the package awscrt is missing: install sm-nanogpt again ({text})"
+    if kind == "LoginInsufficientPermissions":
+        return text
+    if "SSO" in kind or kind == "TokenRetrievalError" or kind.startswith("Login"):
         return f"the AWS credentials have expired ({text}); {RENEW}"
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
         return f"{text}; check the region's name and the network"

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -312,7 +312,10 @@ class LaunchCommand(Command):
     help="Spot capacity: cheaper; goes on later (default: on demand, or as --resume's).",
 )
 @cloud_option(
-    "--max-wait", metavar="SECONDS", type=int, help="With --spot, waiting included (2 x max-run)."
+    "--max-wait",
+    metavar="SECONDS",
+    type=int,
+    help="With --spot, waiting included (default: 2 x max-run, 28 days at most).",
 )
 @cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
 @cloud_option(
@@ -337,18 +340,30 @@ class LaunchCommand(Command):
     help="A tag of the job.",
 )
 @cloud_option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
-@cloud_option("--subnet", "subnets", metavar="ID", multiple=True, help="Of your own VPC.")
+@cloud_option(
+    "--subnet",
+    "subnets",
+    metavar="ID",
+    multiple=True,
+    help="Of your own VPC, with a way to S3: a NAT gateway, or an S3 endpoint.",
+)
 @cloud_option(
     "--security-group",
     "security_group_ids",
     metavar="ID",
     multiple=True,
-    help="Goes with --subnet.",
+    help="Goes with --subnet; for several hosts it lets in what comes from itself.",
 )
 @cloud_option(
     "--network-isolation/--no-network-isolation",
     default=None,
-    help="No network in the job (default: with network, or as --resume's).",
+    help="No network in the job (default: as config.toml or --resume's job has it, else off).",
+)
+@cloud_option(
+    "--encrypt-traffic/--no-encrypt-traffic",
+    default=None,
+    help="Encrypts what several hosts send each other, which is slower (default: as config.toml or"
+    " --resume's job has it, else off).",
 )
 @click.pass_context
 def launch_command(
@@ -425,7 +440,12 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
         # Only now, as nothing can be said where the terminal was closed.
-        note("stopping the job; it writes a checkpoint first")
+        note("stopping the job; it writes a checkpoint first (Ctrl-C again ends it at once)")
+        try:
+            wait(job_id, settings)
+        except KeyboardInterrupt:
+            with suppress(ServiceError):  # it has just ended
+                stop(job_id, settings)
     description = wait(job_id, settings, tell=note)
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
@@ -843,11 +863,12 @@ def infra_group() -> None:
 @infra_group.command("deploy")
 @STACK
 @click.option("--kms", is_flag=True, help="With a key of your own, which costs 1 USD a month.")
+@click.option("--vpc", is_flag=True, help="Let jobs run in a VPC of your own (--subnet).")
 @click.option("--dry-run", is_flag=True, help="Only show what would change.")
 @YES
 @click.pass_context
 def infra_deploy_command(
-    context: click.Context, stack: str | None, kms: bool, dry_run: bool, yes: bool
+    context: click.Context, stack: str | None, kms: bool, vpc: bool, dry_run: bool, yes: bool
 ) -> None:
     """Make the stack, or bring it up to date, and print its outputs.
 
@@ -867,7 +888,7 @@ def infra_deploy_command(
             note("a dry run: nothing was changed; the stack would be made anew after that")
             return
         remove_stack(deployment, left, yes)
-    planned = deployment.plan(kms)
+    planned = deployment.plan(kms, vpc)
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
@@ -979,6 +1000,7 @@ def print_stack(stack: Stack) -> None:
         "store": stack.store,
         "role": stack.role,
         "kms key": stack.kms_key,
+        "vpc": "jobs may run in one" if stack.vpc else None,
         "policy": stack.policy,
     }
     print_fields(lines)

@@ -35,7 +35,7 @@ from launcher.images import (
     no_patches,
     problem,
 )
-from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu, remark
+from launcher.instances import gpus_of, has_local_storage, looks_like_gpu, remark
 from launcher.job import TrainingJob
 from launcher.money import usd
 from launcher.prices import Prices
@@ -51,6 +51,8 @@ LEFT_OUT = "not checked: it needs "
 MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
 TRAINING_SECONDS = 300  # for a training that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
+# Version 3 of the SageMaker SDK puts these into the same directory as version 2, sagemaker/.
+SDK_V3_PARTS = ("sagemaker-mlops", "sagemaker-serve", "sagemaker-train")
 # The operators of conditions that `trusts` understands.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
@@ -127,8 +129,8 @@ def asking(operation: str) -> Iterator[None]:
 
 def check_python(patient: Patient) -> str:
     said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info >= (3, 14):
-        raise Doubt(f"{said}: newer than what this is tested with; take Python 3.11 to 3.13")
+    if sys.version_info >= (3, 15):
+        raise Doubt(f"{said}: not supported yet; use Python 3.11 to 3.14")
     return said
 
 
@@ -144,17 +146,38 @@ def check_packages(patient: Patient) -> str:
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = installed(requirement.name)
+        if not version:
             wrong.append(f"{requirement.name} is not installed")
             continue
         found.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
+        elif requirement.name == "sagemaker" and not sdk_is_whole():
+            wrong.append(f"files of sagemaker {version} are missing")
+    if parts := [f"{name} {version}" for name in SDK_V3_PARTS if (version := installed(name))]:
+        again = "install sm-nanogpt in an environment of its own, by `uv tool install` or `pipx`"
+        mixed = f"{', '.join(parts)} of SageMaker SDK v3, which cannot share an environment with v2"
+        if not wrong:
+            raise Doubt(f"{mixed}: {again}")
+        wrong.append(mixed)
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {again}")
     return ", ".join(found)
+
+
+def installed(name: str) -> str:
+    """The version of a distribution in this environment, or ''."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def sdk_is_whole() -> bool:
+    """Uninstalling version 3 deletes files that version 2 put in place of its own."""
+    sdk = metadata.distribution("sagemaker")
+    return Path(str(sdk.locate_file("sagemaker/__init__.py"))).exists()
 
 
 def check_training(patient: Patient) -> str:
@@ -254,7 +277,10 @@ def check_stack(patient: Patient) -> str:
 
 def check_role(patient: Patient) -> str:
     """It exists, and SageMaker may act as it."""
+    from launcher.backends.estimator import notebook_role
+
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
+    patient.role = patient.role or notebook_role(patient.session, patient.settings.home)
     if not patient.role:
         deploy = patient.settings.command("infra deploy")
         raise InputError(f"no execution role: `{deploy}` makes one, --role names one")
@@ -351,6 +377,8 @@ def check_permissions(patient: Patient) -> str:
         f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
         "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
     }
+    if patient.settings.subnets:
+        needed["*"].append("ec2:CreateNetworkInterface")
     for repository in image_repositories(patient, partition):
         needed[repository] = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
@@ -386,7 +414,8 @@ def check_permissions(patient: Patient) -> str:
         stack = patient.stack
         # An older stack's role may lack what was added since.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
-        deploy = f"`{patient.settings.command('infra deploy')}` brings it up to date"
+        words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
+        deploy = f"`{patient.settings.command(words)}` brings it up to date"
         remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:
@@ -416,7 +445,7 @@ def check_data(patient: Patient) -> str:
 
 def check_instance_type(patient: Patient) -> str:
     said = remark(patient.instance)
-    if patient.instance not in INSTANCES:
+    if gpus_of(patient.instance) is None:
         raise Doubt(said.removeprefix("warning: "))
     return said
 

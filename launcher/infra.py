@@ -23,6 +23,7 @@ from launcher.stack import (
     no_stack,
     not_ours,
     outputs_of,
+    parameters_of,
     remedy,
     remember,
     take_note,
@@ -32,6 +33,7 @@ TEMPLATE = Path(__file__).parent.parent / "infra" / "template.yaml"  # a wheel h
 POLL_SECONDS = 2.0
 CHANGE_SET = "sm-nanogpt-"  # begins the names of ours
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
+PREVIOUS = {"UsePreviousValue": True}
 KEPT = ("Bucket", "BucketPolicy", "Key")  # what the template retains
 
 
@@ -84,10 +86,11 @@ class Deployment:
         self.client = steady_client(session, "cloudformation", self.region)
         self.iam = steady_client(session, "iam", self.region)
 
-    def plan(self, kms: bool = False) -> ChangeSet | None:
+    def plan(self, kms: bool = False, vpc: bool = False) -> ChangeSet | None:
         """What a deployment would change, made ready in AWS; None where nothing would.
 
-        kms makes the key; a key that was made stays. What `left_over` finds has to go before.
+        kms makes the key, and vpc lets jobs run in a VPC; what was made so stays so. What
+        `left_over` finds has to go before.
 
         Raises:
             InputError: the stack is somebody else's.
@@ -99,11 +102,12 @@ class Deployment:
                 f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there, self.settings)}"
             )
         raw = None if there is None or there["StackStatus"] == REVIEW else there
-        parameters: list[dict[str, Any]] = []
-        if kms:
-            parameters = [{"ParameterKey": "Kms", "ParameterValue": "true"}]
-        elif raw is not None:
-            parameters = [{"ParameterKey": "Kms", "UsePreviousValue": True}]
+        known = {} if raw is None else parameters_of(raw)  # an older stack has fewer
+        parameters: list[dict[str, Any]] = [
+            {"ParameterKey": name, **({"ParameterValue": "true"} if asked else PREVIOUS)}
+            for name, asked in {"Kms": kms, "Vpc": vpc}.items()
+            if asked or name in known
+        ]
         with service_errors("CreateChangeSet"):
             made = self.client.create_change_set(
                 StackName=self.name,

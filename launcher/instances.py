@@ -1,12 +1,13 @@
 """The SageMaker training instances: what a launch has to know of each.
 
-Facts from the EC2 instance type pages and the SageMaker pricing page; the SDK's own table lacks the
-newer families.
+boto3 knows the names; the table below adds the GPUs, by what EC2 says of its instance types. A type
+that SageMaker trains on, and that no GPU family holds, has none.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from launcher.errors import InputError
 
 @dataclass(frozen=True)
 class Instance:
-    """gpu_memory is in GiB for each GPU, network in Gbit/s. gpu is '' on CPU instances."""
+    """A machine with GPUs. gpu_memory is in GiB for each GPU, network in Gbit/s."""
 
     gpus: int
     gpu: str
@@ -33,24 +34,6 @@ def _gpu_family(
     }
 
 
-def _cpu_family(family: str, sizes: Mapping[str, float]) -> dict[str, Instance]:
-    return {f"ml.{family}.{size}": Instance(0, "", 0, network) for size, network in sizes.items()}
-
-
-# Gbit/s by size; most are "up to" on the smaller ones.
-_SMALL_FIFTH = dict.fromkeys(("xlarge", "2xlarge", "4xlarge"), 10.0)
-_M5 = {"large": 10.0, **_SMALL_FIFTH, "12xlarge": 12.0, "24xlarge": 25.0}
-_C5 = {**_SMALL_FIFTH, "9xlarge": 12.0, "18xlarge": 25.0}
-_R5 = {**_M5, "8xlarge": 10.0, "16xlarge": 20.0}
-_C6 = {
-    **dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge"), 12.5),
-    "12xlarge": 18.75,
-    "16xlarge": 25.0,
-    "24xlarge": 37.5,
-    "32xlarge": 50.0,
-}
-_M6 = {"large": 12.5, **_C6}
-_SEVENTH = {**{size: n for size, n in _M6.items() if size != "32xlarge"}, "48xlarge": 50.0}
 _ONE_TO_EIGHT = {
     "xlarge": (1, 10),
     "2xlarge": (1, 10),
@@ -101,55 +84,110 @@ INSTANCES: dict[str, Instance] = {
     **_gpu_family("p5e", "H200", 141, {"48xlarge": (8, 3200)}),
     **_gpu_family("p5en", "H200", 141, {"48xlarge": (8, 3200)}),
     **_gpu_family("p6-b200", "B200", 179, {"48xlarge": (8, 3200)}),
-    **_cpu_family("t3", dict.fromkeys(("medium", "large", "xlarge", "2xlarge"), 5.0)),
-    **_cpu_family("m5", _M5),
-    **_cpu_family("c5", _C5),
-    **_cpu_family("r5", _R5),
-    **_cpu_family(
-        "c5n",
+    **_gpu_family("p6-b300", "B300", 268, {"48xlarge": (8, 6400)}),
+    **_gpu_family(
+        "g7",
+        "RTX PRO 4500",
+        32,
         {
-            **dict.fromkeys(("xlarge", "2xlarge", "4xlarge"), 25.0),
-            "9xlarge": 50.0,
-            "18xlarge": 100.0,
+            "2xlarge": (1, 60),
+            "4xlarge": (1, 60),
+            "8xlarge": (1, 80),
+            "12xlarge": (2, 175),
+            "24xlarge": (4, 350),
+            "48xlarge": (8, 700),
         },
     ),
-    **_cpu_family("m6i", _M6),
-    **_cpu_family("c6i", _C6),
-    **_cpu_family("m7i", _SEVENTH),
-    **_cpu_family("c7i", _SEVENTH),
-    **_cpu_family("r7i", _SEVENTH),
+    **_gpu_family(
+        "g7e",
+        "RTX PRO 6000",
+        96,
+        {
+            "2xlarge": (1, 50),
+            "4xlarge": (1, 50),
+            "8xlarge": (1, 100),
+            "12xlarge": (2, 400),
+            "24xlarge": (4, 800),
+            "48xlarge": (8, 1600),
+        },
+    ),
 }
 
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
 
 
+# Machines that AWS's training images do not run on, and why.
+UNSUITABLE = {
+    r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
+    r"ml\.p\d+e-gb": "its CPUs are Arm, and AWS's training images are for x86",
+    r"ml\.p2\.": "PyTorch has ended its support of such GPUs (K80)",
+}
+
+
+@functools.cache
+def sagemaker_types() -> tuple[str, ...]:
+    """The types that SageMaker trains on, as boto3 knows them; SageMaker may have newer ones."""
+    from botocore.loaders import create_loader
+
+    model = create_loader().load_service_model("sagemaker", "service-2")
+    return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
+
+
+def size_of(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def nearest_instances(name: str) -> list[str]:
     """Up to three known types that look like `name`."""
-    return difflib.get_close_matches(name, INSTANCES, n=3, cutoff=0.5)
+    return difflib.get_close_matches(name, sagemaker_types(), n=3, cutoff=0.5)
 
 
 def check_instance(name: str) -> None:
-    """Raises InputError unless it is `local` or looks like a SageMaker type, known here or not."""
-    if name != "local" and not PATTERN.fullmatch(name):
-        near = difflib.get_close_matches(name, ["local"]) or nearest_instances(f"ml.{name}")
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
+    """Raises InputError unless it is `local`, a SageMaker type, or may be one newer than boto3.
+
+    AWS adds families far more often than sizes, so an unknown size is a typing error. Machines that
+    the training image does not run on are refused too.
+    """
+    for pattern, reason in UNSUITABLE.items():
+        if re.match(pattern, name):
+            raise InputError(f"--instance {name}: {reason}")
+    if name == "local" or name in sagemaker_types():
+        return
+    if PATTERN.fullmatch(name) and size_of(name) in map(size_of, sagemaker_types()):
+        return
+    near = difflib.get_close_matches(name, ["local"])
+    near = near or nearest_instances(f"ml.{name.removeprefix('ml.')}")
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 
 
 def remark(name: str) -> str:
-    """What a machine is; a type that is not in the table may be newer than the table is."""
+    """What a machine is, or a warning about a type that boto3 does not know."""
     if name in INSTANCES:
         known = INSTANCES[name]
-        gpus = f"{known.gpus} {known.gpu} of {known.gpu_memory} GiB" if known.gpus else "no GPU"
+        gpus = f"{known.gpus} {known.gpu} of {known.gpu_memory} GiB"
         return f"{name}: {gpus}, {known.network:g} Gbit/s"
+    if name in sagemaker_types():
+        return f"{name}: no GPU"
     near = nearest_instances(name)
     kind = "GPU" if looks_like_gpu(name) else "CPU"
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"warning: {name} is not known here and taken for a {kind} instance{hint}"
+    return (
+        f"warning: boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
+        f" for a {kind} instance{hint}"
+    )
 
 
-# By EC2's naming, a d after the generation stands for disks of the machine; others have them too.
-LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g5|g6|g6e|p5|p5e|p5en|p6-b[23]00)\.")
+def gpus_of(name: str) -> int | None:
+    """How many GPUs a machine has; None where the type is not known."""
+    if name in INSTANCES:
+        return INSTANCES[name].gpus
+    return 0 if name in sagemaker_types() else None
+
+
+# By EC2's naming, a d after the generation stands for disks of the machine; the GPU families have
+# them too, but p2 and p3.
+LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*)\.")
 
 
 def has_local_storage(name: str) -> bool:
@@ -163,6 +201,4 @@ def has_local_storage(name: str) -> bool:
 
 def looks_like_gpu(name: str) -> bool:
     """Whether a type is of a GPU family, known or not: AWS names those g and p."""
-    if name in INSTANCES:
-        return INSTANCES[name].gpus > 0
     return bool(re.match(r"ml\.[gp]\d", name))

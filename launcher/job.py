@@ -44,6 +44,7 @@ TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 RUNNING = ("InProgress", "Stopping")
+LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
 
 def option(name: str) -> str:
@@ -79,10 +80,10 @@ class TrainingJob(BaseModel):
     pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
-    max_run: int = Field(default=86_400, ge=60, le=2_419_200)
+    max_run: int = Field(default=86_400, ge=60, le=LONGEST_RUN)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
     spot: bool = False
-    max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run
+    max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run, up to 28 days
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
     volume_size: int = Field(default=50, ge=1, le=16_384)  # GiB
     environment: dict[str, str] = Field(default_factory=dict)
@@ -91,6 +92,7 @@ class TrainingJob(BaseModel):
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
     network_isolation: bool = False
+    encrypt_traffic: bool = False  # between hosts
 
     _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields, from `resume`'s
 

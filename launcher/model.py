@@ -84,8 +84,6 @@ def load_artefact(
             raise ValueError("tokenizer.json is not one of characters")
         sha256 = training["script_sha256"]
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
-        if training["config"]["n_layer"] > len(tensors):
-            raise ValueError(f"n_layer={training['config']['n_layer']}: more than the tensors")
         script: ModuleType = train
         config = known_config(training["config"])
         expected = train.hugging_face_config(config, len(vocabulary))

@@ -1,8 +1,9 @@
-"""How many instances of a type the account may use at once, by Service Quotas.
+"""How many instances the account may use at once, and for how long, by Service Quotas.
 
-Each type has a quota for training jobs, one for spot training jobs and one for warm pools. A quota
-is read by its code, which has to be looked up by name once, in a list of more than a thousand; the
-codes are kept in HOME/quota-codes.json. A type that the list lacks is looked up once a day.
+Each type has a quota for training jobs, one for spot training jobs and one for warm pools; others
+limit the hosts of any one job, and its run time. A quota is read by its code, which has to be
+looked up by name once, in a list of more than a thousand; the codes are kept in
+HOME/quota-codes.json. A type that the list lacks is looked up once a day.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from launcher.settings import Settings, Tell
 TRAINING = "training job usage"
 SPOT = "spot training job usage"
 WARM_POOL = "training warm pool usage"
+PER_JOB = "Maximum number of instances per training job"  # 20 by default
+PER_SPOT_JOB = "Maximum number of instances per spot training job"
+LONGEST_RUN = "Longest run time for a training job"  # in seconds; 432,000 by default
+DAY = 86_400  # the run time that SageMaker gives a job that asks for none
 NO_QUOTA = "ListServiceQuotas: the account has no quota of that name"
 CONSOLE = "the Service Quotas console (Amazon SageMaker)"
 
@@ -30,22 +35,29 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any, tell: Tell)
     """Tells if a quota cannot be read; SageMaker refuses then what it has to.
 
     Raises:
-        InputError: the account may not use as many instances as the job needs.
+        InputError: the account may not use as many instances as the job needs, or not for so long.
     """
     uses = [SPOT if job.spot else TRAINING] + ([WARM_POOL] if job.keep_alive else [])
-    for use in uses:
-        name = f"{job.instance} for {use}"
+    instead = "take another --instance"
+    needs = {f"{job.instance} for {use}": (job.instance_count, instead) for use in uses}
+    if job.instance_count > 1:
+        limit = PER_SPOT_JOB if job.spot else PER_JOB
+        needs[limit] = (job.instance_count, "take a smaller --instance-count")
+    if job.time_limit > DAY:
+        needs[LONGEST_RUN] = (job.time_limit, "take a smaller --max-run")
+    for name, (need, instead) in needs.items():
         try:
             allowed = read_quota(name, settings, session)
         except ServiceError as error:
             tell(f"quota: {name!r} is not checked: {error}")
+            if str(error) == NO_QUOTA:
+                continue
             return
-        if allowed < job.instance_count:
-            other = f"; {SPOT!r} is another quota" if use == TRAINING else ""
+        if allowed < need:
+            other = f"; {SPOT!r} is another quota" if name.endswith(f" for {TRAINING}") else ""
             raise InputError(
-                f"the account's quota {name!r} is {allowed:g} in {session.region_name}, and this"
-                f" job needs {job.instance_count}: ask for more in {CONSOLE}, or take another"
-                f" --instance{other}"
+                f"the account's quota {name!r} is {allowed:.0f} in {session.region_name}, and this"
+                f" job needs {need}: ask for more in {CONSOLE}, or {instead}{other}"
             )
 
 

@@ -15,6 +15,7 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -79,6 +80,13 @@ class Settings(BaseSettings):
     stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
+
+    # What jobs on SageMaker have unless they say otherwise, named as the fields of TrainingJob.
+    subnets: list[str] = Field(default_factory=list)
+    security_group_ids: list[str] = Field(default_factory=list)
+    network_isolation: bool = False
+    encrypt_traffic: bool = False
+    tags: dict[str, str] = Field(default_factory=dict)
 
     _said: dict[str, str] = PrivateAttr(default_factory=dict)  # by the command line
 
@@ -205,6 +213,8 @@ def check_location(location: str) -> None:
         # As S3 has made them; those of before 2018 may hold capitals and underscores.
         if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
             raise ValueError("names no bucket; use s3://bucket/prefix")
+        if "//" in rest[2:]:  # a key that S3 takes, and SageMaker cannot read
+            raise ValueError("has an empty part, //, which SageMaker cannot read")
     elif scheme == "file":
         if not rest.startswith("///"):
             raise ValueError("names no place from the root; use file:///directory")
@@ -230,11 +240,15 @@ def load_settings(**said: str | None) -> Settings:
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
         first = error.errors()[0]
-        name = "_".join(str(part) for part in first["loc"])
+        name = str(first["loc"][0])
         unknown = first["type"] == "extra_forbidden"
         meant = f"there is no such setting; did you mean {nearest(name)}?"
         reason = meant if unknown else must_be(first["msg"])
         raise InputError(f"{said_by(name, words)}={first['input']!r}: {reason}") from None
+    except SettingsError as error:
+        named = re.search(r'field "(\w+)"', str(error))
+        variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
+        raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{config_file()}: not TOML: {error}") from None
     except RuntimeError as error:  # `~` of nobody

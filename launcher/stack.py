@@ -22,7 +22,8 @@ REVIEW = "REVIEW_IN_PROGRESS"  # a name that change sets wait under; no stack ha
 
 @dataclass(frozen=True)
 class Stack:
-    """What the other commands take from a deployed stack. policy is the launcher policy's ARN."""
+    """What the other commands take from a deployed stack. policy is the launcher policy's ARN, vpc
+    whether the role may run jobs in a VPC."""
 
     name: str
     status: str
@@ -30,6 +31,7 @@ class Stack:
     role: str
     kms_key: str | None
     policy: str
+    vpc: bool = False
 
 
 def with_stack(
@@ -128,7 +130,12 @@ def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
         role=outputs["RoleArn"],
         kms_key=outputs.get("KmsKeyArn"),
         policy=outputs["LauncherPolicyArn"],
+        vpc=parameters_of(raw).get("Vpc") == "true",
     )
+
+
+def parameters_of(raw: dict[str, Any]) -> dict[str, str]:
+    return {each["ParameterKey"]: each["ParameterValue"] for each in raw.get("Parameters", [])}
 
 
 def outputs_of(raw: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,8 @@ from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
 from launcher.tracking import backend_for, find
 
+PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
+
 
 def launch(job: TrainingJob, settings: Settings | None = None) -> str:
     """Starts a training and returns its id at once.
@@ -46,13 +48,18 @@ def cloud_settings(
 ) -> Settings:
     """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
 
-    Without a stack, the store is the account's default bucket of SageMaker.
+    Without a stack, the role is that of the SageMaker notebook that this runs in, if any, and the
+    store is the account's default bucket of SageMaker.
 
     Raises:
         InputError: no store is set, and none is there; none is created.
         ServiceError: AWS cannot be asked.
     """
     settings = with_stack(settings, offline=dry_run, tell=tell)
+    backend = SageMakerBackend(settings)
+    if not settings.role and not dry_run and (role := backend.notebook_role()):
+        tell(f"role: {role} (of this SageMaker notebook)")
+        settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
@@ -61,7 +68,7 @@ def cloud_settings(
             f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
             f" `{settings.command('infra show')}` once"
         )
-    bucket = SageMakerBackend(settings).default_bucket()
+    bucket = backend.default_bucket()
     if bucket is None:
         raise InputError(
             "no store is set, and the account has no default bucket yet:"
@@ -100,6 +107,8 @@ def prepare(
         tell(remark(job.instance))
     if job.resume is not None:
         job, before = take_over(job, home, earlier, tell)
+    if not local:
+        job = with_prescribed(job, settings, tell)
     if job.entry_point is not None:
         script = storage.path_of(job.entry_point).absolute()
         job = job.model_copy(update={"entry_point": script})
@@ -130,6 +139,29 @@ def prepare(
         if channel.upload is not None and not dry_run:
             corpus.send(channel.upload, channel.sources, near, progress)
     return job, backend, settings
+
+
+def with_prescribed(
+    job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
+) -> TrainingJob:
+    """The job with what the settings prescribe, where it says nothing itself; tags one by one.
+
+    Raises:
+        InputError: the settings prescribe what no job may have.
+    """
+    prescribed = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
+    said = {name: getattr(job, name) for name in job.model_fields_set}
+    added = sorted(prescribed.keys() - said.keys() | prescribed.keys() & {"tags"})
+    if not added:
+        return job
+    tell(f"configured: {', '.join(added)}")
+    tags = {**settings.tags, **job.tags}
+    try:
+        ready = TrainingJob(**{**prescribed, **said, "tags": tags})
+    except InputError as error:
+        raise InputError(f"as the settings have it: {error}") from None
+    ready._taken_over = job._taken_over
+    return ready
 
 
 def ready_to_resume(job: TrainingJob, earlier: JobDescription, settings: Settings) -> TrainingJob:

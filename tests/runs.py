@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -11,10 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from entry_point import train
 
@@ -172,11 +173,41 @@ def run_hosts(
         return [ended(process) for process in processes]
 
 
-def wait_for_line(process: subprocess.Popen[str], start: str) -> list[str]:
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The pids of the ranks that a training started on its host, in their order."""
+    listed = subprocess.check_output(["ps", "-A", "-o", "pid=", "-o", "ppid="], text=True)
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    return sorted(pid for pid, parent in pairs if parent == process.pid)
+
+
+def listening(pids: Collection[int]) -> set[str]:
+    """The addresses at which processes listen (Linux)."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed by now
+                inodes.update(re.findall(r"^socket:\[(\d+)\]$", str(file.readlink())))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:  # LISTEN
+                raw = b"".join(
+                    int(local[i : i + 8], 16).to_bytes(4, sys.byteorder)
+                    for i in range(0, len(local) - 5, 8)
+                )
+                found.add(str(ipaddress.ip_address(raw)))
+    return found
+
+
+def wait_for_line(
+    process: subprocess.Popen[str], start: str, stream: IO[str] | None = None
+) -> list[str]:
     """Reads the output up to the first line that begins so; returns the lines so far."""
-    assert process.stdout is not None
+    stream = stream or process.stdout
+    assert stream is not None
     seen = []
-    for line in process.stdout:
+    for line in stream:
         seen.append(line)
         if line.startswith(start):
             return seen

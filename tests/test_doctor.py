@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -179,6 +180,40 @@ def test_a_package_that_is_too_old_or_missing_fails(monkeypatch: pytest.MonkeyPa
         doctor.check_packages(Patient(Settings(), "local"))
 
 
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a distribution in front of those of this environment, without its files."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name: str, version: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (info / "METADATA").write_text(described)
+
+    return put
+
+
+def test_version_3_of_the_sdk_needs_another_environment(install: Callable[..., None]) -> None:
+    install("sagemaker", "3.26.0")
+    install("sagemaker-train", "1.27.0")
+    expected = r"sagemaker 3\.26\.0 is not .*, sagemaker-train 1\.27\.0 of .* v3.*: .* of its own"
+    with pytest.raises(InputError, match=expected):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
+def test_version_2_of_the_sdk_over_version_3_is_doubtful(install: Callable[..., None]) -> None:
+    install("sagemaker-train", "1.27.0")
+    with pytest.raises(Doubt, match=r"sagemaker-train 1\.27\.0 of .*: .*`uv tool install`"):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
+def test_an_sdk_without_its_files_fails(install: Callable[..., None]) -> None:
+    install("sagemaker", "2.257.7")
+    with pytest.raises(InputError, match=r"files of sagemaker 2\.257\.7 are missing: install sm-n"):
+        doctor.check_packages(Patient(Settings(), "local"))
+
+
 def test_credentials_that_aws_does_not_take_leave_the_rest_out(
     examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +264,27 @@ def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: lis
     stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
     with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
         doctor.check_stack(patient)
+
+
+def test_the_role_of_a_sagemaker_notebook_is_found(
+    examined: Callable[..., dict[str, tuple[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role = os.environ["SM_NANOGPT_ROLE"]
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
+    monkeypatch.setattr("sagemaker.session.NOTEBOOK_METADATA_FILE", str(tmp_path / "metadata.json"))
+    assert examined()["role"] == (OK, role)
+
+
+def test_a_role_that_may_not_join_the_prescribed_vpc_fails(
+    examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-1"]')
+    result, said = examined()["permissions"]
+    assert result == FAILURE
+    assert "the role may not ec2:CreateNetworkInterface on *" in said
 
 
 def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: Emulator) -> None:
@@ -303,9 +359,9 @@ def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
 def test_a_type_that_is_not_known_is_a_warning(
     examined: Callable[..., dict[str, tuple[str, str]]],
 ) -> None:
-    result, said = examined("--instance", "ml.g5.12xlarg")["instance"]
+    result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
     assert result == WARNING
-    assert "did you mean ml.g5.12xlarge" in said
+    assert "did you mean ml.g6" in said
 
 
 def test_a_default_image_without_patches_is_a_warning_with_the_way_out(

@@ -653,6 +653,26 @@ def test_the_stacks_key_encrypts_the_model(
     assert request["OutputDataConfig"]["KmsKeyId"] == "mine"
 
 
+SUBNET = ("--subnet", "subnet-1", "--security-group", "sg-1")
+
+
+def test_a_subnet_needs_a_role_that_may_join_a_vpc(
+    account: CloudFormation, cli: Cli, text_file: Path
+) -> None:
+    launch = ("launch", "--data", str(text_file), *SUBNET)
+    cli("infra", "deploy", "--yes", "--kms")
+    for words in ((), ("--dry-run",)):
+        ran = cli(*launch, *words)
+        assert ran.code == 2
+        assert "the role of stack sm-nanogpt may not join a VPC: `sm-nanogpt infra" in ran.error
+    assert cli("--role", f"{ROLE}-of-mine", *launch, "--dry-run").code == 0
+    ran = cli("infra", "deploy", "--yes", "--vpc")
+    assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)
+    request = json.loads(cli(*launch, "--dry-run").out)
+    assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
+    assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so
+
+
 def test_who_names_store_and_role_asks_nobody(
     account: CloudFormation, deployed: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -760,6 +780,23 @@ def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
         "sagemaker:Search",
         "servicequotas:GetServiceQuota",
         "servicequotas:ListServiceQuotas",
+    }
+
+
+def test_a_role_that_may_join_a_vpc_has_what_sagemaker_asks_for(
+    account: CloudFormation, cli: Cli
+) -> None:
+    assert cli("infra", "deploy", "--yes", "--vpc").code == 0
+    role = json.loads(cli("infra", "show", "--json").out)["role"].rpartition("/")[2]
+    policy = boto3.client("iam").get_role_policy(RoleName=role, PolicyName="training-job")
+    network = {
+        action for action in wide(PolicyDocument(policy["PolicyDocument"])) if "ec2:" in action
+    }
+    interface = ("NetworkInterface", "NetworkInterfacePermission")
+    described = ("DhcpOptions", "NetworkInterfaces", "SecurityGroups", "Subnets", "Vpcs")
+    assert network == {
+        *(f"ec2:{verb}{noun}" for verb in ("Create", "Delete") for noun in interface),
+        *(f"ec2:Describe{noun}" for noun in described),
     }
 
 

@@ -513,6 +513,69 @@ def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
     assert not (tmp_path / "hosts/algo-1/model/model.safetensors").exists()
 
 
+def test_memory_that_does_not_suffice_is_the_reason(tmp_path: Path, text_file: Path) -> None:
+    """Its name has to be one that counts as an error's, though the rank ends like any other."""
+    script = f"""
+        sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
+        import train
+        sys.exit(train.failure_report(train.OutOfMemoryError("less, please")))
+    """
+    state = run_ranks(tmp_path, text_file, script)
+    assert state["reason"] == "OutOfMemoryError: less, please"
+
+
+# -- hung -----------------------------------------------------------------------------------------
+
+
+HANGS = {**ENDLESS, "hang_seconds": 5}
+
+
+@pytest.mark.parametrize(("hosts", "rank"), [("1", 0), ("2", 1)])
+def test_a_rank_that_hangs_is_the_reason_and_the_end(
+    home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str, rank: int
+) -> None:
+    """Rank 0 serves the store by which the ranks know of each other."""
+    how = ("--instance-count", hosts, "--processes-per-instance", str(2 // int(hosts)))
+    job = detached(cli, home, *how, data=text_file, **HANGS)
+    launching.wait_for_step(job.directory)
+    os.kill(launching.ranks_of(job.directory)[rank], signal.SIGSTOP)
+    hung = time.monotonic()
+    assert wait_for_end(job) == "Failed"
+    assert time.monotonic() - hung < 30
+    reason = describe(job.job_id, launching.settings_of(home)).failure_reason or ""
+    assert reason.startswith(f"HangError: rank {rank} on algo-{rank + 1}")
+    assert not launching.ranks_of(job.directory)
+
+
+def test_a_second_ctrl_c_ends_a_job_that_hangs(home: Path, text_file: Path) -> None:
+    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        job = Finished(home, process.stdout.readline().strip())
+        launching.wait_for_step(job.directory)
+        os.kill(launching.ranks_of(job.directory)[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        runs.wait_for_line(process, "stopping the job", process.stderr)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        process.wait(timeout=30)
+    assert time.monotonic() - began < 10
+    assert state_of(job) == "Stopped"
+    assert not launching.ranks_of(job.directory)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
+@pytest.mark.parametrize("hosts", ["1", "2"])
+def test_a_job_listens_on_loopback_alone(
+    home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str
+) -> None:
+    how = ("--instance-count", hosts, "--processes-per-instance", str(2 // int(hosts)))
+    job = detached(cli, home, *how, data=text_file, **ENDLESS)
+    launching.wait_for_step(job.directory)
+    assert runs.listening(launching.processes_below(job.directory)) == {"127.0.0.1"}
+
+
 # -- killed ---------------------------------------------------------------------------------------
 
 
@@ -614,6 +677,26 @@ def test_a_checkpoint_that_a_resumed_job_was_given_is_not_its_own(
     given = home / "jobs" / resumed / "hosts/algo-1/checkpoints"
     assert list(given.glob("checkpoint-*10.safetensors"))
     assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
+
+
+def test_a_checkpoint_that_was_given_in_part_is_not_its_own(
+    tmp_path: Path, text_file: Path, job: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner is killed while it copies."""
+    write_job(tmp_path / "killed", text_file)
+    (tmp_path / "killed/code").mkdir()
+    run = LocalRun(tmp_path / "killed")
+    run.record["resume_from"] = str(job.directory / "hosts/algo-1/checkpoints")
+
+    def copy_half(source: Path, target: Path) -> None:
+        (target / source.name if target.is_dir() else target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copy2", copy_half)
+    with pytest.raises(KeyboardInterrupt):
+        run.lay_out()
+    given = run.base("algo-1") / "checkpoints"
+    assert own_checkpoint(given, run.state["given"]) is None
 
 
 @pytest.mark.parametrize("between", [1, 5000])

@@ -472,6 +472,40 @@ def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--instance-count", "21"), "'Maximum number of instances per training job' is 20"),
+        (("--instance-count", "21", "--spot"), "'Maximum number of instances per spot training"),
+        (("--max-run", "432001"), "'Longest run time for a training job' is 432000 in us-east-1"),
+    ],
+)
+def test_a_job_above_the_limits_of_any_job_is_refused(
+    cloud: Emulator,
+    money: MoneyService,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    words: tuple[str, ...],
+    named: str,
+) -> None:
+    money.quotas["ml.g5.12xlarge"] = (100, 100, 0)
+    ran = cli(*LAUNCH, "--data", str(text_file), *words, *sets(batch_size=84))
+    assert ran.code == 2
+    assert named in ran.error
+    assert "or take a smaller --" in ran.error
+    assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+
+
+def test_a_job_at_the_limits_of_any_job_is_launched(
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    money.quotas["ml.g5.12xlarge"] = (100, 100, 0)
+    words = ("--instance-count", "20", "--max-run", "432000", *sets(batch_size=80))
+    assert cli(*LAUNCH, "--data", str(text_file), *words).code == 0
+
+
 def test_a_quota_that_cannot_be_asked_with_half_a_key_is_one_line(
     money: MoneyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

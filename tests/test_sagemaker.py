@@ -28,11 +28,18 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import (
     ClientError,
     EndpointConnectionError,
+    LoginError,
+    LoginInsufficientPermissions,
+    LoginRefreshRequired,
+    NoCredentialsError,
     ReadTimeoutError,
     UnauthorizedSSOTokenError,
 )
 from botocore.httpsession import URLLib3Session
+from botocore.utils import generate_login_cache_key
 from botocore.validate import ParamValidator
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from emulator import Emulator
 from launching import Finished, Ran
 
@@ -42,16 +49,26 @@ from launcher.aws import why
 from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import (
     SageMakerBackend,
+    describe_job,
     sendable_hyperparameters,
     source_archive,
 )
 from launcher.backends.toolkit import script_lines
 from launcher.images import DEFAULT_VERSION, IMAGES, Image
-from launcher.instances import INSTANCES, has_local_storage, remark
+from launcher.instances import (
+    INSTANCES,
+    check_instance,
+    gpus_of,
+    has_local_storage,
+    looks_like_gpu,
+    remark,
+    sagemaker_types,
+)
 from launcher.settings import load_settings
-from launcher.submission import new_job_id
+from launcher.submission import new_job_id, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
@@ -132,6 +149,11 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         ),
         (("--max-run", "3600"), ("StoppingCondition", "MaxRuntimeInSeconds"), 3600),
         (("--spot", "--max-run", "60"), ("StoppingCondition", "MaxWaitTimeInSeconds"), 120),
+        (
+            ("--spot", "--max-run", "2419200"),
+            ("StoppingCondition", "MaxWaitTimeInSeconds"),
+            2419200,
+        ),
         (("--spot",), ("EnableManagedSpotTraining",), True),
         (("--keep-alive", "600"), ("ResourceConfig", "KeepAlivePeriodInSeconds"), 600),
         (
@@ -147,6 +169,7 @@ def test_what_is_sent_is_what_a_dry_run_shows(
         (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
         (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
         (("--network-isolation",), ("EnableNetworkIsolation",), True),
+        (("--encrypt-traffic",), ("EnableInterContainerTrafficEncryption",), True),
         (("--image-uri", "mine:1"), ("AlgorithmSpecification", "TrainingImage"), "mine:1"),
         (
             ("--subnet", "subnet-1", "--security-group", "sg-1"),
@@ -167,6 +190,91 @@ def test_each_option_is_in_the_request(
     assert value == expected
 
 
+PRESCRIBED = """\
+subnets = ["subnet-1"]
+security_group_ids = ["sg-1"]
+network_isolation = true
+encrypt_traffic = true
+tags = {team = "a", cost-center = "7"}
+"""
+
+
+def test_what_the_config_file_prescribes_is_in_the_request(
+    home: Path, dry: Callable[..., dict[str, Any]]
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(PRESCRIBED)
+    request = dry()
+    assert request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert request["EnableNetworkIsolation"]
+    assert request["EnableInterContainerTrafficEncryption"]
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "a", "cost-center": "7"}
+
+
+def test_the_command_line_goes_over_what_is_prescribed(
+    home: Path, dry: Callable[..., dict[str, Any]]
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(PRESCRIBED)
+    own = ("--subnet", "subnet-2", "--security-group", "sg-2", "--no-encrypt-traffic")
+    request = dry(*own, "--no-network-isolation", "--tag", "team=b")
+    assert request["VpcConfig"] == {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
+    assert not request.get("EnableNetworkIsolation")
+    assert not request.get("EnableInterContainerTrafficEncryption")
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "b", "cost-center": "7"}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('subnets = ["subnet-1"]', "--subnet and --security-group go together"),
+        ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': must be a valid list"),
+        ("subnets = [1]", "config.toml: subnets=1: must be a valid string"),
+        ("tags = {sm-nanogpt = 'x'}", "as the settings have it: --tag sm-nanogpt"),
+    ],
+)
+def test_what_cannot_be_prescribed_is_refused(
+    home: Path, cli: Callable[..., Ran], text_file: Path, config: str, said: str
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(config)
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    ran = cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run")
+    assert ran.code == 2
+    assert said in ran.error
+
+
+def test_a_list_in_a_variable_is_json(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", "subnet-1")
+    ran = cli("jobs")
+    assert (ran.code, ran.error[:32]) == (2, "SM_NANOGPT_SUBNETS: must be JSON")
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-1"]')
+    assert load_settings().subnets == ["subnet-1"]
+
+
+def test_a_local_job_takes_nothing_that_is_prescribed(home: Path, text_file: Path) -> None:
+    settings = Settings(home=home, network_isolation=True)
+    ready, _, _ = prepare(TrainingJob(data=str(text_file)), settings)
+    assert not ready.network_isolation
+
+
+def test_a_resumed_job_gets_what_is_prescribed_since(
+    cloud: Emulator, s3: Any, home: Path, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    earlier = stopped(s3, cli, text_file, "--tag", "team=b")
+    (home / "config.toml").write_text(PRESCRIBED)
+    ran = cli("launch", "--resume", earlier)
+    assert ran.code == 0, ran.err
+    assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
+    request = cloud.sagemaker.jobs[ran.out.strip()].request
+    assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
+    assert {"Key": "team", "Value": "b"} in request["Tags"]
+
+
 def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(
     dry: Callable[..., dict[str, Any]],
 ) -> None:
@@ -183,26 +291,45 @@ def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        *[(name, True) for name in ("g4dn", "g5", "g6", "g6e", "p3dn", "p4d", "p4de", "r5d")],
-        *[(name, True) for name in ("p5", "p5e", "p5en", "p6-b200", "p6-b300", "m5d", "m6gd")],
+        *[(name, True) for name in ("g4dn", "g5", "g6", "g6e", "g6f", "g7", "g7e", "r5d")],
+        *[(name, True) for name in ("p3dn", "p4d", "p4de", "p5", "p5e", "p5en", "m5d", "m6gd")],
+        *[(name, True) for name in ("p6-b200", "p6-b300", "m8id")],
         *[(name, False) for name in ("p2", "p3", "t3", "m5", "c5", "c5n", "r5", "m6i", "m7i-flex")],
+        *[(name, False) for name in ("c8i", "m8i", "r8i", "r8i-flex")],
     ],
 )
 def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: bool) -> None:
     assert has_local_storage(f"ml.{family}.48xlarge") == expected
 
 
-def test_a_misspelt_gpu_type_gets_a_warning_and_no_image_for_cpus(home: Path) -> None:
-    told = remark("ml.g5.13xlarge")
-    assert "did you mean" in told
+def test_a_known_type_is_described(home: Path) -> None:
     assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
     assert "-gpu-" in training_image("us-east-1", DEFAULT_VERSION, True, home)
+    assert remark("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+
+
+def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.refuse["CreateTrainingJob"] = ("ValidationException", "no such type")
+    ran = cli("launch", "--instance", "ml.g6f.xlarge", "--data", str(text_file))
+    assert "warning: boto3 knows no training instance ml.g6f.xlarge" in ran.err
+    assert "taken for a GPU instance; did you mean ml.g6" in ran.err
+    assert "-gpu-" in cloud.calls[-1][1]["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
+    for name in sagemaker_types():
+        try:
+            check_instance(name)
+        except InputError:
+            assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
+        else:
+            assert looks_like_gpu(name) == bool(gpus_of(name)), name
 
 
 def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
-    service = botocore.session.get_session().get_service_model("sagemaker")
-    resources = service.shape_for("ResourceConfig")
-    assert set(INSTANCES) <= set(resources.members["InstanceType"].enum)
+    assert set(INSTANCES) <= set(sagemaker_types())
 
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
@@ -322,6 +449,9 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
         (("--instance", "ml.p5.48xlarge", "--launcher", "pytorchddp"), "--launcher torchrun"),
         (("--instance", "ml.p3.2xlarge"), "--pytorch-version 2.8.0 does"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
+        (("--instance", "ml.p6e-gb200.36xlarge"), "Arm"),
+        (("--instance", "ml.g5.12xlrge"), "did you mean ml.g5.12xlarge"),
+        (("--instance", "ml.g5.13xlarge"), "or ml.g5.12xlarge or"),
         (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
         (("--tag", "a=b;c"), "--tag a=b;c"),
@@ -353,6 +483,33 @@ def test_no_region_no_role_and_no_store_are_each_one_line(
     assert "--region" in cli(*words).error
     monkeypatch.delenv("SM_NANOGPT_STORE")
     assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ResourceName": "default", "DomainId": "d-1", "ExecutionRoleArn": ROLE},  # Studio
+        {"ResourceName": "mine"},  # a notebook instance, which is asked about
+    ],
+)
+def test_in_a_sagemaker_notebook_its_role_is_taken_aloud(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metadata: dict[str, str],
+) -> None:
+    file = tmp_path / "resource-metadata.json"
+    file.write_text(json.dumps(metadata))
+    monkeypatch.setattr("sagemaker.session.NOTEBOOK_METADATA_FILE", str(file))
+    described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
+    cloud.sagemaker.DescribeNotebookInstance = lambda body: described  # type: ignore[attr-defined]
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert f"role: {ROLE} (of this SageMaker notebook)" in ran.err
+    assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
 def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
@@ -564,6 +721,90 @@ def test_a_name_that_holds_sso_is_no_sign_of_expired_credentials() -> None:
     assert "expired" in why(UnauthorizedSSOTokenError())
 
 
+# -- the credentials of `aws login` ----------------------------------------------------------------
+
+
+@pytest.fixture
+def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the token of a person's `aws login` is kept; it is not there yet."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    session = f"arn:aws:iam::{ACCOUNT}:user/me"
+    config = home.parent / ".aws/config"
+    config.parent.mkdir()
+    config.write_text(f"[default]\nlogin_session = {session}\n")
+    token = config.parent / f"login/cache/{generate_login_cache_key(session)}.json"
+    token.parent.mkdir(parents=True)
+    return token
+
+
+@pytest.mark.parametrize("command", ["jobs", "upload-data"])
+@pytest.mark.parametrize(
+    ("crypto", "said"),
+    [(None, "the package awscrt is missing"), (object(), "renew them: `aws login`")],
+)
+def test_a_login_that_cannot_be_used_says_what_to_do(
+    login_token: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    crypto: object,
+    said: str,
+) -> None:
+    for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
+        monkeypatch.setattr(f"{module}.credentials.EC", crypto)
+    ran = cli(command, *[str(text_file)] * (command == "upload-data"))
+    assert ran.code == 1
+    assert said in ran.error
+
+
+def test_a_dry_run_says_nothing_of_a_login_that_has_ended(
+    login_token: Path, home: Path, text_file: Path
+) -> None:
+    words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
+    ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
+    assert ran.code == 0
+    assert "login" not in ran.err
+
+
+@pytest.mark.parametrize("command", ["jobs", "upload-data"])
+def test_a_login_is_renewed_when_its_credentials_expire(
+    cloud: Emulator,
+    login_token: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    pytest.importorskip("awscrt")
+    keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
+    expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
+    key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()
+    )
+    said = {"dpopKey": key.decode(), "clientId": "cli", "refreshToken": "r"}
+    login_token.write_text(json.dumps({"accessToken": expired, **said}))
+    answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
+    monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
+    ran = cli(command, *[str(text_file)] * (command == "upload-data"))
+    assert ran.code == 0, ran.err
+    assert json.loads(login_token.read_text())["accessToken"]["expiresAt"] > "2026-11"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LoginRefreshRequired(), "expired"),
+        (LoginError(), "renew them: `aws login`"),
+        (LoginInsufficientPermissions(), "signin:CreateOAuth2Token"),
+        (NoCredentialsError(), "`aws login`"),
+    ],
+)
+def test_what_ends_a_login_is_told_with_its_remedy(error: Exception, said: str) -> None:
+    assert said in why(error)
+
+
 @pytest.mark.parametrize("attempts", ["", "0"])
 @pytest.mark.parametrize("words", [("jobs",), ("upload-data", "input.txt")])
 def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
@@ -703,6 +944,23 @@ def test_status_tells_the_states_times_and_numbers(
     assert "val loss:    1.5000" in told
     assert "step:        1000/1000" in told
     assert json.loads(cli("status", launched, "--json").out)["billable_seconds"] == 100
+
+
+@pytest.mark.parametrize(
+    ("status", "secondary", "reason"),
+    [
+        ("InProgress", "Interrupted", None),
+        ("InProgress", "Starting", None),
+        ("Stopped", "MaxWaitTimeExceeded", "Spot capacity was reclaimed"),
+    ],
+)
+def test_an_interruption_is_a_reason_once_the_job_has_ended(
+    cloud: Emulator, launched: str, status: str, secondary: str, reason: str | None
+) -> None:
+    raw = SageMakerBackend(load_settings()).known(launched)
+    raw |= {"TrainingJobStatus": status, "SecondaryStatus": secondary}
+    raw["FailureReason"] = "Spot capacity was reclaimed"
+    assert describe_job(raw, None).failure_reason == reason
 
 
 def test_status_of_a_spot_job_tells_what_was_saved(

@@ -145,6 +145,7 @@ def test_a_relative_store_is_refused_unless_it_is_typed(
 
 
 NO_STORES = ["s3://", "s3:///prefix", "s3:bucket", "s3://Bad_Bucket!/x", "arn:aws:s3:::b"]
+NO_STORES += ["s3://bucket//prefix", "s3://bucket/some//prefix"]  # SageMaker cannot read these
 
 
 @pytest.mark.parametrize("word", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])

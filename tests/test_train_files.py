@@ -355,8 +355,34 @@ def test_a_checkpoint_whose_best_weights_are_broken_gives_way(checkpoints: Check
     spoil(checkpoints.path("best", 20))
     loaded = checkpoints.load_latest()
     assert loaded is not None and loaded[1]["step"] == 10
-    checkpoints.path("best", 10).unlink()
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+
+
+def test_broken_best_weights_alone_lose_no_checkpoint(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(checkpoints, 10, 10)
+    save(checkpoints, 20, 10)
+    spoil(checkpoints.path("best", 10))
+    loaded = checkpoints.load_latest()
+    assert loaded is not None
+    assert (loaded[1]["step"], loaded[1]["best_step"]) == (20, None)
+    assert "note: best-00000010.safetensors is damaged: " in capsys.readouterr().out
+
+
+def test_a_broken_checkpoint_takes_no_whole_ones_place(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    spoil(checkpoints.path("checkpoint", 20))
+    assert checkpoints.load_latest() is not None
+    save(checkpoints, 25)
+    assert checkpoints.steps("checkpoint") == [25, 10]
+
+
+def test_a_checkpoint_without_its_sha256_is_broken(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    path = checkpoints.path("checkpoint", 10)
+    path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha257"'))
+    with pytest.raises(CheckpointError, match="it has no SHA-256"):
         checkpoints.load_latest()
 
 

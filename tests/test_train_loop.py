@@ -429,14 +429,14 @@ def test_a_finished_training_launched_again_writes_its_artefact_again(
     assert not LINE.search(end.output)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 def test_a_metric_is_the_same_when_its_steps_were_interrupted(
-    tmp_path: Path, text: str, processes: int
+    tmp_path: Path, text: str, before: int, after: int
 ) -> None:
     """Checkpoints after every step, and an end between two metric lines."""
     how = {**SMALL, "log_interval": 60, "eval_interval": 60, "max_steps": 60}
     how["checkpoint_seconds"] = 1e-6
-    curves = []
+    curves: list[list[float]] = []
     for name in ("whole", "interrupted"):
         env = make_hosts(tmp_path / name, text)[0]
         if name == "interrupted":
@@ -446,15 +446,16 @@ def test_a_metric_is_the_same_when_its_steps_were_interrupted(
             )
             (tmp_path / "dies.py").write_text(patched, encoding="utf-8")
             command = (sys.executable, str(tmp_path / "dies.py"))
-            end = run(words(**how, processes=processes), cwd=tmp_path, env=env, command=command)
+            end = run(words(**how, processes=before), cwd=tmp_path, env=env, command=command)
             assert end.status == 9, end.output
-        end = run(words(**how, processes=processes), cwd=tmp_path, env=env)
+        end = run(words(**how, processes=after), cwd=tmp_path, env=env)
         assert end.status == 0, end.output
         assert ("resumed from the checkpoint of step 36" in end.output) == (name == "interrupted")
+        assert ("trained up to here, and" in end.output) == (curves != [] and before != after)
         curves.append(
             [row["train_loss"] for row in metrics(tmp_path / name / "algo-1/output/data")]
         )
-    assert curves[0] == curves[1]
+    assert curves[0] == (curves[1] if before == after else pytest.approx(curves[1], rel=0.02))
 
 
 def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
@@ -474,6 +475,27 @@ def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
     assert resumed.status == 0, resumed.output
     assert "resumed from the checkpoint of step 10" in resumed.output
     assert [row["step"] for row in metrics(tmp_path / "mine/output")] == [5, 10, 15, 20]
+
+
+def test_a_resumed_run_keeps_its_number_of_processes(tmp_path: Path, text_file: Path) -> None:
+    first = run(words(**SMALL, data=text_file, out="mine", processes=3), cwd=tmp_path)
+    assert first.status == 0, first.output
+    resumed = run(words(resume="mine", max_steps=12), cwd=tmp_path)
+    assert resumed.status == 0 and "= 3 processes in one group" in resumed.output
+    other = run(words(resume="mine", max_steps=14, processes=1), cwd=tmp_path)
+    assert "note: 3 processes trained up to here, and 1 process from here on" in other.output
+
+
+def test_a_finished_run_whose_best_weights_broke_writes_a_model(
+    tmp_path: Path, text_file: Path
+) -> None:
+    assert run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path).status == 0
+    for best in (tmp_path / "mine/checkpoints").glob("best-*"):
+        best.write_bytes(best.read_bytes()[:-1])
+    end = run(words(resume="mine"), cwd=tmp_path)
+    assert end.status == 0, end.output
+    assert "the best weights are now looked for from step 10 on" in end.output
+    load_artefact(tmp_path / "mine/model")
 
 
 @pytest.mark.parametrize("how", [{"out": "mine", "processes": 2}, {"resume": "mine"}])
@@ -1053,7 +1075,21 @@ def test_ctrl_c_that_reaches_the_parent_alone_stops_its_ranks(tmp_path: Path, te
         wait_for_line(process, "step=5/")
         process.send_signal(signal.SIGINT)
         end = ended(process)
-    assert end.status == 128 + signal.SIGTERM  # which the ranks were sent
+    assert end.status == 128 + signal.SIGINT
+    assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_signals_in_quick_succession_are_one(tmp_path: Path, text: str, processes: int) -> None:
+    """As a supervisor sends them to one process after the other, and a terminal to all."""
+    env = make_hosts(tmp_path, text)[0]
+    endless = words(**{**SMALL, "max_steps": 100_000}, processes=processes)
+    with started(endless, cwd=tmp_path, env=env) as process:
+        wait_for_line(process, "step=5/")
+        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)
+        end = ended(process)
+    assert end.status in (128 + signal.SIGTERM, 128 + signal.SIGINT)
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 

@@ -7,11 +7,16 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +27,13 @@ from runs import (
     ended,
     environment,
     free_port,
+    listening,
     make_hosts,
+    ranks_of,
     run,
     run_hosts,
     started,
+    wait_for_line,
     words,
 )
 
@@ -436,7 +444,8 @@ def test_why_a_group_could_not_be_joined_is_told_without_places_in_cpp(
         )
 
     store = train.dist.HashStore()
-    monkeypatch.setattr(train.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(train, "serve_store", lambda *_: store)
+    monkeypatch.setattr(train, "Watch", lambda *_, **__: None)
     monkeypatch.setattr(train.dist, "init_process_group", refuse)
     with pytest.raises(TopologyError) as caught:
         train.Group(train.Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), some_container())
@@ -751,7 +760,9 @@ def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
     much = {**SMALL, "batch_size": 100_000, "n_embd": 1024}
     end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
     assert end.status == 1
-    assert end.last_line.startswith("OutOfMemory: more passes over less each, by a larger grad")
+    assert end.last_line.startswith(
+        "OutOfMemoryError: more passes over less each, by a larger grad"
+    )
     assert "(which was 1)" in end.last_line and "can't allocate memory" in end.last_line
     assert "  at " not in end.output
 
@@ -764,6 +775,105 @@ def test_a_port_that_is_taken_is_one_line_with_what_to_do(tmp_path: Path, text: 
     assert end.last_line.startswith("TopologyError: cannot serve the ranks at 127.0.0.1:")
     assert end.last_line.endswith("(MASTER_PORT names another port)")
     assert "  at " not in end.output
+
+
+# -- a rank that hangs -----------------------------------------------------------------------------
+
+ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
+NO_SIGN = r"HangError: rank {} on {} gave no sign of life for \d+ s "
+
+
+@pytest.fixture
+def hanging(text_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of two ranks, the second of which is stopped."""
+    endless = words(**ENDLESS, data=text_file, processes=2)
+    with started(endless, cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+        yield process
+
+
+def test_a_hung_rank_ends_the_run_with_its_name(hanging: subprocess.Popen[str]) -> None:
+    end = ended(hanging, limit=30)
+    assert end.status == 1
+    assert re.match(NO_SIGN.format(1, socket.gethostname()), end.last_line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_that_hangs(
+    hanging: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    hanging.send_signal(number)
+    time.sleep(1.2)  # a person's second one
+    hanging.send_signal(number)
+    began = time.monotonic()
+    end = ended(hanging, limit=30)
+    assert time.monotonic() - began < 4
+    assert end.status == 128 + number
+    assert end.last_line == "ending at once: steps after the newest checkpoint are lost"
+
+
+def test_a_rank_that_halts_for_a_while_is_let_alone(hanging: subprocess.Popen[str]) -> None:
+    time.sleep(3)
+    os.kill(ranks_of(hanging)[1], signal.SIGCONT)
+    time.sleep(4)
+    hanging.send_signal(signal.SIGINT)
+    end = ended(hanging, limit=30)
+    assert end.status == 128 + signal.SIGINT
+    assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_whose_only_rank_hangs_ends_too(tmp_path: Path, text: str, rank: int) -> None:
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(started(words(**ENDLESS, processes=1), cwd=tmp_path, env=env))
+            for env in make_hosts(tmp_path / "ml", text, n_hosts=2)
+        ]
+        wait_for_line(hosts[0], "step=5/")
+        os.kill(ranks_of(hosts[rank])[0], signal.SIGSTOP)
+        for host in hosts:
+            end = ended(host, limit=40)
+            assert end.status == 1
+            assert re.match(NO_SIGN.format(rank, f"algo-{rank + 1}"), end.last_line)
+
+
+def test_a_rank_that_gets_nowhere_is_named_though_it_lives(text: str, tmp_path: Path) -> None:
+    step = "            self.step += 1\n"
+    stuck = "            if (self.step, group.rank) == (7, 2): time.sleep(1000)\n"
+    command = edited_script(tmp_path / "stuck.py", (step, step + stuck))
+    envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
+    arguments = words(**ENDLESS, processes=2)
+    for end in run_hosts(arguments, cwd=tmp_path, envs=envs, command=command):
+        assert end.status == 1
+        assert end.last_line.startswith(
+            "HangError: rank 2 on algo-2 made no progress while the others waited for "
+        )
+
+
+@pytest.mark.parametrize("patience", [1800, 1])
+def test_a_rank_may_be_as_slow_as_it_said(patience: float) -> None:
+    """While it writes a large checkpoint, say; those that wait for it are let alone too."""
+    store = train.serve_store("127.0.0.1", 0)
+    hung: list[str] = []
+    place = ("127.0.0.1", store.port)
+    ranks = [train.Watch(place, 2, rank, "here", 1.0, hung.append) for rank in range(2)]
+    ranks[0].patience, ranks[1].patience = patience, 1.0
+    ranks[1].beats += 1  # it waits for rank 0
+    time.sleep(5)
+    for rank in ranks:
+        rank.end()
+    assert {line.partition(" for ")[0] for line in hung} == (
+        set() if patience > 1 else {"rank 0 on here made no progress while the others waited"}
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
+def test_a_run_on_one_host_listens_on_loopback_alone(tmp_path: Path, text_file: Path) -> None:
+    endless = words(**ENDLESS, data=text_file, processes=2)
+    with started(endless, cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        assert listening([process.pid, *ranks_of(process)]) == {"127.0.0.1"}
 
 
 def test_the_line_of_a_failure_is_one_line() -> None:
@@ -781,24 +891,31 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
 
 
+@pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize(
-    ("ranks", "port", "cause"),
-    [
-        ({}, "any", "invalid literal for int() with base 10: 'any'"),
-        ({}, "70000", "a port is a number up to 65535"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            "any",
-            "invalid literal for int() with base 10: 'any'",
-        ),
-    ],
+    ("ranks", "port"),
+    [({}, "any"), ({}, "70000"), ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "any")],
 )
 def test_a_port_that_is_none_is_one_line(
-    tmp_path: Path, text: str, ranks: dict[str, str], port: str, cause: str
+    tmp_path: Path, text: str, ranks: dict[str, str], port: str, host: int
 ) -> None:
-    env = {**make_hosts(tmp_path, text, n_hosts=2)[0], **ranks, "MASTER_PORT": port}
+    env = {**make_hosts(tmp_path, text, n_hosts=2)[host], **ranks, "MASTER_PORT": port}
     end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
     assert end.status == 1
-    assert end.last_line.startswith("TopologyError: ")
-    assert f" 127.0.0.1:{port}: {cause}" in end.last_line
-    assert "  at " not in end.output
+    assert end.output == f"TopologyError: MASTER_PORT={port!r}: must be a port, up to 65535\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_ran_out_has_one_name_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, text_file: Path, error: Exception
+) -> None:
+    monkeypatch.setattr(train, "train", Mock(side_effect=error))
+    with pytest.raises(train.OutOfMemoryError, match="a larger gradient_accumulation_steps"):
+        train.main(words(**SMALL, data=text_file, processes=1))

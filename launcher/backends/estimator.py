@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
+from launcher.aws import service_errors
 from launcher.errors import InputError
 from launcher.images import find_image
 
@@ -49,6 +50,7 @@ class Plan:
     subnets: tuple[str, ...]
     security_group_ids: tuple[str, ...]
     network_isolation: bool
+    encrypt_traffic: bool
 
 
 # The environment is the whole process's: two that change it at once would each put back what the
@@ -71,6 +73,7 @@ def quiet_sdk(home: Path) -> Iterator[None]:
     if storage.read_text(config) != CONFIG:
         storage.write_text(config, CONFIG)
     said = {
+        "DISABLE_JUMPSTART_LOGGING": "1",  # its import warns if credentials have ended
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
@@ -139,8 +142,45 @@ def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any
     return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
 
 
+def notebook_role(session: Any, home: Path) -> str:
+    """The execution role of the SageMaker notebook or Studio space that this runs in, else ''.
+
+    Elsewhere the caller may be a role too, as after `aws sso login`, but not one that SageMaker may
+    act as.
+
+    Raises:
+        ServiceError: AWS cannot be asked.
+    """
+    with quiet_sdk(home), service_errors("get_execution_role"):
+        import sagemaker.session as sdk
+
+        if not Path(sdk.NOTEBOOK_METADATA_FILE).exists():
+            return ""
+        try:
+            return str(sdk.get_execution_role(sdk.Session(boto_session=session)))
+        except ValueError:  # the caller is a user
+            return ""
+
+
 def take_config_as_it_is(config: dict[Any, Any]) -> None:
     """In place of the SDK's own validation of its config."""
+
+
+@contextmanager
+def no_tensorboard() -> Iterator[None]:
+    """Each estimator makes a client for TensorBoard from boto3's default session. That fails where
+    the login of the default profile has ended, even if another profile launches. For as long as
+    this holds, it makes none.
+    """
+    import sagemaker.estimator
+
+    module: Any = sagemaker.estimator
+    app = module.TensorBoardApp
+    module.TensorBoardApp = lambda region: None
+    try:
+        yield
+    finally:
+        module.TensorBoardApp = app
 
 
 @contextmanager
@@ -164,7 +204,7 @@ def trusted_config() -> Iterator[None]:
 
 def create_request(plan: Plan, home: Path) -> dict[str, Any]:
     """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
-    with quiet_sdk(home), trusted_config():
+    with quiet_sdk(home), trusted_config(), no_tensorboard():
         return record_request(plan)
 
 
@@ -215,6 +255,7 @@ def record_request(plan: Plan) -> dict[str, Any]:
             subnets=list(plan.subnets) or None,
             security_group_ids=list(plan.security_group_ids) or None,
             enable_network_isolation=plan.network_isolation,
+            encrypt_inter_container_traffic=plan.encrypt_traffic,
             disable_profiler=True,
             debugger_hook_config=False,
             sagemaker_session=session,

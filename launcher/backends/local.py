@@ -5,7 +5,7 @@ A job is a directory, HOME/jobs/JOB-ID:
     job.json                what was submitted
     state.json              how it stands, written by its runner alone
     lock                    held by the runner as long as it lives
-    stop                    there when somebody asked the job to stop
+    stop                    there when somebody asked the job to stop; stop-now: asked again
     code/train.py           an edited script, which a job that goes on from this one runs too
     hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
     runner.log              what the runner said, which tells why it could not start
@@ -210,7 +210,8 @@ class LocalBackend:
                 yield description
 
     def stop(self, job_id: str) -> None:
-        (self.jobs_dir / job_id / "stop").touch()
+        path = self.jobs_dir / job_id / "stop"
+        (path.with_name("stop-now") if path.exists() else path).touch()
 
     def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")

@@ -117,6 +117,9 @@ class LocalRun:
     def stopping(self) -> bool:
         return self.stop_requested or (self.directory / "stop").exists()
 
+    def asked_again(self) -> bool:
+        return (self.directory / "stop-now").exists()
+
     def deleted(self) -> bool:
         """Whether the job's directory was deleted; a rank that writes may have made it anew."""
         return not (self.directory / "job.json").exists()
@@ -148,7 +151,11 @@ class LocalRun:
             given = sorted(source.glob("*.safetensors"))
             self.tell(given={path.name: path.stat().st_mtime_ns for path in given})
             for path in given:
-                shutil.copy2(path, self.base(self.hosts[0]) / "checkpoints")
+                # Whole or not at all: a part would have a time of its own, as what the job wrote.
+                copy = self.base(self.hosts[0]) / "checkpoints" / path.name
+                partial = copy.with_name(f".{path.name}.tmp")
+                shutil.copy2(path, partial)
+                partial.replace(copy)
 
     def write_config(self, host: str, channels: list[str]) -> None:
         config = self.base(host) / "input" / "config"
@@ -292,7 +299,7 @@ class LocalRun:
                     if not failed:
                         self.tell(status="Stopping", secondary="Stopping")
                     signal_all(ranks, signal.SIGTERM)
-            elif time.monotonic() > kill_at:
+            elif time.monotonic() > kill_at or self.asked_again():
                 stopped.add(-signal.SIGKILL)
                 signal_all(ranks, signal.SIGKILL)
             time.sleep(0.05)

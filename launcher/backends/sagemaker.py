@@ -39,8 +39,9 @@ from launcher.aws import (
 from launcher.backends.toolkit import script_lines
 from launcher.errors import InputError, ServiceError
 from launcher.images import problem, remark
-from launcher.instances import INSTANCES, has_local_storage, looks_like_gpu
+from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
+    LONGEST_RUN,
     RUNNING,
     TAG_KEY,
     JobDescription,
@@ -52,6 +53,7 @@ from launcher.job import (
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
+from launcher.stack import remembered
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -111,6 +113,12 @@ class SageMakerBackend:
             raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
         return bucket
 
+    def notebook_role(self) -> str:
+        """The role of the SageMaker notebook that this runs in, else ''."""
+        from launcher.backends.estimator import notebook_role
+
+        return notebook_role(self.session, self.settings.home)
+
     def job_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.settings.data_store, "jobs", job_id, *parts)
 
@@ -159,7 +167,7 @@ class SageMakerBackend:
             metric_definitions=job.script_module().metric_definitions(),
             tags={TAG_KEY: TAG_VALUE, **job.tags},
             max_run=job.time_limit,
-            max_wait=(job.max_wait or 2 * job.time_limit) if job.spot else None,
+            max_wait=(job.max_wait or min(2 * job.time_limit, LONGEST_RUN)) if job.spot else None,
             keep_alive=job.keep_alive,
             volume_size=job.volume_size,
             environment=job.environment,
@@ -169,6 +177,7 @@ class SageMakerBackend:
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
+            encrypt_traffic=job.encrypt_traffic,
         )
 
     def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
@@ -178,15 +187,13 @@ class SageMakerBackend:
         return create_request(self.plan(job_id, job), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
-        if job.instance.startswith(("ml.trn", "ml.inf")):
-            raise InputError(f"--instance {job.instance}: train.py needs GPUs or a CPU, not Neuron")
         if "volume_size" in job.model_fields_set and has_local_storage(job.instance):
             raise InputError(
                 f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
                 " no volume; leave it out, or take a larger --instance"
             )
-        known = INSTANCES.get(job.instance)
-        config = job.config(job.instance_count * max(1, known.gpus) if known else 1)
+        gpus = gpus_of(job.instance)
+        config = job.config(1 if gpus is None else job.instance_count * max(1, gpus))
         anything = {"data": "s3://bucket/data", "validation": None}
         plan = self.plan("job", job.model_copy(update=anything))
         if unfit := problem(plan.image_uri, job.instance, job.launcher):
@@ -198,6 +205,13 @@ class SageMakerBackend:
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
                 " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
                 " role; it has to read and write the store, and to delete checkpoints there)"
+            )
+        stack = remembered(self.settings, self.region)
+        if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
+            raise InputError(
+                f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
+                f" VPC: `{self.settings.command('infra deploy --vpc')}` lets it, or name another"
+                " with --role"
             )
         return config
 
@@ -502,6 +516,8 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
+    # A spot job that was interrupted runs again: that is no failure yet.
+    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
@@ -514,8 +530,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
-        failure_reason=in_short(raw.get("FailureReason", ""))
-        or (secondary if secondary in limits else None),
+        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),
         ended=timestamp(raw.get("TrainingEndTime")),

@@ -31,6 +31,11 @@ QUOTAS = {
     "ml.m5.xlarge": (15, 0, 2),
     "ml.p3.8xlarge": (2, 0, 0),
 }
+PER_JOB = {
+    "Longest run time for a training job": 432_000,
+    "Maximum number of instances per spot training job": 20,
+    "Maximum number of instances per training job": 20,
+}
 USES = ("training job usage", "spot training job usage", "training warm pool usage")
 QUOTA_PAGE = 5
 
@@ -124,6 +129,7 @@ def quotas(values: dict[str, tuple[int, int, int]] | None = None) -> list[dict[s
         for instance, three in (QUOTAS if values is None else values).items()
         for use, count in zip(USES, three, strict=True)
     }
+    counts.update(PER_JOB)
     counts.update({f"ml.t3.{size} for notebook instance usage": 2 for size in ("large", "medium")})
     return [quota(name, count) for name, count in sorted(counts.items())]
 
