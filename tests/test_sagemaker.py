@@ -976,7 +976,10 @@ def test_a_failed_job_tells_why_with_its_last_lines(
 ) -> None:
     cloud.sagemaker.next_script = {
         "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
-        "log": [(0.1, "algo-1", "one"), (0.7, "algo-1", "DataError: no text")],
+        "log": [
+            (at, "algo-1", f"{TAGGED}{line}")
+            for at, line in ((0.1, "one"), (0.7, "DataError: no text"))
+        ],
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     ran = cli("wait", job_id)
