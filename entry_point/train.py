@@ -3059,7 +3059,13 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
 
 
 # With the digits that are shown of each.
-METRICS = {"train_loss": 5, "val_loss": 5, "learning_rate": 7, "tokens_per_second": 0}
+METRICS = {
+    "train_loss": 5,
+    "val_loss": 5,
+    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "learning_rate": 7,
+    "tokens_per_second": 0,
+}
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
@@ -3441,6 +3447,7 @@ class Trainer:
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
+            row["best_loss"] = min(self.best_val_loss, row["val_loss"])
         row["learning_rate"] = config.peak_learning_rate * scale
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step

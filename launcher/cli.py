@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -117,7 +117,26 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
-JOB_ID = click.argument("job_id", metavar="JOB-ID")
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of the jobs on this machine, for a shell that completes one."""
+    from launcher.settings import load_settings
+
+    names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def find_id(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
+    """The id of the job that a word means; a callback."""
+    from launcher.tracking import full_id
+
+    if not word or context.resilient_parsing:
+        return word
+    return full_id(word, settings_of(context))
+
+
+JOB_ID = click.argument("job_id", metavar="JOB-ID", callback=find_id, shell_complete=complete_job)
 
 
 @click.group(
@@ -151,6 +170,8 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
       sm-nanogpt upload-data input.txt
       sm-nanogpt launch                      (on SageMaker; --instance local: here)
       sm-nanogpt fetch-and-sample JOB-ID
+
+    A JOB-ID may be given by its beginning or its end, if no other job has that, or as `latest`.
     """
     context.obj = settings
 
@@ -285,7 +306,13 @@ class LaunchCommand(Command):
 )
 @click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
 @click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
-@click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
+@click.option(
+    "--resume",
+    metavar="JOB-ID",
+    callback=find_id,
+    shell_complete=complete_job,
+    help="Go on from an earlier job's checkpoints.",
+)
 @click.option(
     "--follow/--detach",
     default=None,
@@ -632,20 +659,25 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     if not found:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
-    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9} {:>12}"
-    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS", "COST"))
+    row = "{:<33} {:<10} {:<18} {:<16} {:>11} {:>9} {:>7} {:>10}  {}"
+    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "MODEL", "COST", "DATA")
+    click.echo(row.format(*heads))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
         step, loss = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
         cost = "-" if d.cost is None else usd(d.cost)
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, cost))
+        # layers x width
+        model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
+        data = d.data.rstrip("/").rpartition("/")[2]
+        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, model, cost, data))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
     metrics = description.metrics or {}
     step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
-    return step, f"{metrics['val_loss']:.4f}" if "val_loss" in metrics else "-"
+    loss = metrics.get("best_loss", metrics.get("val_loss"))
+    return step, "-" if loss is None else f"{loss:.4f}"
 
 
 @cli.command("status")
@@ -677,7 +709,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "ended": moment(d.ended),
         "data": d.data,
         "step": step,
-        "val loss": loss,
+        "best loss": loss,
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),

@@ -137,6 +137,8 @@ def prepare(
         tell(f"preset: {job.preset}")
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
+            if channel.upload.uploaded and not local:
+                tell(f"upload: {channel.named} to {channel.uri}")
             corpus.send(channel.upload, channel.sources, near, progress)
     return job, backend, settings
 

@@ -941,7 +941,7 @@ def test_status_tells_the_states_times_and_numbers(
     told = cli("status", launched).out
     assert "state:       Completed" in told
     assert "billable:    100 s" in told
-    assert "val loss:    1.5000" in told
+    assert "best loss:   1.5000" in told
     assert "step:        1000/1000" in told
     assert json.loads(cli("status", launched, "--json").out)["billable_seconds"] == 100
 
