@@ -101,6 +101,14 @@ class Command(click.Command):
                 raise InputError(f"{named.strip('[]')}: is empty; give a word{without}")
         return rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        for name in {"job_id", "resume"} & ctx.params.keys():
+            if word := ctx.params[name]:
+                from launcher.tracking import full_id
+
+                ctx.params[name] = full_id(word, settings_of(ctx))
+        return super().invoke(ctx)
+
 
 class Group(Command, click.Group):
     """A group of such commands."""
@@ -127,16 +135,7 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def find_id(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
-    """The id of the job that a word means; a callback."""
-    from launcher.tracking import full_id
-
-    if not word or context.resilient_parsing:
-        return word
-    return full_id(word, settings_of(context))
-
-
-JOB_ID = click.argument("job_id", metavar="JOB-ID", callback=find_id, shell_complete=complete_job)
+JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
 
 
 @click.group(
@@ -201,6 +200,8 @@ def upload_data_command(
     settings = settings_of(context)
     if path is None:
         path = str(built_in_text(corpus, settings))
+    if path.partition("://")[0] in ("http", "https", "s3"):
+        raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)
     total = sum(file.stat().st_size for _, file in find_text(source))
     with byte_progress("upload", total) as progress:
@@ -309,7 +310,6 @@ class LaunchCommand(Command):
 @click.option(
     "--resume",
     metavar="JOB-ID",
-    callback=find_id,
     shell_complete=complete_job,
     help="Go on from an earlier job's checkpoints.",
 )
@@ -929,7 +929,8 @@ def infra_deploy_command(
         for change in planned.changes:
             note(f"{change.action:<8} {change.kind} {change.resource}")
         if not dry_run:
-            agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
+            place = account_and_region(planned.stack_id)
+            agree(f"Make this in {place}, as stack {deployment.name}?", yes)
     except BaseException:
         try:
             deployment.discard(planned)
@@ -1001,7 +1002,7 @@ def show_removal(removal: Removal) -> None:
 def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
     """Deletes a stack if the person agrees, and says how to delete what is kept."""
     show_removal(removal)
-    agree(f"Delete stack {deployment.name} in {deployment.region}?", yes)
+    agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
     kept = {name: place for name, _, place in removal.kept}
     if "Bucket" in kept:
@@ -1013,16 +1014,22 @@ def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
         )
 
 
+def account_and_region(arn: str) -> str:
+    """Where the thing behind an ARN is."""
+    _, _, _, region, account, _ = arn.split(":", 5)
+    return f"account {account}, {region}"
+
+
 def can_ask(settled: bool) -> None:
     """Raises InputError where a question would find nobody to answer."""
     if not settled and not sys.stdin.isatty():
-        raise InputError("nobody can be asked here; --yes agrees beforehand")
+        raise InputError("this is not an interactive terminal; pass --yes to confirm")
 
 
 def agree(question: str, yes: bool) -> None:
     """Goes on if the person agrees; else click's Exit ends the command, with exit code 1."""
     if not yes and not click.confirm(question, err=True):
-        note("not agreed to, and not done")
+        note("not confirmed; nothing was done")
         raise click.exceptions.Exit(1)
 
 

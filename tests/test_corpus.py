@@ -107,6 +107,12 @@ def test_a_file_whose_name_is_not_utf8_is_refused_and_named(
     assert launching.tree(home) == set()
 
 
+@pytest.mark.parametrize("url", ["https://example.com/text.txt", "s3://bucket/text.txt"])
+def test_a_url_is_not_a_text(cli: Callable[..., Ran], url: str) -> None:
+    ran = cli("upload-data", url)
+    assert (ran.code, ran.error.startswith(f"{url}: download it first")) == (2, True)
+
+
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
 def test_a_text_in_place_of_its_path_is_refused_in_few_words(
     home: Path, cli: Callable[..., Ran], words: list[str]
