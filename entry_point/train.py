@@ -239,13 +239,17 @@ class Config:
         "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
         group="schedule",
         least=0,
-        most=100,
+        most=1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=100
+        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak, of the head with muon, also of a tied one", group="schedule", least=0, most=100
+        0.02,
+        "peak, of the head with muon, also of a tied one",
+        group="schedule",
+        least=0,
+        most=1e37,
     )
     warmup_steps: int = hyperparameter(
         0, "steps of linear rise to the peak", group="schedule", least=0
@@ -257,7 +261,7 @@ class Config:
         0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
     )
     weight_decay: float = hyperparameter(
-        0.0, "of the matrices, decoupled", group="schedule", least=0, most=100
+        0.0, "of the matrices, decoupled", group="schedule", least=0, most=10
     )
     momentum: float = hyperparameter(0.9, "of muon", group="schedule", least=0, most=0.9999)
     beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
