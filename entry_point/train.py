@@ -54,9 +54,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # which torch reads when it is loaded
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
     # program has taken a core, the spinning holds up the very thread that is waited for. A
