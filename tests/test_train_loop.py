@@ -565,7 +565,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoin
     before = kept.path("checkpoint", 10).read_bytes()
 
     how["max_steps"] = 20
-    bad = run(words(**how, processes=2, learning_rate=1e38), cwd=tmp_path, env=env)
+    bad = run(words(**how, processes=2, learning_rate=1e37), cwd=tmp_path, env=env)
     assert bad.status == 1
     assert re.fullmatch(
         r"NonFiniteLossError: the loss is (nan|inf), not finite at step 1[1-5];"
