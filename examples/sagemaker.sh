@@ -15,7 +15,7 @@ set -euo pipefail
 sm-nanogpt upload-data "$@"
 
 options=(--instance "${INSTANCE:-ml.g5.12xlarge}" --instance-count "${INSTANCE_COUNT:-1}"
-    --preset "${PRESET:-baby}" --max-run 7200)
+    --preset "${PRESET:-baby}")
 [ -z "${MAX_STEPS:-}" ] || options+=(--set max_steps="$MAX_STEPS")
 [ -z "${BATCH_SIZE:-}" ] || options+=(--set batch_size="$BATCH_SIZE")
 

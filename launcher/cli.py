@@ -135,6 +135,7 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
     return [name for name in names if name.startswith(incomplete)]
 
 
+YES = click.option("--yes", is_flag=True, help="Do not ask.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
 
 
@@ -319,6 +320,7 @@ class LaunchCommand(Command):
     help="Show the log until the end (default: local), or come back at once (SageMaker).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the request to SageMaker; send nothing.")
+@YES
 @cloud_option(
     "--launcher",
     type=click.Choice(["pytorchddp", "torchrun"]),
@@ -326,7 +328,7 @@ class LaunchCommand(Command):
 )
 @cloud_option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.10.0).")
 @cloud_option("--image-uri", metavar="URI", help="A container image of your own.")
-@cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 86400).")
+@cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 3600).")
 @cloud_option(
     "--max-cost",
     metavar="USD",
@@ -399,6 +401,7 @@ def launch_command(
     config_file: str | None,
     follow: bool | None,
     dry_run: bool,
+    yes: bool,
     **fields: Any,
 ) -> None:
     """Start a training and print its id.
@@ -426,6 +429,9 @@ def launch_command(
     if dry_run:
         print_json(backend.request(job_id, ready))
         return
+    costs_much = not local and (ready.worst_cost or math.inf) > settings.ask_above
+    if costs_much and sys.stdin.isatty():
+        agree("Launch it?", yes)
     with naming(job_id, settings):
         backend.submit(job_id, ready)
         try:
@@ -877,7 +883,6 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
 
 
 STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")
-YES = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 @cli.group("infra")

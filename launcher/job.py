@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Scalar = bool | int | float | str
 
+DAY = 86_400  # seconds that a job may run whose limit a cost sets
+
 # What a local job has too; every other field is for SageMaker alone.
 LOCAL_FIELDS = {
     "instance",
@@ -80,8 +82,9 @@ class TrainingJob(BaseModel):
     pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
     max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
-    max_run: int = Field(default=86_400, ge=60, le=LONGEST_RUN)
+    max_run: int = Field(default=3600, ge=60, le=LONGEST_RUN)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
+    worst_cost: float | None = None  # USD, found at launch; None: no price is known
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run, up to 28 days
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -171,7 +174,8 @@ class TrainingJob(BaseModel):
     @property
     def time_limit(self) -> int:
         """Seconds that the job may run: the smallest of the limits that it has."""
-        limits = (self.max_run, self.affordable_run, self.max_wait)
+        own = DAY if self.limit_is_open else self.max_run
+        limits = (own, self.affordable_run, self.max_wait)
         return min(limit for limit in limits if limit is not None)
 
     @property

@@ -143,8 +143,10 @@ def afford(
     per_hour = rate(job, price)
     earlier = 0.0 if ceiling is None else spent()
     ready = job if ceiling is None else limited(job, per_hour, ceiling, earlier)
+    worst = earlier + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
+    ready = ready.model_copy(update={"worst_cost": worst})
     tell(f"price: {price_words(job, price)}")
-    tell(f"cost: {cost_words(ready, per_hour, earlier)}")
+    tell(f"cost: {cost_words(ready, worst, earlier)}")
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
         tell(f"time limit: {ready.time_limit} s, as {reason}")
     return ready
@@ -157,8 +159,7 @@ def price_words(job: TrainingJob, price: Price) -> str:
     return f"{total} an hour{f' ({each})' if each else ''}, by {price.source}{spot}"
 
 
-def cost_words(job: TrainingJob, per_hour: float, earlier: float) -> str:
-    worst = earlier + worst_case(per_hour, job.time_limit, job.keep_alive or 0)
+def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
     parts = ", ".join(counted(job, earlier))
     return f"at most {usd(worst)}, if it runs for {job.time_limit} s (counted: {parts})"
 

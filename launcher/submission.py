@@ -218,7 +218,7 @@ def take_over(
         update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}
     )
     hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
-    own = {"resume", "preset", "hyperparameters", "affordable_run"}
+    own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone
         kept.pop("max_wait" if before.spot else "keep_alive", None)

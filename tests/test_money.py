@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from emulator import Emulator
@@ -53,6 +54,68 @@ def description(**values: Any) -> JobDescription:
             **values,
         }
     )
+
+
+# -- the question before a job is sent -------------------------------------------------------------
+
+
+def asked(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, *words: str, answer: bool = False
+) -> tuple[bool, Ran]:
+    """Whether a launch at a terminal asks, and how it ends."""
+    confirm = Mock(return_value=answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    ran = cli(*LAUNCH, *words)
+    return confirm.called, ran
+
+
+@pytest.fixture
+def data(text_file: Path) -> tuple[str, str]:
+    return "--data", str(text_file)
+
+
+def test_a_launch_of_an_hour_asks_nothing(
+    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
+) -> None:
+    question, ran = asked(cli, monkeypatch, *data)
+    assert (question, ran.code) == (False, 0)
+    assert "cost: at most 8.28 USD, if it runs for 3600 s" in ran.err
+
+
+def test_a_launch_that_may_cost_much_asks_and_is_not_sent(
+    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
+) -> None:
+    question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200")
+    assert (question, ran.code, ran.out) == (True, 1, "")
+    assert ran.err.splitlines()[-1] == "not confirmed; nothing was done"
+    assert not cloud.sagemaker.jobs
+
+
+@pytest.mark.parametrize("words", [("--yes",), ("--dry-run",)])
+def test_yes_and_a_dry_run_ask_nothing(
+    words: tuple[str, ...],
+    cloud: Emulator,
+    money: MoneyService,
+    cli: Any,
+    monkeypatch: Any,
+    data: tuple[str, str],
+) -> None:
+    question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200", *words)
+    assert (question, ran.code) == (False, 0)
+
+
+def test_the_sum_above_which_a_launch_asks_is_a_setting(
+    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "8")
+    assert asked(cli, monkeypatch, *data)[0]
+
+
+def test_without_a_terminal_a_launch_asks_nothing(
+    cloud: Emulator, money: MoneyService, cli: Any, data: tuple[str, str]
+) -> None:
+    assert cli(*LAUNCH, *data, "--max-run", "7200").code == 0
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

@@ -429,7 +429,7 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
     ("words", "reason"),
     [
         (("--max-wait", "100"), "--max-wait is for --spot"),
-        (("--spot", "--max-wait", "100"), "--max-wait 100 has to be at least --max-run 86400"),
+        (("--spot", "--max-wait", "100"), "--max-wait 100 has to be at least --max-run 3600"),
         (("--spot", "--keep-alive", "60"), "--keep-alive does not go with --spot"),
         (("--keep-alive", "3601"), "keep_alive=3601: must be at most 3600"),
         (("--subnet", "subnet-1"), "--subnet and --security-group go together"),
