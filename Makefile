@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# With uv on the PATH an install takes seconds, by uv's own settings; `make UV= ...` takes pip.
+# With uv on the PATH, an install takes seconds and follows uv's settings; `make UV= ...` uses pip.
+# --no-compile leaves modules to be compiled on import; the tests import a small part of them.
 UV := $(shell uv --version 2>/dev/null)
 pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
 	--disable-pip-version-check) --quiet
@@ -30,7 +31,7 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2
-	$(call pip_install,.venv) --no-compile -c constraints.txt -e .
+	$(call pip_install,.venv) --compile -c constraints.txt -e .
 	touch $@
 
 .venv/installed-for-tests: pyproject.toml constraints.txt | .venv
