@@ -1651,7 +1651,7 @@ def test_a_job_that_got_no_machine_tells_what_to_do(
         "reason": "CapacityError: Unable to provision requested ML compute capacity."
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
-    assert "try later, or another --instance" in cli("wait", job_id).error
+    assert "name several types: --instance TYPE,TYPE" in cli("wait", job_id).error
 
 
 @pytest.mark.parametrize(
