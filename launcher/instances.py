@@ -166,7 +166,7 @@ MOST_TYPES = 5  # that SageMaker chooses among
 
 def types_of(instance: str) -> tuple[str, ...]:
     """The types of `--instance`, which have commas between them."""
-    return tuple(instance.split(","))
+    return tuple(name.strip() for name in instance.split(","))
 
 
 def check_instances(names: Sequence[str]) -> None:

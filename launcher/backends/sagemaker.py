@@ -144,8 +144,8 @@ class SageMakerBackend:
         own_disks = {has_local_storage(instance) for instance in job.instances}
         if key and len(own_disks) > 1:
             raise InputError(
-                f"--instance {job.instance}: some types have disks of their own, for which AWS"
-                " refuses a KMS key, and some a volume, which needs it; take types of one kind"
+                f"--instance {job.instance}: with a KMS key, all types or none may have disks of"
+                " their own, for which AWS refuses one"
             )
         assert job.data is not None
         channels = {"training": job.data}
