@@ -39,8 +39,9 @@ emulator: .venv/installed-for-tests .venv-contract/installed
 	touch $@ .venv/installed
 
 .venv:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
-		echo "error: $$($(PYTHON) --version) is not 3.11 to 3.14: make PYTHON=python3.12 names another" >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); Python 3.11 to 3.14 is" \
+			"needed: make PYTHON=python3.12 names one" >&2; \
 		exit 2; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 

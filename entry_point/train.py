@@ -54,9 +54,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # which torch reads when it is loaded
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
     # program has taken a core, the spinning holds up the very thread that is waited for. A
@@ -243,13 +243,17 @@ class Config:
         "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
         group="schedule",
         least=0,
-        most=100,
+        most=1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=100
+        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak, of the head with muon, also of a tied one", group="schedule", least=0, most=100
+        0.02,
+        "peak, of the head with muon, also of a tied one",
+        group="schedule",
+        least=0,
+        most=1e37,
     )
     warmup_steps: int = hyperparameter(
         0, "steps of linear rise to the peak", group="schedule", least=0
@@ -261,7 +265,7 @@ class Config:
         0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
     )
     weight_decay: float = hyperparameter(
-        0.0, "of the matrices, decoupled", group="schedule", least=0, most=100
+        0.0, "of the matrices, decoupled", group="schedule", least=0, most=10
     )
     momentum: float = hyperparameter(0.9, "of muon", group="schedule", least=0, most=0.9999)
     beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
@@ -3059,7 +3063,13 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
 
 
 # With the digits that are shown of each.
-METRICS = {"train_loss": 5, "val_loss": 5, "learning_rate": 7, "tokens_per_second": 0}
+METRICS = {
+    "train_loss": 5,
+    "val_loss": 5,
+    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "learning_rate": 7,
+    "tokens_per_second": 0,
+}
 
 
 def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
@@ -3441,6 +3451,7 @@ class Trainer:
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
+            row["best_loss"] = min(self.best_val_loss, row["val_loss"])
         row["learning_rate"] = config.peak_learning_rate * scale
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step

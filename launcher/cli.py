@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -101,6 +101,14 @@ class Command(click.Command):
                 raise InputError(f"{named.strip('[]')}: is empty; give a word{without}")
         return rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        for name in {"job_id", "resume"} & ctx.params.keys():
+            if word := ctx.params[name]:
+                from launcher.tracking import full_id
+
+                ctx.params[name] = full_id(word, settings_of(ctx))
+        return super().invoke(ctx)
+
 
 class Group(Command, click.Group):
     """A group of such commands."""
@@ -117,7 +125,17 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
-JOB_ID = click.argument("job_id", metavar="JOB-ID")
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of the jobs on this machine, for a shell that completes one."""
+    from launcher.settings import load_settings
+
+    names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
 
 
 @click.group(
@@ -151,6 +169,8 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
       sm-nanogpt upload-data input.txt
       sm-nanogpt launch                      (on SageMaker; --instance local: here)
       sm-nanogpt fetch-and-sample JOB-ID
+
+    A JOB-ID may be given by its beginning or its end, if no other job has that, or as `latest`.
     """
     context.obj = settings
 
@@ -180,6 +200,8 @@ def upload_data_command(
     settings = settings_of(context)
     if path is None:
         path = str(built_in_text(corpus, settings))
+    if path.partition("://")[0] in ("http", "https", "s3"):
+        raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)
     total = sum(file.stat().st_size for _, file in find_text(source))
     with byte_progress("upload", total) as progress:
@@ -286,7 +308,12 @@ class LaunchCommand(Command):
 )
 @click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
 @click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
-@click.option("--resume", metavar="JOB-ID", help="Go on from an earlier job's checkpoints.")
+@click.option(
+    "--resume",
+    metavar="JOB-ID",
+    shell_complete=complete_job,
+    help="Go on from an earlier job's checkpoints.",
+)
 @click.option(
     "--follow/--detach",
     default=None,
@@ -634,20 +661,25 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     if not found:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
-    row = "{:<36} {:<11} {:<20} {:<17} {:>13} {:>9} {:>12}"
-    click.echo(row.format("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "VAL LOSS", "COST"))
+    row = "{:<33} {:<10} {:<18} {:<16} {:>11} {:>9} {:>7} {:>10}  {}"
+    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "MODEL", "COST", "DATA")
+    click.echo(row.format(*heads))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
         step, loss = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
         cost = "-" if d.cost is None else usd(d.cost)
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, cost))
+        # layers x width
+        model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
+        data = d.data.rstrip("/").rpartition("/")[2]
+        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, model, cost, data))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
     metrics = description.metrics or {}
     step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
-    return step, f"{metrics['val_loss']:.4f}" if "val_loss" in metrics else "-"
+    loss = metrics.get("best_loss", metrics.get("val_loss"))
+    return step, "-" if loss is None else f"{loss:.4f}"
 
 
 @cli.command("status")
@@ -679,7 +711,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "ended": moment(d.ended),
         "data": d.data,
         "step": step,
-        "val loss": loss,
+        "best loss": loss,
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
@@ -899,7 +931,8 @@ def infra_deploy_command(
         for change in planned.changes:
             note(f"{change.action:<8} {change.kind} {change.resource}")
         if not dry_run:
-            agree(f"Make this in {deployment.region}, as stack {deployment.name}?", yes)
+            place = account_and_region(planned.stack_id)
+            agree(f"Make this in {place}, as stack {deployment.name}?", yes)
     except BaseException:
         try:
             deployment.discard(planned)
@@ -971,7 +1004,7 @@ def show_removal(removal: Removal) -> None:
 def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
     """Deletes a stack if the person agrees, and says how to delete what is kept."""
     show_removal(removal)
-    agree(f"Delete stack {deployment.name} in {deployment.region}?", yes)
+    agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
     kept = {name: place for name, _, place in removal.kept}
     if "Bucket" in kept:
@@ -983,16 +1016,22 @@ def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
         )
 
 
+def account_and_region(arn: str) -> str:
+    """Where the thing behind an ARN is."""
+    _, _, _, region, account, _ = arn.split(":", 5)
+    return f"account {account}, {region}"
+
+
 def can_ask(settled: bool) -> None:
     """Raises InputError where a question would find nobody to answer."""
     if not settled and not sys.stdin.isatty():
-        raise InputError("nobody can be asked here; --yes agrees beforehand")
+        raise InputError("this is not an interactive terminal; pass --yes to confirm")
 
 
 def agree(question: str, yes: bool) -> None:
     """Goes on if the person agrees; else click's Exit ends the command, with exit code 1."""
     if not yes and not click.confirm(question, err=True):
-        note("not agreed to, and not done")
+        note("not confirmed; nothing was done")
         raise click.exceptions.Exit(1)
 
 

@@ -204,14 +204,20 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     return replace(upload, files=tuple(upload.files)) if complete else None
 
 
-def last_upload(settings: Settings, offline: bool = False, local: bool = False) -> str:
+def last_upload(
+    settings: Settings,
+    offline: bool = False,
+    local: bool = False,
+    tell: Tell = lambda line: None,
+) -> str:
     """The URI of the data set that a launch without --data takes.
 
     It is the last upload from this machine: to the store that is set, or to this machine's own if
     that is on S3 (text stays here while AWS cannot be asked); to any store where none is set.
     Where nothing went to the store from here, it is the store's own last upload, by anybody. If
     that one and one kept here may both be meant, it is an error, but for a local job, which takes
-    the one here. Offline, no remote store is asked.
+    the one here. A local job also takes the one here, and says so, if S3 cannot be asked. Offline,
+    no remote store is asked.
 
     Raises:
         InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
@@ -240,7 +246,15 @@ def last_upload(settings: Settings, offline: bool = False, local: bool = False) 
             )
         uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
-    if asks and find_upload(uri, settings) is None:
+    try:
+        whole = not asks or find_upload(uri, settings) is not None
+    except (InputError, ServiceError) as error:
+        if not local or here not in noted:
+            raise
+        tell(f"{error}; so the last upload on this machine is taken")
+        uri = noted[here]
+        whole = find_upload(uri, settings) is not None
+    if not whole:
         raise InputError(f"the last upload, {uri}, is no longer whole: {again(settings)}")
     return uri
 

@@ -124,7 +124,7 @@ def prepare(
     job = backend.afford(job, dry_run, tell)
     # A path given to a local job goes no further than this machine.
     near = settings.model_copy(update={"store": ""}) if local else settings
-    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
+    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local, tell)
     channels = {"data": find_channel(data, near, dry_run)}
     if job.validation is not None:
         channels["validation"] = find_channel(job.validation, near, dry_run)
@@ -138,6 +138,8 @@ def prepare(
         tell(f"preset: {job.preset}")
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
+            if channel.upload.uploaded and not local:
+                tell(f"upload: {channel.named} to {channel.uri}")
             corpus.send(channel.upload, channel.sources, near, progress)
     return job, backend, settings
 

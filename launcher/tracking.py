@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from launcher.instances import has_local_storage
 from launcher.job import JOB_ID, JobDescription
 from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
+
+FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}")  # as submission.new_job_id makes it
 
 REMEDIES = {
     "CapacityError": CAPACITY,
@@ -78,6 +81,31 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     if not settings.reaches_aws:
         where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
     raise ServiceError(f"there is no job {job_id!r} {where}: {known}")
+
+
+def full_id(word: str, settings: Settings) -> str:
+    """The id of the job that a word means: an id, its unique beginning or end, or `latest`.
+
+    A word that means none is given back as it is.
+
+    Raises:
+        InputError: it means several.
+    """
+    if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
+        return word
+    described, _ = jobs_and_failure(settings, lambda line: None)
+    found = [description.job_id for description in described]
+    if word == "latest":
+        return found[0] if found else word
+    matches = [job_id for job_id in found if job_id.startswith(word) or job_id.endswith(word)]
+    if word in matches or not matches:
+        return word
+    if len(matches) > 1:
+        raise InputError(
+            f"{word!r} means {len(matches)} jobs: {', '.join(matches[:3])}"
+            f"{' and more' * (len(matches) > 3)}; give more of the id"
+        )
+    return matches[0]
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:

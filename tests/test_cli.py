@@ -410,7 +410,7 @@ def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -
     ran = launching.command("status", finished.job_id, home=finished.home)
     assert re.search(r"^state: +Completed$", ran.out, re.MULTILINE)
     assert re.search(r"^step: +10/10$", ran.out, re.MULTILINE)
-    assert re.search(r"^val loss: +\d\.\d{4}$", ran.out, re.MULTILINE)
+    assert re.search(r"^best loss: +\d\.\d{4}$", ran.out, re.MULTILINE)
     assert re.search(r"^model: +file:///\S+/model\.tar\.gz$", ran.out, re.MULTILINE)
 
 
@@ -496,6 +496,37 @@ def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[...,
     assert (ran.code, ran.out) == (0, "")
     assert "sm-nanogpt launch --instance local" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
+
+
+@pytest.mark.parametrize("cut", [lambda i: i[:14], lambda i: i[-6:], lambda i: "latest"])
+def test_a_job_is_found_by_a_part_of_its_id(
+    job: Finished, cli: Callable[..., Ran], cut: Callable[[str], str]
+) -> None:
+    ran = cli("status", cut(job.job_id))
+    assert ran.code == 0, ran.err
+    assert f"job:         {job.job_id}\n" in ran.out
+
+
+def test_a_part_of_several_ids_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    other = f"{job.job_id[:-6]}ffffff"
+    shutil.copytree(job.directory, job.directory.parent / other)
+    ran = cli("status", "sm-nanogpt-2")
+    assert (ran.code, "means 2 jobs: " in ran.error) == (2, True)
+    assert job.job_id in ran.error and other in ran.error
+
+
+def test_the_list_of_jobs_shows_the_loss_of_the_model_that_is_kept(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    rows = [{"step": 5, "val_loss": 3.25, "best_loss": 3.25}]
+    rows += [{"step": 10, "val_loss": 3.5, "best_loss": 3.25}]
+    curve = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    curve.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert " 3.2500 " in cli("jobs").out
+
+
+def test_the_list_of_jobs_shows_model_and_data(job: Finished, cli: Callable[..., Ran]) -> None:
+    assert re.search(r" 1x32 +- +input-[0-9a-f]{12}\n", cli("jobs").out)
 
 
 def test_logs_are_what_the_training_said(job: Finished, cli: Callable[..., Ran]) -> None:

@@ -20,7 +20,7 @@ import launching
 import pytest
 from launching import Ran
 
-from launcher import InputError, corpus, storage, upload_data
+from launcher import InputError, ServiceError, corpus, storage, upload_data
 from launcher.corpus import find_upload, last_upload
 from launcher.settings import Settings, load_settings
 from launcher.storage import local_path
@@ -105,6 +105,12 @@ def test_a_file_whose_name_is_not_utf8_is_refused_and_named(
     assert ran.code == 2
     assert ran.error.endswith(r"texts/caf\xe9.txt: its name is not UTF-8; rename it")
     assert launching.tree(home) == set()
+
+
+@pytest.mark.parametrize("url", ["https://example.com/text.txt", "s3://bucket/text.txt"])
+def test_a_url_is_not_a_text(cli: Callable[..., Ran], url: str) -> None:
+    ran = cli("upload-data", url)
+    assert (ran.code, ran.error.startswith(f"{url}: download it first")) == (2, True)
 
 
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
@@ -342,6 +348,31 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine, offline=True) == ours
     assert last_upload(other) == theirs
+
+
+def test_without_s3_a_local_job_takes_the_last_upload_here(
+    home: Path, source: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = upload_data(source).uri
+    noted = {
+        **json.loads((home / "last-uploads.json").read_text()),
+        "s3://bucket/p": "s3://bucket/p/data/x-1",
+    }
+    (home / "last-uploads.json").write_text(json.dumps(noted))
+    find = corpus.find_upload
+
+    def refuse(uri: str, settings: Settings) -> Any:
+        if uri.startswith("s3:"):
+            raise ServiceError("no AWS credentials")
+        return find(uri, settings)
+
+    monkeypatch.setattr(corpus, "find_upload", refuse)
+    said: list[str] = []
+    settings = launching.settings_of(home)
+    assert last_upload(settings, local=True, tell=said.append) == here
+    assert said == ["no AWS credentials; so the last upload on this machine is taken"]
+    with pytest.raises(ServiceError):
+        last_upload(settings)
 
 
 def test_of_a_shared_directory_the_last_upload_is_anybodys(tmp_path: Path, text_file: Path) -> None:

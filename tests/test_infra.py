@@ -99,7 +99,7 @@ def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([False], "not agreed to, and not done"),
+        ([False], "not confirmed; nothing was done"),
         (click.Abort, "interrupted"),
         (KeyboardInterrupt, "interrupted"),
     ],
@@ -123,7 +123,7 @@ def test_an_outage_after_the_answer_does_not_hide_it(
     monkeypatch.setattr(infra.Deployment, "discard", outage)
     said = cli("infra", "deploy").err.splitlines()
     assert said[-2:] == [
-        "not agreed to, and not done",
+        "not confirmed; nothing was done",
         "the change set is left in AWS: DeleteChangeSet: no connection",
     ]
 
@@ -183,7 +183,9 @@ def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", confirm)
     assert cli("infra", "deploy").code == (0 if agreed else 1)
-    assert confirm.call_args_list[0].args == ("Delete stack sm-nanogpt in us-east-1?",)
+    assert confirm.call_args_list[0].args == (
+        "Delete stack sm-nanogpt in account 123456789012, us-east-1?",
+    )
     (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
     assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
 

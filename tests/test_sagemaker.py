@@ -987,7 +987,7 @@ def test_status_tells_the_states_times_and_numbers(
     told = cli("status", launched).out
     assert "state:       Completed" in told
     assert "billable:    100 s" in told
-    assert "val loss:    1.5000" in told
+    assert "best loss:   1.5000" in told
     assert "step:        1000/1000" in told
     assert json.loads(cli("status", launched, "--json").out)["billable_seconds"] == 100
 
@@ -1022,7 +1022,10 @@ def test_a_failed_job_tells_why_with_its_last_lines(
 ) -> None:
     cloud.sagemaker.next_script = {
         "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
-        "log": [(0.1, "algo-1", "one"), (0.7, "algo-1", "DataError: no text")],
+        "log": [
+            (at, "algo-1", f"{TAGGED}{line}")
+            for at, line in ((0.1, "one"), (0.7, "DataError: no text"))
+        ],
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     ran = cli("wait", job_id)

@@ -565,7 +565,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoin
     before = kept.path("checkpoint", 10).read_bytes()
 
     how["max_steps"] = 20
-    bad = run(words(**how, processes=2, learning_rate=1e38), cwd=tmp_path, env=env)
+    bad = run(words(**how, processes=2, learning_rate=1e37), cwd=tmp_path, env=env)
     assert bad.status == 1
     assert re.fullmatch(
         r"NonFiniteLossError: the loss is (nan|inf), not finite at step 1[1-5];"
@@ -1031,7 +1031,7 @@ def test_a_metric_line_can_tell_any_time() -> None:
 def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
     prefix: str,
 ) -> None:
-    row = dict(step=250, train_loss=2.130314, val_loss=10.5, learning_rate=0.00001)
+    row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
     line = prefix + train.metric_line({**row, "tokens_per_second": 25765.4}, 2000, 3725)
     found = {
         definition["Name"]: [float(value) for value in re.findall(definition["Regex"], line)]
@@ -1041,6 +1041,7 @@ def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
         "step": [250],
         "train_loss": [2.13031],
         "val_loss": [10.5],
+        "best_loss": [9.25],
         "learning_rate": [0.00001],
         "tokens_per_second": [25765],
     }
