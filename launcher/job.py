@@ -158,7 +158,7 @@ class TrainingJob(BaseModel):
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """The instance types. SageMaker takes the first that has capacity."""
+        """The instance types; the job runs on the first that has capacity."""
         return types_of(self.instance)
 
     @property
@@ -336,8 +336,8 @@ class JobDescription:
     """A job as it stands.
 
     status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is the type
-    that SageMaker chose, or as long as it has not, those it may choose. created, started and
-    ended are seconds since the epoch. metrics holds the newest numbers of the curve.
+    that the job runs on; until SageMaker has chosen one of several, all of them, with commas between
+    them. created, started and ended are seconds since the epoch. metrics holds the newest numbers of the curve.
     model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step are None as
     long as no checkpoint is, and of a job on SageMaker also as long as it runs and in a list of
     jobs, where S3 is not asked.

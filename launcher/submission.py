@@ -183,12 +183,11 @@ def ready_to_resume(
         )
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
-    assert job.resume is not None
     if job.instance_is_open:
-        # Anew, so that it is held against what such an instance has. Of several types any may do,
-        # not only the one that the earlier job got.
+        # Anew, so that it is held against what such an instance has. Where the earlier job named
+        # several types, all of them, not only the one that it ran on.
         said = {name: getattr(job, name) for name in job.model_fields_set}
-        return TrainingJob(**said, instance=home.job(job.resume).instance)
+        return TrainingJob(**said, instance=home.job(earlier.job_id).instance)
     if (earlier.instance == "local") != (job.instance == "local"):
         raise InputError(
             f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"

@@ -272,10 +272,10 @@ def record_request(plan: Plan) -> dict[str, Any]:
 
 
 def prefer(instance_types: Sequence[str], request: dict[str, Any]) -> None:
-    """Lets SageMaker take the first type that has capacity, which this version of the SDK cannot
-    ask for."""
+    """Changes the request to run on the first of these types that has capacity, which version 2 of
+    the SDK cannot ask for."""
     resources = request["ResourceConfig"]
     del resources["InstanceType"]
     resources["InstancePreferences"] = [{"InstanceType": name} for name in instance_types]
-    # By it the toolkit sets up the network of the hosts; without it, by the type that they are of.
+    # The toolkit sets up the network for this type if it is given, else for the one it runs on.
     request["HyperParameters"].pop("sagemaker_instance_type", None)
