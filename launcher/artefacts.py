@@ -114,8 +114,7 @@ def another_model(description: JobDescription, settings: Settings) -> str:
     """What to do where a finished job's model is of no use."""
     if description.checkpoint_uri is None:
         return "train again"
-    more = f"--resume {description.job_id} --set max_steps=N"
-    command = settings.command(f"launch --instance {description.instance} {more}")
+    command = settings.command(f"launch --resume {description.job_id} --set max_steps=N")
     return f"`{command}`, N above {description.checkpoint_step}, makes another from its checkpoint"
 
 

@@ -84,7 +84,9 @@ ACTIONS: dict[str, str] = {
 CLOCK = "the clock here is wrong, so AWS does not take what is signed by it; set it right"
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
 NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
-CAPACITY = "AWS has no such machine free now; try later, or another --instance"
+CAPACITY = (
+    "AWS has no such machine free now; try later, or name several types: --instance TYPE,TYPE,..."
+)
 PATIENCE_SECONDS = 300.0  # without an answer, until a job is no longer watched
 AGAIN_SECONDS = 5.0
 

@@ -272,8 +272,9 @@ class LaunchCommand(Command):
 @cli.command("launch", cls=LaunchCommand)
 @click.option(
     "--instance",
-    metavar="TYPE",
-    help="A SageMaker type, or local: this machine (default: ml.g5.12xlarge, or as --resume's).",
+    metavar="TYPE[,TYPE...]",
+    help="A SageMaker type; up to five, and the job runs on the first that AWS has free; or local:"
+    " this machine (default: ml.g5.12xlarge, or as --resume's).",
 )
 @click.option("--instance-count", metavar="N", type=int, help="Hosts (default: 1).")
 @click.option(
@@ -413,6 +414,7 @@ def launch_command(
     Example:
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
+      sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
     """
     from launcher.job import TrainingJob, read_hyperparameters
     from launcher.submission import naming, new_job_id, prepare

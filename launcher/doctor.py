@@ -24,7 +24,7 @@ from typing import Any
 
 from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
 from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import LOG_GROUP, search_jobs
+from launcher.backends.sagemaker import LOG_GROUP, machines_of, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
 from launcher.images import (
@@ -509,12 +509,12 @@ def running_instances(patient: Patient, spot: bool) -> int:
     """How many instances of the type the account's training jobs use, on spot capacity or not."""
     with asking("search"):
         running = list(search_jobs(patient.client("sagemaker"), "TrainingJobStatus", "InProgress"))
-    return sum(
-        job["ResourceConfig"]["InstanceCount"]
+    machines = [
+        machines_of(job["ResourceConfig"])
         for job in running
-        if job["ResourceConfig"].get("InstanceType") == patient.instance
-        and job.get("EnableManagedSpotTraining", False) == spot
-    )
+        if job.get("EnableManagedSpotTraining", False) == spot
+    ]
+    return sum(count for instance, count in machines if instance == patient.instance)
 
 
 @dataclass(frozen=True)

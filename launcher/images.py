@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from launcher.errors import InputError
-from launcher.instances import INSTANCES, looks_like_gpu
+from launcher.instances import INSTANCES, looks_like_gpu, types_of
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def image_of(uri: str) -> Image | None:
 
 
 def problem(uri: str, instance: str, launcher: str) -> str | None:
-    """Why a launcher does not run in an image on an instance type; None if nothing is known to
-    prevent it."""
+    """Why a launcher does not run in an image on an instance type, or on one of several with commas
+    between them; None if nothing is known to prevent it."""
     # Since 2.11, the images for GPUs lack mpi4py, by which the toolkit starts each rank. Those for
     # CPUs have it.
     if launcher == "pytorchddp" and re.search(r"(^|/)pytorch:\d+\.\d+(\.\d+)?-cu\d", uri):
@@ -106,12 +106,14 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
             f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; with --launcher torchrun"
             " the same training runs"
         )
-    image, machine = image_of(uri), INSTANCES.get(instance)
-    if image and machine and machine.gpu == "V100" and not image.cuda.startswith("12."):
-        return (
-            f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {instance};"
-            " --pytorch-version 2.8.0 does"
-        )
+    image = image_of(uri)
+    for name in types_of(instance):
+        machine = INSTANCES.get(name)
+        if image and machine and machine.gpu == "V100" and not image.cuda.startswith("12."):
+            return (
+                f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {name};"
+                " --pytorch-version 2.8.0 does"
+            )
     return None
 
 

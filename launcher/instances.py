@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import InputError
@@ -159,6 +159,35 @@ def check_instance(name: str) -> None:
     near = near or nearest_instances(f"ml.{name.removeprefix('ml.')}")
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
+
+
+MOST_TYPES = 5  # that SageMaker chooses among
+
+
+def types_of(instance: str) -> tuple[str, ...]:
+    """The types of `--instance`, which have commas between them."""
+    return tuple(name.strip() for name in instance.split(","))
+
+
+def check_instances(names: Sequence[str]) -> None:
+    """Raises InputError unless a job can run on the first of these types that has capacity.
+
+    They have one image, so either all of them have GPUs or none has.
+    """
+    for name in names:
+        check_instance(name)
+    problem = None
+    if len(names) > 1 and "local" in names:
+        problem = "local does not go with other types"
+    elif len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        problem = f"{twice} is there twice"
+    elif len(names) > MOST_TYPES:
+        problem = f"{len(names)} types, and SageMaker takes {MOST_TYPES}"
+    elif len({looks_like_gpu(name) for name in names}) > 1:
+        problem = "some types have GPUs and some have none, and these need different images"
+    if problem:
+        raise InputError(f"--instance {','.join(names)}: {problem}")
 
 
 def remark(name: str) -> str:

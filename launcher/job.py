@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from launcher.errors import InputError, ServiceError, must_be
 from launcher.images import DEFAULT_VERSION
-from launcher.instances import check_instance
+from launcher.instances import check_instances, types_of
 
 if TYPE_CHECKING:
     from launcher.prices import Price
@@ -67,7 +67,7 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"  # with `resume`: the earlier job's, where none is given
+    instance: str = "local"  # or SageMaker types; with `resume`: the earlier job's, if not given
     instance_count: int = Field(default=1, ge=1, le=100)
     processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
     data: str | None = None  # URI or path; None: the last upload
@@ -116,7 +116,7 @@ class TrainingJob(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_aws_refuses(self) -> TrainingJob:
-        check_instance(self.instance)
+        check_instances(self.instances)
         local = self.instance == "local"
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
         cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody
@@ -129,6 +129,8 @@ class TrainingJob(BaseModel):
             )
         elif self.image_uri is not None and "pytorch_version" in said:
             problem = "--pytorch-version is of AWS's image, and --image-uri names another; say one"
+        elif self.spot and len(self.instances) > 1:
+            problem = "--spot takes one --instance type; several go with --on-demand alone"
         elif self.max_wait is not None and not self.spot:
             problem = "--max-wait is for --spot jobs"
         elif self.max_wait is not None and self.max_wait < self.max_run and not self.limit_is_open:
@@ -156,6 +158,11 @@ class TrainingJob(BaseModel):
         if problem:
             raise InputError(problem)
         return self
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """The instance types; the job runs on the first that has capacity."""
+        return types_of(self.instance)
 
     @property
     def instance_is_open(self) -> bool:
@@ -332,8 +339,9 @@ def read_hyperparameters(file: Path) -> dict[str, Scalar]:
 class JobDescription:
     """A job as it stands.
 
-    status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. created, started and
-    ended are seconds since the epoch. metrics holds the newest numbers of the curve.
+    status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is the type
+    that the job runs on; until SageMaker has chosen one of several, all of them, with commas between
+    them. created, started and ended are seconds since the epoch. metrics holds the newest numbers of the curve.
     model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step are None as
     long as no checkpoint is, and of a job on SageMaker also as long as it runs and in a list of
     jobs, where S3 is not asked.
@@ -367,6 +375,11 @@ class JobDescription:
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether one of its instance types was chosen; before that a job costs nothing."""
+        return len(types_of(self.instance)) == 1
 
     @property
     def state(self) -> str:

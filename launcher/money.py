@@ -129,27 +129,34 @@ def afford(
         InputError: the ceiling cannot be held: it is too low, or no price is known.
     """
     ceiling = ceiling_of(job, settings)
-    price = prices.of(job.instance)
+    found = {instance: prices.of(instance) for instance in job.instances}
     if prices.trouble:
         tell(prices.trouble)
-    if price is None:
-        unknown = f"what {job.instance} costs in {prices.region} is not known here"
+    if lacking := [instance for instance, price in found.items() if price is None]:
+        unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known here"
         if ceiling is not None:
             raise InputError(
                 f"{unknown}, so {usd(ceiling.amount)} ({ceiling.said_by}) cannot be held"
             )
         tell(f"price: {unknown}")
         return job
-    per_hour = rate(job, price)
+    # Whichever type is chosen, the job costs no more than on the most expensive one.
+    on_each = [
+        (job.model_copy(update={"instance": instance}), price)
+        for instance, price in found.items()
+        if price is not None
+    ]
+    dearest, price = max(on_each, key=lambda choice: rate(*choice))
+    per_hour = rate(dearest, price)
     earlier = 0.0 if ceiling is None else spent()
-    ready = job if ceiling is None else limited(job, per_hour, ceiling, earlier)
+    ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, earlier)
     worst = earlier + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
-    ready = ready.model_copy(update={"worst_cost": worst})
-    tell(f"price: {price_words(job, price)}")
+    of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
+    tell(f"price: {price_words(dearest, price)}{of_which}")
     tell(f"cost: {cost_words(ready, worst, earlier)}")
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
         tell(f"time limit: {ready.time_limit} s, as {reason}")
-    return ready
+    return ready.model_copy(update={"instance": job.instance, "worst_cost": worst})
 
 
 def price_words(job: TrainingJob, price: Price) -> str:

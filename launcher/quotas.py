@@ -39,7 +39,12 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any, tell: Tell)
     """
     uses = [SPOT if job.spot else TRAINING] + ([WARM_POOL] if job.keep_alive else [])
     instead = "take another --instance"
-    needs = {f"{job.instance} for {use}": (job.instance_count, instead) for use in uses}
+    # SageMaker refuses a job if the quota of any of its types is too small.
+    needs = {
+        f"{instance} for {use}": (job.instance_count, instead)
+        for instance in job.instances
+        for use in uses
+    }
     if job.instance_count > 1:
         limit = PER_SPOT_JOB if job.spot else PER_JOB
         needs[limit] = (job.instance_count, "take a smaller --instance-count")
@@ -54,7 +59,8 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any, tell: Tell)
                 continue
             return
         if allowed < need:
-            other = f"; {SPOT!r} is another quota" if name.endswith(f" for {TRAINING}") else ""
+            on_spot = len(job.instances) == 1 and name.endswith(f" for {TRAINING}")
+            other = f"; {SPOT!r} is another quota" if on_spot else ""
             raise InputError(
                 f"the account's quota {name!r} is {allowed:.0f} in {session.region_name}, and this"
                 f" job needs {need}: ask for more in {CONSOLE}, or {instead}{other}"

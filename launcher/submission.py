@@ -98,13 +98,14 @@ def prepare(
     asked = job
     if job.resume is not None:
         home, earlier = find(job.resume, settings)
-        job = ready_to_resume(job, earlier, settings)
+        job = ready_to_resume(job, home, earlier, settings)
     local = job.instance == "local"
     if not local:
         settings = cloud_settings(settings, dry_run, tell)
     backend = backend_for(job.instance, settings)
     if not local:
-        tell(remark(job.instance))
+        for instance in job.instances:
+            tell(remark(instance))
     if job.resume is not None:
         job, before = take_over(job, home, earlier, tell)
     if not local:
@@ -166,8 +167,10 @@ def with_prescribed(
     return ready
 
 
-def ready_to_resume(job: TrainingJob, earlier: JobDescription, settings: Settings) -> TrainingJob:
-    """The job with the instance type of the one it resumes, where it names none.
+def ready_to_resume(
+    job: TrainingJob, home: Backend, earlier: JobDescription, settings: Settings
+) -> TrainingJob:
+    """The job with the instance types of the one it resumes, where it names none.
 
     Raises:
         InputError: one would run on this machine and the other on SageMaker.
@@ -181,9 +184,10 @@ def ready_to_resume(job: TrainingJob, earlier: JobDescription, settings: Setting
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
     if job.instance_is_open:
-        # Anew, so that it is held against what such an instance has.
+        # Anew, so that it is held against what such an instance has. Where the earlier job named
+        # several types, all of them, not only the one that it ran on.
         said = {name: getattr(job, name) for name in job.model_fields_set}
-        return TrainingJob(**said, instance=earlier.instance)
+        return TrainingJob(**said, instance=home.job(earlier.job_id).instance)
     if (earlier.instance == "local") != (job.instance == "local"):
         raise InputError(
             f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
@@ -222,7 +226,7 @@ def take_over(
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone
         kept.pop("max_wait" if before.spot else "keep_alive", None)
-    if has_local_storage(job.instance):
+    if any(map(has_local_storage, job.instances)):
         kept.pop("volume_size", None)
     for name, other in permutations(("image_uri", "pytorch_version")):
         if name in said:

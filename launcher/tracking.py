@@ -151,9 +151,9 @@ def with_costs(
     known: dict[str, Price | None] = {"local": None}
     told = []
     for description in found:
-        if description.instance not in known:
+        if description.is_placed and description.instance not in known:
             known[description.instance] = prices.of(description.instance)
-        price = known[description.instance]
+        price = known.get(description.instance)
         if price is not None:
             cost = money.cost_of(description, price, time.time())
             description = replace(description, cost=cost, price=price)
@@ -265,6 +265,6 @@ def next_step(description: JobDescription, settings: Settings) -> str:
     if description.status == "Completed":
         return f"next: {settings.command(f'fetch-and-sample {job_id}')}"
     if description.checkpoint_uri is not None:
-        resume = settings.command(f"launch --instance {description.instance} --resume {job_id}")
+        resume = settings.command(f"launch --resume {job_id}")
         return f"go on from its checkpoint of step {description.checkpoint_step}: `{resume}`"
     return f"no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"

@@ -327,7 +327,7 @@ def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
     archive_of(job).write_bytes(archive_of(job).read_bytes()[:1000])
     error = refused(job, cli)
     assert error.startswith(f"{archive_of(job).as_uri()} is damaged: ")
-    resume = f"sm-nanogpt launch --instance local --resume {job.job_id} --set max_steps=N"
+    resume = f"sm-nanogpt launch --resume {job.job_id} --set max_steps=N"
     assert error.endswith(f"; `{resume}`, N above 10, makes another from its checkpoint")
     assert cli(*resume.replace("=N", "=12").split()[1:]).code == 0
 

@@ -539,9 +539,17 @@ def test_a_quota_is_held_against_what_runs_now(patient: Patient) -> None:
             }
         }
 
+    def preferring(chosen: str | None) -> dict[str, Any]:
+        types = ("ml.g5.12xlarge", "ml.g6.12xlarge")
+        resources: dict[str, Any] = {"InstancePreferences": [{"InstanceType": t} for t in types]}
+        if chosen is not None:
+            resources |= {"SelectedInstanceType": chosen, "SelectedInstanceCount": 1}
+        return {"TrainingJob": {"ResourceConfig": {"InstanceCount": 1, **resources}}}
+
     pages = [
         {"Results": [running(1), running(2, spot=True)], "NextToken": "more"},
-        {"Results": [running(2), running(7, "ml.m5.large")]},
+        {"Results": [running(1), running(7, "ml.m5.large")], "NextToken": "most"},
+        {"Results": [preferring("ml.g5.12xlarge"), preferring("ml.g6.12xlarge"), preferring(None)]},
     ]
     with Stubber(patient.client("sagemaker")) as sagemaker:
         for page in pages * 2:

@@ -438,7 +438,7 @@ def test_a_killed_rank_with_a_checkpoint_says_how_to_go_on(
     words = launching.launching("--entry-point", str(copy), data=text_file, **ENDLESS)
     ran = launching.command(*words, home=home)
     assert ran.code == 1
-    goes_on = f"`sm-nanogpt launch --instance local --resume {ran.out.strip()}`"
+    goes_on = f"`sm-nanogpt launch --resume {ran.out.strip()}`"
     assert goes_on in ran.error
     assert goes_on in launching.command("status", ran.out.strip(), home=home).err
 
@@ -887,7 +887,7 @@ def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
     assert state_of(job) == "Stopped"
     last = err.splitlines()[-1]
     assert last.startswith(f"error: job {job.job_id} stopped; ")
-    assert f"`sm-nanogpt launch --instance local --resume {job.job_id}`" in last
+    assert f"`sm-nanogpt launch --resume {job.job_id}`" in last
     log = (job.directory / "logs/job.log").read_text()
     assert "stopped by a signal; the checkpoint of step" in log
     assert not launching.processes_below(job.directory)

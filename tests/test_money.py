@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,6 +21,7 @@ from launcher.aws import aws_session
 from launcher.money import (
     AROUND_SECONDS,
     Ceiling,
+    afford,
     ceiling_of,
     cost_of,
     limited,
@@ -28,11 +30,12 @@ from launcher.money import (
     usd,
     worst_case,
 )
-from launcher.prices import Price
+from launcher.prices import Price, Prices
 from launcher.quotas import read_quota
 from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+TWO = ("--instance", "ml.g6.12xlarge,ml.g5.12xlarge")  # 5.752 and 7.09 USD an hour
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
 CPU = Price(0.23, "")  # of ml.m5.xlarge
 
@@ -260,6 +263,34 @@ def test_a_ceiling_sets_the_time_limit_of_the_request(
     assert ran.code == 0, ran.err
     assert limit(cloud, ran.out.strip()) == 1938
     assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in ran.err
+
+
+def test_of_several_types_the_most_expensive_counts(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    ran = cli(*LAUNCH, *TWO, "--data", str(text_file), "--max-cost", "5")
+    assert ran.code == 0, ran.err
+    assert limit(cloud, ran.out.strip()) == 1938
+    said = r"^price: 7\.09 USD an hour, by AWS's price list of \S+ \(ml\.g5\.12xlarge, the most"
+    assert re.search(said, ran.err, re.MULTILINE)
+
+
+def test_no_ceiling_holds_if_the_price_of_one_of_several_types_is_unknown(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    types = ("--instance", "ml.g5.12xlarge,ml.p4d.24xlarge", "--data", str(text_file))
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in cli(*LAUNCH, *types).err
+    assert "5.00 USD (--max-cost) cannot be held" in cli(*LAUNCH, *types, "--max-cost", "5").error
+
+
+def test_a_disk_makes_a_type_more_expensive_than_its_price_says() -> None:
+    prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
+    known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
+    two, told = job(instance=",".join(prices), volume_size=1000), list[str]()
+    assert afford(two, Settings(), cast("Prices", known), lambda: 0.0, told.append) == two
+    assert told[0] == "price: 0.90 USD an hour, by B (ml.r5.large, the most expensive)"
+    assert "disks" in told[1]
 
 
 def test_of_two_limits_the_smaller_holds_and_that_is_said(
@@ -507,6 +538,18 @@ def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
     assert cli(*LAUNCH, "--resume", second).code == 0
 
 
+def test_an_earlier_job_that_no_machine_was_free_for_cost_nothing(
+    cloud: Emulator, stopped: Callable[..., str], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    first = stopped("--data", str(text_file), "--max-cost", "5")
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
+    second = stopped("--resume", first, *TWO)
+    assert cloud.sagemaker.jobs[second].instance is None
+    third = stopped("--resume", second)
+    assert limit(cloud, third) == longest_run(5 - 100 * HOURLY / 3600, HOURLY)
+
+
 # -- what is refused beside ------------------------------------------------------------------------
 
 
@@ -517,6 +560,7 @@ def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
         (("--instance-count", "5"), "'ml.g5.12xlarge for training job usage' is 4 in us-east-1"),
         (("--spot", "--instance-count", "3"), "'ml.g5.12xlarge for spot training job usage' is 2"),
         (("--keep-alive", "60"), "'ml.g5.12xlarge for training warm pool usage' is 0"),
+        (("--instance", "ml.g5.xlarge,ml.g6.12xlarge"), "'ml.g6.12xlarge for training job usage'"),
     ],
 )
 def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
@@ -664,6 +708,17 @@ def test_status_tells_the_cost_so_far_and_in_the_end(
     told = json.loads(cli("status", job_id, "--json").out)
     assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
     assert told["price"]["per_hour"] == HOURLY
+
+
+def test_a_job_costs_what_the_type_that_was_chosen_costs(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
+    types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
+    job_id = cli(*LAUNCH, *types, "--data", str(text_file)).out.strip()
+    assert cli("wait", job_id).code == 0
+    assert "cost:        0.16 USD, at 5.76 USD an hour" in cli("status", job_id).out
 
 
 def test_a_spot_job_costs_the_seconds_that_are_billed(

@@ -68,6 +68,9 @@ from launcher.settings import load_settings
 from launcher.submission import new_job_id, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+FIVE = [f"ml.g5.{size}" for size in ("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge")]
+TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
+NO_QUOTA = "ml.g6.48xlarge"  # in the emulator
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
@@ -275,6 +278,31 @@ def test_a_resumed_job_gets_what_is_prescribed_since(
     assert {"Key": "team", "Value": "b"} in request["Tags"]
 
 
+@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+def test_several_types_are_preferences_in_their_order(
+    dry: Callable[..., dict[str, Any]], launcher: str
+) -> None:
+    types = ", ".join(reversed(FIVE))
+    request = dry("--instance", types, "--launcher", launcher, "--keep-alive", "60")
+    assert request["ResourceConfig"] == {
+        "InstancePreferences": [{"InstanceType": name} for name in reversed(FIVE)],
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 50,
+        "KeepAlivePeriodInSeconds": 60,
+    }
+    # The toolkit would take it for the type that was chosen.
+    assert "sagemaker_instance_type" not in request["HyperParameters"]
+    assert request["AlgorithmSpecification"]["TrainingImage"].endswith("-gpu-py313")
+    assert json.loads(request["HyperParameters"]["n_embd"]) == 384
+    validate(request)
+
+
+def test_a_key_is_sent_for_the_volumes_of_several_types(dry: Callable[..., dict[str, Any]]) -> None:
+    request = dry("--instance", "ml.m5.xlarge,ml.c5.xlarge", "--kms-key", "key")
+    assert request["ResourceConfig"]["VolumeKmsKeyId"] == "key"
+    assert "VolumeKmsKeyId" not in dry(*TWO, "--kms-key", "key")["ResourceConfig"]
+
+
 def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(
     dry: Callable[..., dict[str, Any]],
 ) -> None:
@@ -383,6 +411,11 @@ def test_each_image_runs_by_each_launcher_or_is_refused(
     assert request["AlgorithmSpecification"]["TrainingImage"].endswith(f"/{image.name(gpu)}")
     starts = {"pytorchddp": "distributed_dataparallel", "torchrun": "torch_distributed"}
     assert request["HyperParameters"][f"sagemaker_{starts[launcher]}_enabled"] == "true"
+    validate(request)
+
+
+def validate(request: dict[str, Any]) -> None:
+    """As boto3 does before it sends."""
     shape = botocore.session.get_session().get_service_model("sagemaker")
     validated = ParamValidator().validate(request, shape.shape_for("CreateTrainingJobRequest"))
     assert not validated.has_errors(), validated.generate_report()
@@ -455,6 +488,19 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
         (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
         (("--tag", "a=b;c"), "--tag a=b;c"),
+        (("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--spot"), "--spot takes one --instance type"),
+        (("--instance", "ml.g5.xlarge,ml.g5.xlarge"), "ml.g5.xlarge is there twice"),
+        (("--instance", f"{','.join(FIVE)},ml.g6.xlarge"), "6 types, and SageMaker takes 5"),
+        (("--instance", "ml.g5.xlarge,local"), "local does not go with other types"),
+        (("--instance", "ml.g5.xlarge,ml.m5.xlarge"), "some types have GPUs and some have none"),
+        (("--instance", "ml.g5.xlarge,ml.trn1.2xlarge"), "--instance ml.trn1.2xlarge: "),
+        (("--instance", "ml.g5.xlarge,ml.p3.8xlarge"), "the V100 of ml.p3.8xlarge"),
+        (("--instance", "ml.m5d.large,ml.r5d.large,ml.r5.large", "--kms-key", "k"), "all types or"),
+        (("--instance", "ml.m5.xlarge,ml.r5d.large", "--volume-size", "9"), "ml.r5d.large has"),
+        (
+            ("--instance", "ml.g5.xlarge,ml.g5.48xlarge", "--set", "batch_size=12"),
+            "cannot be shared by 8 processes",
+        ),
     ],
 )
 def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
@@ -1654,7 +1700,100 @@ def test_a_job_that_got_no_machine_tells_what_to_do(
         "reason": "CapacityError: Unable to provision requested ML compute capacity."
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
-    assert "try later, or another --instance" in cli("wait", job_id).error
+    assert "name several types: --instance TYPE,TYPE" in cli("wait", job_id).error
+
+
+def test_status_names_the_type_that_was_chosen_and_before_all_of_them(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
+    job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
+    job = cloud.sagemaker.jobs[job_id]
+    launching.until(lambda: "Insufficient capacity" in job.transitions[-1]["StatusMessage"])
+    waiting = cli("status", job_id)
+    assert "instance:    1 x ml.g5.12xlarge,ml.g6.12xlarge\n" in waiting.out
+    assert "message:     Insufficient capacity error" in waiting.out
+    assert "cost:" not in waiting.out
+    assert "not known here" not in waiting.err
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
+    assert cli("wait", job_id).code == 0
+    assert "instance:    1 x ml.g6.12xlarge\n" in cli("status", job_id).out
+    assert [job["instance"] for job in json.loads(cli("jobs", "--json").out)] == ["ml.g6.12xlarge"]
+
+
+def test_a_job_that_waits_for_machines_can_be_stopped(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    assert cli("stop", job_id).code == 0
+    assert "state:       Stopped\n" in cli("status", job_id).out
+
+
+def test_a_job_without_gpus_does_not_wait_for_machines(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    types = "ml.m5.xlarge,ml.c5.xlarge"
+    cloud.sagemaker.exhausted = {"ml.m5.xlarge", "ml.c5.xlarge"}
+    ran = cli("launch", "--instance", types, "--data", str(text_file), "--follow")
+    assert ran.code == 1
+    assert "CapacityError: Unable to provision" in ran.error
+    assert types in cli("jobs").out
+
+
+def test_a_resumed_job_may_take_each_type_of_the_earlier_one(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    earlier = stopped(s3, cli, text_file, *TWO)
+    assert f"`sm-nanogpt launch --resume {earlier}`" in cli("status", earlier).err
+    resources = json.loads(cli("launch", "--resume", earlier, "--dry-run").out)["ResourceConfig"]
+    assert [each["InstanceType"] for each in resources["InstancePreferences"]] == TWO[1].split(",")
+    refused = cli("launch", "--resume", earlier, "--spot", "--dry-run")
+    assert "--spot takes one --instance type" in refused.error
+    one = cli("launch", "--resume", earlier, "--spot", *LAUNCH[1:], "--dry-run")
+    assert json.loads(one.out)["ResourceConfig"]["InstanceType"] == "ml.g5.12xlarge"
+
+
+@pytest.mark.parametrize(
+    ("resources", "more", "said"),
+    [
+        ({"InstanceType": "ml.g5.12xlarge"}, {}, "Exactly one of InstanceType and"),
+        ({"InstancePreferences": []}, {}, "greater than or equal to 1"),
+        ({"InstancePreferences": [{"InstanceType": t} for t in FIVE] * 2}, {}, "less than or"),
+        ({"InstancePreferences": [{"InstanceType": FIVE[0]}] * 2}, {}, "appear only once"),
+        ({"SelectedInstanceType": "ml.g5.12xlarge"}, {}, "read-only"),
+        ({}, {"EnableManagedSpotTraining": True}, "InstancePreferences is not supported with"),
+        (
+            {"InstancePreferences": [{"InstanceType": t} for t in ("ml.g5.xlarge", NO_QUOTA)]},
+            {},
+            f"'{NO_QUOTA} for training job usage' is 0 Instances",
+        ),
+    ],
+)
+def test_the_emulator_refuses_of_several_types_what_aws_refuses(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    resources: dict[str, Any],
+    more: dict[str, Any],
+    said: str,
+) -> None:
+    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
+    sent = cloud.sagemaker.jobs[job_id].request
+    if more:
+        more = {**more, "StoppingCondition": {"MaxRuntimeInSeconds": 9, "MaxWaitTimeInSeconds": 9}}
+    with pytest.raises(Refusal, match=said):
+        cloud.sagemaker.CreateTrainingJob(
+            {
+                **sent,
+                **more,
+                "TrainingJobName": "another",
+                "ResourceConfig": {**sent["ResourceConfig"], **resources},
+            }
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Plan:
     job_name: str
     region: str
     role: str
-    instance_type: str
+    instance_types: tuple[str, ...]  # the first with capacity is taken
     instance_count: int
     launcher: str
     image_uri: str
@@ -236,7 +236,7 @@ def record_request(plan: Plan) -> dict[str, Any]:
             image_uri=plan.image_uri,  # with framework_version, pytorchddp ends at PyTorch 2.2
             distribution=distribution(plan.launcher, plan.environment),
             role=plan.role,
-            instance_type=plan.instance_type,
+            instance_type=plan.instance_types[0],
             instance_count=plan.instance_count,
             hyperparameters=dict(plan.hyperparameters),
             metric_definitions=plan.metric_definitions,
@@ -266,4 +266,16 @@ def record_request(plan: Plan) -> dict[str, Any]:
         raise InputError(
             f"the SageMaker SDK refuses this job: {' '.join(str(error).split())}"
         ) from None
+    if len(plan.instance_types) > 1:
+        prefer(plan.instance_types, session.request)
     return session.request
+
+
+def prefer(instance_types: Sequence[str], request: dict[str, Any]) -> None:
+    """Changes the request to run on the first of these types that has capacity, which version 2 of
+    the SDK cannot ask for."""
+    resources = request["ResourceConfig"]
+    del resources["InstanceType"]
+    resources["InstancePreferences"] = [{"InstanceType": name} for name in instance_types]
+    # The toolkit sets up the network for this type if it is given, else for the one it runs on.
+    request["HyperParameters"].pop("sagemaker_instance_type", None)

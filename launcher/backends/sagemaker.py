@@ -21,7 +21,7 @@ import re
 import tarfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -141,6 +141,12 @@ class SageMakerBackend:
             )
         gpu, home = looks_like_gpu(job.instance), self.settings.home
         key = job.kms_key or self.settings.kms_key or None
+        own_disks = {has_local_storage(instance) for instance in job.instances}
+        if key and len(own_disks) > 1:
+            raise InputError(
+                f"--instance {job.instance}: with a KMS key, all types or none may have disks of"
+                " their own, for which AWS refuses one"
+            )
         assert job.data is not None
         channels = {"training": job.data}
         if job.validation is not None:
@@ -155,7 +161,7 @@ class SageMakerBackend:
             job_name=job_id,
             region=self.region,
             role=self.settings.role or ROLE_PLACEHOLDER,
-            instance_type=job.instance,
+            instance_types=job.instances,
             instance_count=job.instance_count,
             launcher=job.launcher,
             image_uri=job.image_uri or training_image(self.region, job.pytorch_version, gpu, home),
@@ -173,7 +179,7 @@ class SageMakerBackend:
             environment=job.environment,
             kms_key=key,
             # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
-            volume_kms_key=None if has_local_storage(job.instance) else key,
+            volume_kms_key=None if True in own_disks else key,
             subnets=job.subnets,
             security_group_ids=job.security_group_ids,
             network_isolation=job.network_isolation,
@@ -187,13 +193,15 @@ class SageMakerBackend:
         return create_request(self.plan(job_id, job), self.settings.home)
 
     def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
-        if "volume_size" in job.model_fields_set and has_local_storage(job.instance):
-            raise InputError(
-                f"--volume-size: {job.instance} has disks of its own, all of which a job gets, and"
-                " no volume; leave it out, or take a larger --instance"
-            )
-        gpus = gpus_of(job.instance)
-        config = job.config(1 if gpus is None else job.instance_count * max(1, gpus))
+        for instance in job.instances:
+            if "volume_size" in job.model_fields_set and has_local_storage(instance):
+                raise InputError(
+                    f"--volume-size: {instance} has disks of its own, all of which a job gets, and"
+                    " no volume; leave it out, or take a larger --instance"
+                )
+        # A batch that the processes share on each type; how many an unknown one has is not known.
+        gpus = [n for instance in job.instances if (n := gpus_of(instance)) is not None]
+        config = job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         anything = {"data": "s3://bucket/data", "validation": None}
         plan = self.plan("job", job.model_copy(update=anything))
         if unfit := problem(plan.image_uri, job.instance, job.launcher):
@@ -233,11 +241,12 @@ class SageMakerBackend:
         while job.resume is not None:
             job_id, raw = job.resume, self.raw(job.resume)
             earlier = describe_job(raw, None) if raw is not None else None
-            price = prices.of(earlier.instance) if earlier else None
-            if earlier is None or price is None:
-                raise InputError(f"what the earlier job {job_id} has cost is not known")
+            if earlier is None or earlier.is_placed:
+                price = prices.of(earlier.instance) if earlier else None
+                if earlier is None or price is None:
+                    raise InputError(f"what the earlier job {job_id} has cost is not known")
+                total += money.cost_of(earlier, price, now)
             job = self.job(job_id)
-            total += money.cost_of(earlier, price, now)
         return total
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
@@ -519,13 +528,14 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     # A spot job that was interrupted runs again: that is no failure yet.
     reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
+    instance, instance_count = machines_of(resources)
     completed = raw["TrainingJobStatus"] == "Completed"
     return JobDescription(
         job_id=raw["TrainingJobName"],
         status=raw["TrainingJobStatus"],
         secondary_status=secondary,
-        instance=resources["InstanceType"],
-        instance_count=resources["InstanceCount"],
+        instance=instance,
+        instance_count=instance_count,
         volume_size=resources["VolumeSizeInGB"],
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
@@ -548,6 +558,15 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         ),
         spot=raw.get("EnableManagedSpotTraining", False),
     )
+
+
+def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
+    """The instance type of a job's ResourceConfig, and how many there are. Of several types that
+    SageMaker has chosen none of yet, all are named, with commas between them."""
+    preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
+    instance = resources.get("SelectedInstanceType") or ",".join(preferred)
+    instance = instance or resources.get("InstanceType", "")
+    return instance, resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
 
 
 def in_short(reason: str) -> str:

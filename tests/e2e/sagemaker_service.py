@@ -1,7 +1,7 @@
 """SageMaker's training jobs as a service: requests, refusals and states. What runs them is a `Run`.
 
 It behaves like AWS where a client can tell: states take time, names are unique, quotas count what
-runs, and what AWS refuses is refused with AWS's codes and words.
+runs, capacity runs out, and what AWS refuses is refused with AWS's codes and words.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ MESSAGES = {
     "Interrupted": "Managed spot training instances were interrupted",
     "Stopping": "Stopping the training job",
 }
+NO_CAPACITY = "Insufficient capacity error from EC2 while launching instances, retrying!"
+CAPACITY_ERROR = (
+    "CapacityError: Unable to provision requested ML compute capacity. Please retry using a"
+    " different ML instance type."
+)
+ACCELERATED = ("ml.g", "ml.p", "ml.trn")  # a job waits for machines of such types
 
 
 @dataclass
@@ -55,6 +61,7 @@ class Job:
     started: float | None = None
     ended: float | None = None
     secondary: str = "Starting"
+    instance: str | None = None  # the type that was chosen
     transitions: list[dict[str, Any]] = field(default_factory=list)
     reason: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -74,10 +81,18 @@ class Job:
         return f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/{self.name}"
 
     @property
-    def use(self) -> str:
-        """What its quota is called."""
+    def instances(self) -> list[str]:
+        """The types that it may run on, the preferred one first."""
+        resources = self.request["ResourceConfig"]
+        preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
+        return preferred or [resources["InstanceType"]]
+
+    @property
+    def uses(self) -> list[str]:
+        """What its quotas are called: of the type that was chosen, before that of each."""
         spot = "spot " * bool(self.request.get("EnableManagedSpotTraining"))
-        return f"{self.request['ResourceConfig']['InstanceType']} for {spot}training job usage"
+        instances = [self.instance] if self.instance else self.instances
+        return [f"{instance} for {spot}training job usage" for instance in instances]
 
     @property
     def status(self) -> str:
@@ -156,6 +171,12 @@ class Job:
             "SecondaryStatusTransitions": self.transitions,
             "ModelArtifacts": {"S3ModelArtifacts": f"{place}/model.tar.gz"},
         }
+        if self.instance and "InstancePreferences" in self.request["ResourceConfig"]:
+            said["ResourceConfig"] = {
+                **self.request["ResourceConfig"],
+                "SelectedInstanceType": self.instance,
+                "SelectedInstanceCount": self.hosts,
+            }
         if self.reason is not None:
             said["FailureReason"] = self.reason
         if self.ended is not None:
@@ -183,6 +204,7 @@ class SageMaker:
         self.jobs: dict[str, Job] = {}
         # Instances by use; of the others 20.
         self.quota = {"ml.g6.48xlarge for training job usage": 0}
+        self.exhausted: set[str] = set()  # the types of which no machine is free
         self.next_script: dict[str, Any] = {}
 
     def call(self, operation: str, body: dict[str, Any]) -> Any:
@@ -202,8 +224,22 @@ class SageMaker:
                 f" job with this name already exists ({job.arn})",
             )
         job.enter("Starting")
-        threading.Thread(target=self.run, args=(job,), daemon=True).start()
+        threading.Thread(target=self.start, args=(job,), daemon=True).start()
         return {"TrainingJobArn": job.arn}
+
+    def start(self, job: Job) -> None:
+        """Runs a job on its first type that has capacity. Without any, a job waits if one of its
+        types is accelerated, else it fails."""
+        while not job.stopping.is_set():
+            free = [instance for instance in job.instances if instance not in self.exhausted]
+            if free:
+                job.instance = free[0]
+                return self.run(job)
+            if not any(instance.startswith(ACCELERATED) for instance in job.instances):
+                return job.end("Failed", CAPACITY_ERROR)
+            job.transitions[-1]["StatusMessage"] = NO_CAPACITY
+            job.stopping.wait(0.05)
+        return job.end("Stopped")
 
     def check(self, body: dict[str, Any]) -> None:
         """What AWS refuses of requests that are well formed."""
@@ -218,9 +254,14 @@ class SageMaker:
                 raise invalid("Managed Spot Training does not support KeepAlivePeriodInSeconds")
         elif "MaxWaitTimeInSeconds" in stopping:
             raise invalid("MaxWaitTimeInSeconds requires EnableManagedSpotTraining")
-        use, count = Job(body).use, resources["InstanceCount"]
+        check_instances(body)
+        for use in Job(body).uses:
+            self.check_quota(use, resources["InstanceCount"])
+        check_role(body)
+
+    def check_quota(self, use: str, count: int) -> None:
         limit = self.quota.get(use, 20)
-        used = sum(job.hosts for job in self.jobs.values() if job.ended is None and job.use == use)
+        used = sum(job.hosts for job in self.jobs.values() if job.ended is None and use in job.uses)
         if used + count > limit:
             raise Refusal(
                 "ResourceLimitExceeded",
@@ -230,7 +271,6 @@ class SageMaker:
                 " Quotas is not available, contact AWS support to request an increase for this"
                 " quota.",
             )
-        check_role(body)
 
     def job(self, body: dict[str, Any]) -> Job:
         if body["TrainingJobName"] not in self.jobs:
@@ -310,6 +350,24 @@ def look(shape: Shape | None, value: Any, path: str, problems: list[str]) -> Non
     # The patterns are Java's, which know classes as \p{L}.
     if "pattern" in limits and not regex.fullmatch(limits["pattern"], value):
         problems.append(f"{failed} satisfy regular expression pattern: {limits['pattern']}")
+
+
+def check_instances(body: dict[str, Any]) -> None:
+    """A job has one instance type, or a list of preferences. That each of those may have a count of
+    its own is left out, as no request here does that."""
+    resources = body["ResourceConfig"]
+    preferences = resources.get("InstancePreferences", [])
+    types = [each["InstanceType"] for each in preferences]
+    if ("InstanceType" in resources) == bool(preferences):
+        raise invalid("Exactly one of InstanceType and InstancePreferences must be specified")
+    if preferences and body.get("EnableManagedSpotTraining"):
+        raise invalid("InstancePreferences is not supported with EnableManagedSpotTraining")
+    if len(set(types)) < len(types):
+        raise invalid("An instance type can appear only once in InstancePreferences")
+    if "InstanceCount" not in resources or any("InstanceCount" in each for each in preferences):
+        raise invalid("InstanceCount must be specified once for the job")
+    if read_only := [name for name in resources if name.startswith("Selected")]:
+        raise invalid(f"{', '.join(read_only)}: read-only")
 
 
 def check_role(body: dict[str, Any]) -> None:

@@ -84,6 +84,29 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
     assert len(sampled.out) >= 50
 
 
+def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
+    aws: Emulator, command: Callable[..., Ran], text_file: Path
+) -> None:
+    aws.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
+    aws.sagemaker.exhausted = {"ml.g5.12xlarge"}
+    types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge", "--max-cost", "5")
+    values = {**launching.TINY, "batch_size": 8}
+    launched = command("launch", *types, "--data", str(text_file), *sets(**values))
+    assert launched.code == 0, launched.err
+    assert "(ml.g5.12xlarge, the most expensive)" in launched.err
+    assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in launched.err  # at 7.09 an hour
+    job_id = launched.out.strip()
+    assert command("wait", job_id).code == 0
+
+    (sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
+    assert "InstanceType" not in sent["ResourceConfig"]
+    status = json.loads(command("status", job_id, "--json").out)
+    assert status["instance"] == "ml.g6.12xlarge"
+    assert status["cost"] == pytest.approx(status["billable_seconds"] * 5.752 / 3600)
+    # The toolkit sets up the network by the type that the job runs on.
+    assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
+
+
 def test_an_edited_model_is_sampled_by_the_file_it_was_launched_with(
     aws: Emulator, command: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:

@@ -190,7 +190,7 @@ class Attempt:
         for host in self.cluster.hosts:
             host.lay_out_ml(
                 hosts=self.cluster.names,
-                instance_type=self.request["ResourceConfig"]["InstanceType"],
+                instance_type=self.job.instance or "",
                 hyperparameters=self.request["HyperParameters"],
                 channels=list(channels),
             )
