@@ -340,11 +340,11 @@ class JobDescription:
     """A job as it stands.
 
     status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is the type
-    that the job runs on; until SageMaker has chosen one of several, all of them, with commas between
-    them. created, started and ended are seconds since the epoch. metrics holds the newest numbers of the curve.
-    model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step are None as
-    long as no checkpoint is, and of a job on SageMaker also as long as it runs and in a list of
-    jobs, where S3 is not asked.
+    that the job runs on; until SageMaker has chosen one of several, all of them with commas between
+    them. created, started and ended are seconds since the epoch. metrics holds the newest numbers
+    of the curve. model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step
+    are None as long as no checkpoint is there, and for a job on SageMaker also while it runs and in
+    a list of jobs, where S3 is not asked.
     """
 
     job_id: str

@@ -288,7 +288,8 @@ def test_a_disk_makes_a_type_more_expensive_than_its_price_says() -> None:
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
     known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
     two, told = job(instance=",".join(prices), volume_size=1000), list[str]()
-    assert afford(two, Settings(), cast("Prices", known), lambda: 0.0, told.append) == two
+    ready = afford(two, Settings(), cast("Prices", known), lambda: 0.0, told.append)
+    assert ready.instance == two.instance
     assert told[0] == "price: 0.90 USD an hour, by B (ml.r5.large, the most expensive)"
     assert "disks" in told[1]
 
