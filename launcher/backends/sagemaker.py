@@ -37,6 +37,7 @@ from launcher.aws import (
     steady_client,
 )
 from launcher.backends.toolkit import script_lines
+from launcher.documents import read_file
 from launcher.errors import InputError, ServiceError
 from launcher.images import problem, remark
 from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
@@ -48,7 +49,6 @@ from launcher.job import (
     Scalar,
     TrainingJob,
     newest_checkpoint,
-    read_from,
 )
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
@@ -315,11 +315,10 @@ class SageMakerBackend:
     def job(self, job_id: str) -> TrainingJob:
         files = self.files_of(job_id)
         record = storage.join(files, "job.json")
-        document = storage.read_text(record, self.settings)
-        if document is None:
+        job = storage.read_document(record, TrainingJob, self.settings)
+        if job is None:
             raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
-        with read_from(record):
-            return TrainingJob(**json.loads(document))
+        return job
 
     def script(self, job_id: str) -> Path | None:
         return self.job(job_id).entry_point
@@ -332,7 +331,7 @@ class SageMakerBackend:
         archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
         ran = read_script(archive, self.settings)
         try:
-            same = job.entry_point.read_bytes() == ran
+            same = read_file(job.entry_point) == ran
         except OSError:
             same = False
         if not same:
