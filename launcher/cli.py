@@ -414,10 +414,11 @@ def launch_command(
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
     """
-    from launcher.job import TrainingJob, read_hyperparameters
+    from launcher.documents import read_toml
+    from launcher.job import TrainingJob
     from launcher.submission import naming, new_job_id, prepare
 
-    from_file = read_hyperparameters(Path(config_file)) if config_file else {}
+    from_file = read_toml(Path(config_file)) if config_file else {}
     said = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
     if "resume" not in said:

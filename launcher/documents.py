@@ -14,8 +14,9 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -34,7 +35,10 @@ Number = (
 )
 Scalar = bool | Number | str
 
-adapter = lru_cache(TypeAdapter)
+
+@lru_cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class Document(BaseModel):
@@ -47,17 +51,21 @@ class Damaged(ServiceError):
     """A document is not what its model says."""
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Opens a regular file to read: a named pipe would wait for a writer, a device may never end.
 
     Raises:
         OSError: it is something else, or cannot be opened.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+
+    def without_waiting(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return descriptor
+
+    return open(path, "rb", opener=without_waiting)
 
 
 def read_file(path: Path) -> bytes:
@@ -79,10 +87,13 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
     Raises:
         Damaged: it is not of this kind, as an error in one line that begins with `name`.
     """
+    known: Any = kind  # as a type is hashable to lru_cache alone
     try:
         if isinstance(content, bytes):
-            return adapter(kind).validate_json(content)
-        return adapter(kind).validate_python(content)
+            value: T = adapter(known).validate_json(content)
+        else:
+            value = adapter(known).validate_python(content)
+        return value
     except ValidationError as error:
         count = error.error_count()
         reason = reason_of(error) if count < 1000 else f"{count:,} values are wrong"
@@ -101,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file holds. Raises InputError if it cannot be read."""
     try:
         values = tomllib.loads(read_file(path).decode())
-        json.dumps(values, default=str)  # refuses what no error could show: integers of 5,000 digits
+        json.dumps(values, default=str)  # an integer of 5,000 digits, which no error could show
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from launcher.documents import Scalar, read_file, read_toml
+from launcher.documents import Scalar, read_file
 from launcher.errors import InputError, must_be
 from launcher.images import DEFAULT_VERSION
 from launcher.instances import check_instance
@@ -79,7 +79,9 @@ class TrainingJob(BaseModel):
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
     pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
-    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
+    max_cost: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False
+    )  # USD, with `resume`'s
     max_run: int = Field(default=3600, ge=60, le=LONGEST_RUN)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
     worst_cost: float | None = None  # USD, found at launch; None: no price is known
@@ -293,15 +295,6 @@ def load_script(file: Path, source: bytes) -> ModuleType:
     except BaseException as error:  # what ends a process, too
         raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
     return module
-
-
-def read_hyperparameters(file: Path) -> dict[str, Scalar]:
-    """Hyperparameters from a TOML file of `name = value` lines.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    return read_toml(file)
 
 
 # -- how it stands ---------------------------------------------------------------------------------

@@ -78,7 +78,9 @@ class Settings(BaseSettings):
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
     stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
-    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
+    max_cost: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False
+    )  # USD of any one job
     ask_above: float = Field(default=10, ge=0)  # USD; a launch that may cost more asks first
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 

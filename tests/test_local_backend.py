@@ -686,7 +686,8 @@ def test_a_checkpoint_that_was_given_in_part_is_not_its_own(
     write_job(tmp_path / "killed", text_file)
     (tmp_path / "killed/code").mkdir()
     run = LocalRun(tmp_path / "killed")
-    run.record["resume_from"] = str(job.directory / "hosts/algo-1/checkpoints")
+    given = str(job.directory / "hosts/algo-1/checkpoints")
+    run.record = run.record.model_copy(update={"resume_from": given})
 
     def copy_half(source: Path, target: Path) -> None:
         (target / source.name if target.is_dir() else target).write_bytes(b"half")
