@@ -347,7 +347,12 @@ class SageMakerBackend:
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         with service_errors("Search"):
             for raw in self.all_raw():
-                yield describe_job(raw, None)
+                try:
+                    description = describe_job(raw, None)
+                except ServiceError as error:
+                    tell(f"job {raw['TrainingJobName']} is left out: {error}")
+                else:
+                    yield description
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
         """What Search says of the jobs, by tag, so that others of the account are left out.
@@ -495,6 +500,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
 
 
+@service_errors("DescribeTrainingJob")
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     """Our words for what SageMaker says of a job."""
     has_checkpoint = checkpoint_step is not None
