@@ -694,7 +694,8 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
         # layers x width
         model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
         data = d.data.rstrip("/").rpartition("/")[2]
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, model, cost, data))
+        cells = (d.job_id, d.status, instance, created, step, loss, model, cost, data)
+        click.echo(shown(row.format(*cells)))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
@@ -747,7 +748,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     if last:
         click.echo("its last lines:")
     for line in last:
-        click.echo(f"  {line if len(line) <= 200 else line[:199] + '…'}")
+        click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
 
 
 def billable_words(description: JobDescription) -> str | None:
