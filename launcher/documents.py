@@ -18,22 +18,41 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from launcher.errors import InputError, ServiceError, must_be
 
 T = TypeVar("T")
 
-# Bytes: the manifest of some 100,000 files, or a tokenizer of every character that there is. The
-# worst document of this size takes half a gigabyte to refuse.
-LARGEST = 1 << 22
+# Bytes: the manifest of some 50,000 files, or a tokenizer of 100,000 characters. Refusing the worst
+# document of this size takes half a gigabyte and five seconds.
+LARGEST = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch: to 9999
 Number = (
     Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | Annotated[float, Field(allow_inf_nan=False)]
 )
-Scalar = bool | Number | str
+
+
+class OneError:
+    """Says once what a value of several types must be, and not for each of them."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        said = "Input should be a number, true, false or text"
+        return custom_error_schema(handler(source), "scalar", custom_error_message=said)
+
+
+Scalar = Annotated[bool | Number | str, OneError]
 
 
 @lru_cache
@@ -60,7 +79,8 @@ def open_file(path: Path) -> BufferedReader:
 
     def without_waiting(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which `open` refuses itself
             os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", name)
         return descriptor
@@ -105,7 +125,8 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
 def reason_of(error: ValidationError) -> str:
     """The first thing that is wrong, and where."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), must_be(first["msg"]))))
+    place = " ".join(".".join(map(str, first["loc"])).split())
+    return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
 
 
 def read_toml(path: Path) -> dict[str, Any]:

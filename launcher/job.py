@@ -106,10 +106,7 @@ class TrainingJob(BaseModel):
             first = error.errors()[0]
             name, *inner = (str(part) for part in first["loc"])
             if name == "hyperparameters" and inner:
-                value = values[name][inner[0]]
-                raise InputError(
-                    f"{inner[0]}={value!r}: must be a number, true, false or text"
-                ) from None
+                name = inner[0]
             unknown = first["type"] == "extra_forbidden"
             problem = "there is no such field" if unknown else must_be(first["msg"])
             raise InputError(f"{name}={first['input']!r}: {problem}") from None

@@ -500,7 +500,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
 
 
-@service_errors("DescribeTrainingJob")
+@service_errors("TrainingJob")
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     """Our words for what SageMaker says of a job."""
     has_checkpoint = checkpoint_step is not None
