@@ -83,6 +83,8 @@ ACTIONS: dict[str, str] = {
 # A signature tells the time at which it was made.
 CLOCK = "the clock here is wrong, so AWS does not take what is signed by it; set it right"
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
+# What it raises to read an answer that is null, too deep, badly dated, or lacks something.
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
 CAPACITY = (
     "AWS has no such machine free now; try later, or name several types: --instance TYPE,TYPE,..."
@@ -193,10 +195,12 @@ def is_foreign(error: BaseException) -> bool:
 
     boto3 takes what it cannot read for an error whose code is the HTTP status; of AWS's own
     answers only those to a HEAD, which have no words, look so. A page with status 200 lacks what
-    AWS always says.
+    AWS always says, or holds it in another shape.
     """
-    cause = cause_of(error)
-    if type(cause).__name__ in ("ResponseParserError", "KeyError"):
+    cause, module = cause_of(error), type(cause_of(error)).__module__
+    if isinstance(cause, UNREADABLE) and module != "botocore.exceptions":
+        return True
+    if type(cause).__name__ == "ResponseParserError":
         return True
     is_head = getattr(cause, "operation_name", "").startswith("Head")
     return code_and_message(cause)[0].isdigit() and not is_head
@@ -230,7 +234,7 @@ def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = m
 def service_errors(call: str) -> Iterator[None]:
     """Turns what boto3 raises in `call` into a ServiceError of one line that says what to do.
 
-    A KeyError is an answer without what AWS always says, as a proxy gives it.
+    One of UNREADABLE is an answer that is not of AWS's shape, as a proxy gives it.
 
     Raises:
         Missing: AWS says that the thing does not exist.
@@ -246,7 +250,7 @@ def service_errors(call: str) -> Iterator[None]:
         if is_missing(code, message) and not is_foreign(error):
             raise Missing(f"{call}: {message}") from None
         raise failure(call, error) from None
-    except (BotoCoreError, ResponseParserError, KeyError) as error:
+    except (BotoCoreError, ResponseParserError, *UNREADABLE) as error:
         raise failure(call, error) from None
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,9 +36,25 @@ if TYPE_CHECKING:
     from launcher.stack import Stack
 
 
+# What a terminal obeys, or shows in another order: C0 and C1 but for tab and newline, and bidi.
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+LONGEST = 1000  # characters that are told at once
+
+
+def shown(text: str) -> str:
+    """Text for a terminal, with control characters escaped, and the middle of a long one left out.
+
+    What comes from outside may hold anything: the names in a file, a log, an answer of AWS.
+    """
+    text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    if len(text) > LONGEST:  # what to do is at the end
+        text = f"{text[: LONGEST - 300]} ... {text[-300:]}"
+    return text
+
+
 def note(text: str) -> None:
     """Something for the person at the terminal."""
-    click.echo(text, err=True)
+    click.echo(shown(text), err=True)
 
 
 @contextmanager
@@ -67,7 +84,7 @@ def print_fields(fields: Mapping[str, str | None]) -> None:
     width = max(map(len, fields)) + 2
     for name, value in fields.items():
         if value is not None:
-            click.echo(f"{name + ':':<{width}}{value}")
+            click.echo(shown(f"{name + ':':<{width}}{value}"))
 
 
 class Command(click.Command):
@@ -416,10 +433,11 @@ def launch_command(
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
     """
-    from launcher.job import TrainingJob, read_hyperparameters
+    from launcher.documents import read_toml
+    from launcher.job import TrainingJob
     from launcher.submission import naming, new_job_id, prepare
 
-    from_file = read_hyperparameters(Path(config_file)) if config_file else {}
+    from_file = read_toml(Path(config_file)) if config_file else {}
     said = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
     if "resume" not in said:
@@ -678,7 +696,8 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
         # layers x width
         model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
         data = d.data.rstrip("/").rpartition("/")[2]
-        click.echo(row.format(d.job_id, d.status, instance, created, step, loss, model, cost, data))
+        cells = (d.job_id, d.status, instance, created, step, loss, model, cost, data)
+        click.echo(shown(row.format(*cells)))
 
 
 def progress_words(description: JobDescription) -> tuple[str, str]:
@@ -731,7 +750,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     if last:
         click.echo("its last lines:")
     for line in last:
-        click.echo(f"  {line if len(line) <= 200 else line[:199] + '…'}")
+        click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
 
 
 def billable_words(description: JobDescription) -> str | None:
@@ -861,7 +880,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     check_instance(instance)
 
     def show(result: str, check: str, text: str) -> None:
-        click.echo(f"{result:<8} {check + ':':<15} {text}")
+        click.echo(shown(f"{result:<8} {check + ':':<15} {text}"))
         sys.stdout.flush()
 
     findings, left_out = [], []
@@ -1081,7 +1100,7 @@ def run(arguments: list[str] | None = None) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        note(error.format_message())
+        click.echo(error.format_message(), err=True)
         return 2
     except (KeyboardInterrupt, click.Abort) as error:
         note(": ".join(["interrupted", *map(str, error.args)]))

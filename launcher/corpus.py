@@ -11,16 +11,19 @@ from __future__ import annotations
 import codecs
 import hashlib
 import http.client
-import json
 import os
 import re
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from launcher import storage
 from launcher.aws import Missing
+from launcher.documents import Count, Damaged, Document
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, Tell, load_settings
 from launcher.stack import with_stack
@@ -42,12 +45,18 @@ class Upload:
     """A data set in a store. size is in bytes; uploaded is False when it was there already."""
 
     uri: str
-    size: int
-    characters: int
-    vocabulary_size: int
+    size: Count
+    characters: Count
+    vocabulary_size: Count
     sha256: str
-    files: tuple[str, ...]
+    files: Annotated[tuple[str, ...], Field(fail_fast=True)]
     uploaded: bool = True
+
+
+class Latest(Document):
+    """latest.json of a store."""
+
+    uri: str
 
 
 @dataclass(frozen=True)
@@ -108,10 +117,10 @@ def stack_store(settings: Settings, tell: Tell) -> Settings:
 
 def read_noted(settings: Settings) -> dict[str, str]:
     """The last uploads from here, by store, the newest last; no store has to be asked for them."""
-    text = storage.read_text(str(settings.last_uploads))
+    noted = storage.read_cache(settings.last_uploads, dict[str, str])
     try:
-        return {place(store): uri for store, uri in json.loads(text or "{}").items()}
-    except (ValueError, AttributeError, InputError):  # of another version, it may be
+        return {place(store): uri for store, uri in noted.items()}
+    except InputError:  # of another version, it may be
         return {}
 
 
@@ -192,16 +201,15 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     uri = uri.rstrip("/")
     if re.fullmatch(r"s3://[^/]+", uri):  # with .json behind it, it would name another bucket
         return None
-    manifest = storage.read_text(f"{uri}.json", settings)
-    if manifest is None:
-        return None
     try:
-        upload = Upload(**json.loads(manifest))
-    except (ValueError, TypeError):
+        upload = storage.read_document(f"{uri}.json", Upload, settings)
+    except Damaged:
+        return None
+    if upload is None:
         return None
     there = storage.list_files(uri, settings)
     complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
-    return replace(upload, files=tuple(upload.files)) if complete else None
+    return upload if complete else None
 
 
 def last_upload(
@@ -266,10 +274,10 @@ def again(settings: Settings) -> str:
 
 def last_of_store(settings: Settings) -> str | None:
     """The last upload to the store, by anybody. Raises InputError if its pointer is damaged."""
-    pointer = storage.read_text(latest_uri(settings), settings)
     try:
-        return None if pointer is None else str(json.loads(pointer)["uri"])
-    except (ValueError, KeyError, TypeError):
+        latest = storage.read_document(latest_uri(settings), Latest, settings)
+        return None if latest is None else latest.uri
+    except Damaged:
         raise InputError(f"{latest_uri(settings)} cannot be read: {again(settings)}") from None
 
 

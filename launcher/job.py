@@ -7,8 +7,7 @@ import hashlib
 import importlib.util
 import re
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from launcher.errors import InputError, ServiceError, must_be
+from launcher.documents import Scalar, read_file
+from launcher.errors import InputError, must_be
 from launcher.images import DEFAULT_VERSION
 from launcher.instances import check_instances, types_of
 
 if TYPE_CHECKING:
     from launcher.prices import Price
-
-Scalar = bool | int | float | str
 
 DAY = 86_400  # seconds that a job may run whose limit a cost sets
 
@@ -81,7 +79,9 @@ class TrainingJob(BaseModel):
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
     pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
-    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD, with `resume`'s
+    max_cost: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False
+    )  # USD, with `resume`'s
     max_run: int = Field(default=3600, ge=60, le=LONGEST_RUN)
     affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
     worst_cost: float | None = None  # USD, found at launch; None: no price is known
@@ -106,10 +106,7 @@ class TrainingJob(BaseModel):
             first = error.errors()[0]
             name, *inner = (str(part) for part in first["loc"])
             if name == "hyperparameters" and inner:
-                value = values[name][inner[0]]
-                raise InputError(
-                    f"{inner[0]}={value!r}: must be a number, true, false or text"
-                ) from None
+                name = inner[0]
             unknown = first["type"] == "extra_forbidden"
             problem = "there is no such field" if unknown else must_be(first["msg"])
             raise InputError(f"{name}={first['input']!r}: {problem}") from None
@@ -208,7 +205,7 @@ class TrainingJob(BaseModel):
         if self.entry_point.suffix != ".py":
             raise InputError(f"{self.entry_point}: not a Python file (*.py)")
         try:
-            source = self.entry_point.read_bytes()
+            source = read_file(self.entry_point)
         except FileNotFoundError:
             raise InputError(f"{self.entry_point}: no such file") from None
         except OSError as error:
@@ -279,22 +276,6 @@ class TrainingJob(BaseModel):
             )
 
 
-@contextlib.contextmanager
-def read_from(record: object) -> Iterator[None]:
-    """Turns what is wrong with the record of an earlier launch into one line about it.
-
-    Raises:
-        ServiceError: it lacks something, or holds what this version does not know.
-    """
-    try:
-        yield
-    except (InputError, KeyError, TypeError, ValueError) as error:
-        raise ServiceError(
-            f"{record} is damaged, or of another version of sm-nanogpt, which then can read it"
-            f" ({type(error).__name__}: {error})"
-        ) from None
-
-
 @lru_cache(maxsize=8)  # a launch asks for it a dozen times
 def load_script(file: Path, source: bytes) -> ModuleType:
     """Executes an edited copy of train.py, once for each content of the file.
@@ -313,23 +294,11 @@ def load_script(file: Path, source: bytes) -> ModuleType:
         raise InputError(f"{file}: not an edited copy of train.py ({error})") from None
     except SyntaxError as error:
         raise InputError(f"{file}: {error}") from None
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what ends a process, too
         raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
     return module
-
-
-def read_hyperparameters(file: Path) -> dict[str, Scalar]:
-    """Hyperparameters from a TOML file of `name = value` lines.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not TOML: {error}") from None
 
 
 # -- how it stands ---------------------------------------------------------------------------------

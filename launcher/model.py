@@ -12,23 +12,49 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import Field, JsonValue
 from torch import Tensor
 
 from entry_point import train
 from entry_point.train import GPT, CheckpointError, Config, ConfigError, FormatError
+from launcher.documents import Count, Damaged, Document, Scalar, parse, read_file
 from launcher.errors import InputError
 from launcher.job import load_script
 
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
+T = TypeVar("T")
 FindScript = Callable[[], Path | None]  # the file here that may have trained a model
+
+
+class Ids(Document):
+    vocab: dict[str, Count] = Field(min_length=1)
+
+
+class Tokenizer(Document):
+    """tokenizer.json."""
+
+    model: Ids
+
+
+class Training(Document):
+    """training.json."""
+
+    script_sha256: str
+    config: dict[str, Scalar | None]
+
+
+class Saved(Training):
+    """The state of a checkpoint."""
+
+    step: Count
+    vocabulary: str = Field(min_length=1)
 
 
 def script_module(sha256: str, find_script: FindScript) -> ModuleType:
@@ -72,27 +98,23 @@ def load_artefact(
     try:
         check_sums(directory)
         train.read_safetensors_header(directory / "model.safetensors", LARGEST_HEADER)
-        found, tokenizer, training = (
-            json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
-            for name in ("config", "tokenizer", "training")
-        )
-        if not isinstance(found, dict):
-            raise TypeError("config.json is not an object")
-        ids = tokenizer["model"]["vocab"]
+        found = read(directory, "config", dict[str, JsonValue])
+        ids = read(directory, "tokenizer", Tokenizer).model.vocab
+        training = read(directory, "training", Training)
         vocabulary = "".join(sorted(ids, key=ids.__getitem__))
         if ids != {character: index for index, character in enumerate(vocabulary)}:
             raise ValueError("tokenizer.json is not one of characters")
-        sha256 = training["script_sha256"]
+        sha256 = training.script_sha256
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
         script: ModuleType = train
-        config = known_config(training["config"])
+        config = known_config(training.config)
         expected = train.hugging_face_config(config, len(vocabulary))
         if own_script or (found != expected and sha256 != train.script_sha256()):
             script = script_module(sha256, find_script)
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+    except (Damaged, ValueError, ConfigError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
         ) from None
@@ -105,13 +127,17 @@ def load_artefact(
                 )
     with errors_of(script):
         if script is not train:
-            config = script.make_config(training["config"])
+            config = script.make_config(training.config)
         return fill(script, config, tensors, found, vocabulary), vocabulary
+
+
+def read(directory: Path, name: str, kind: type[T]) -> T:
+    return parse(read_file(directory / f"{name}.json"), kind, f"{name}.json")
 
 
 def check_sums(directory: Path) -> None:
     """Raises FormatError unless each file of the model is as SHA256SUMS says."""
-    lines = (directory / "SHA256SUMS").read_text(encoding="ascii").splitlines()
+    lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in train.MODEL_FILES:
         with (directory / name).open("rb") as file:
@@ -127,7 +153,8 @@ def errors_of(script: ModuleType) -> Iterator[None]:
     except (FormatError, OSError):
         raise
     except Exception as error:
-        words = "" if isinstance(error, script.TrainingError) else f"{type(error).__name__}: "
+        ours = isinstance(error, (script.TrainingError, Damaged))
+        words = "" if ours else f"{type(error).__name__}: "
         raise FormatError(f"{words}{error}") from None
 
 
@@ -184,16 +211,18 @@ def export_checkpoint(
         FormatError: it is not one that the script can read.
         InputError: that script is not here.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
-        loaded = train.Checkpoints(checkpoint_dir).load_latest()
-    if loaded is None:
-        raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
-    tensors, state = loaded
+    with errors_of(train):
+        with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
+            loaded = train.Checkpoints(checkpoint_dir).load_latest()
+        if loaded is None:
+            raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
+        tensors, state = loaded
+        saved = parse(state, Saved, "its state")
     training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
-    script = script_module(str(training["script_sha256"]), find_script)
+    script = script_module(saved.script_sha256, find_script)
     with errors_of(script):
-        vocabulary = state["vocabulary"]
         weights = script.model_tensors(tensors)
-        model = script.with_weights(script.make_config(state["config"]), len(vocabulary), weights)
-        script.write_artefact(model_dir, model, vocabulary, training)
-    return int(state["step"])
+        config, characters = script.make_config(saved.config), len(saved.vocabulary)
+        model = script.with_weights(config, characters, weights)
+        script.write_artefact(model_dir, model, saved.vocabulary, training)
+    return saved.step

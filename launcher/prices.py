@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from launcher import storage
 from launcher.aws import quick_client, why
+from launcher.documents import Document
 from launcher.settings import Settings
 
 ENDPOINT_REGION = "us-east-1"
@@ -82,10 +83,10 @@ class Price:
     source: str
 
 
-class Answer(BaseModel):
+class Answer(Document):
     """What the price list said of an instance type on a day: USD an hour, or that it has none."""
 
-    per_hour: float | None = Field(gt=0, allow_inf_nan=False)
+    per_hour: float | None = Field(gt=0, lt=1e6)
     day: date
 
     @property
@@ -98,6 +99,9 @@ class Answer(BaseModel):
         if self.per_hour is None:
             return None
         return Price(self.per_hour, f"AWS's price list of {self.day.isoformat()}")
+
+
+Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
 
 
 class Prices:
@@ -143,18 +147,14 @@ class Prices:
         except Exception as error:
             self.trouble = f"AWS's price list could not be asked: {why(error)}"
             return None
-        known = storage.read_cache(self.file).get(self.region, {})
-        entry = answer.model_dump(mode="json")
-        storage.write_cache(self.file, self.region, {**known, instance: entry})
+        known = storage.read_cache(self.file, Answers)
+        known.setdefault(self.region, {})[instance] = answer
+        storage.write_cache(self.file, known)
         return answer
 
     def kept(self, instance: str) -> Answer | None:
         """What was said before."""
-        entry = storage.read_cache(self.file).get(self.region, {}).get(instance)
-        try:
-            return Answer.model_validate(entry)
-        except ValidationError:
-            return None
+        return storage.read_cache(self.file, Answers).get(self.region, {}).get(instance)
 
 
 def training_price(products: list[str], instance: str) -> float | None:

@@ -9,13 +9,11 @@ HOME/quota-codes.json. A type that the list lacks is looked up once a day.
 from __future__ import annotations
 
 from datetime import date
-from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel, ValidationError
 
 from launcher import storage
 from launcher.aws import quick_client, service_errors
+from launcher.documents import Document
 from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
 from launcher.settings import Settings, Tell
@@ -76,7 +74,8 @@ def read_quota(name: str, settings: Settings, session: Any) -> float:
     with service_errors("ListServiceQuotas"):
         client = quick_client(session, "service-quotas", session.region_name, attempts=2)
     file = settings.home / "quota-codes.json"
-    kept = Listed.kept(file, session.region_name)
+    known = storage.read_cache(file, dict[str, Listed])
+    kept = known.get(session.region_name)
     if kept and name in kept.codes:
         with service_errors("GetServiceQuota"):
             answer = client.get_service_quota(ServiceCode="sagemaker", QuotaCode=kept.codes[name])
@@ -91,22 +90,15 @@ def read_quota(name: str, settings: Settings, session: Any) -> float:
         )
         values = {quota["QuotaName"]: quota for page in pages for quota in page["Quotas"]}
     codes = {known: quota["QuotaCode"] for known, quota in values.items() if "training" in known}
-    listed = Listed(day=date.today(), codes=codes)
-    storage.write_cache(file, session.region_name, listed.model_dump(mode="json"))
+    known[session.region_name] = Listed(day=date.today(), codes=codes)
+    storage.write_cache(file, known)
     if name not in values:
         raise ServiceError(NO_QUOTA)
     return float(values[name]["Value"])
 
 
-class Listed(BaseModel):
+class Listed(Document):
     """The codes of a region's quotas, by name, as they were listed on a day."""
 
     day: date
     codes: dict[str, str]
-
-    @classmethod
-    def kept(cls, file: Path, region: str) -> Listed | None:
-        try:
-            return cls.model_validate(storage.read_cache(file).get(region))
-        except ValidationError:
-            return None

@@ -6,19 +6,19 @@ import difflib
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
+from launcher.documents import read_toml
 from launcher.errors import InputError, must_be
 
 
@@ -78,7 +78,9 @@ class Settings(BaseSettings):
     profile: str = ""
     role: str = ""  # ARN of the role that SageMaker acts as
     stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
-    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # USD of any one job
+    max_cost: float | None = Field(
+        default=None, gt=0, le=1e9, allow_inf_nan=False
+    )  # USD of any one job
     ask_above: float = Field(default=10, ge=0)  # USD; a launch that may cost more asks first
     kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
 
@@ -127,8 +129,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = TomlConfigSettingsSource(settings_cls, config_file())
-        return init_settings, env_settings, file
+        values = read_toml(config_file()) if config_file().exists() else {}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, values)
 
     def command(self, words: str) -> str:
         """A command to be copied, with those of the words before this one that matter to it.
@@ -250,9 +252,7 @@ def load_settings(**said: str | None) -> Settings:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
         raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{config_file()}: not TOML: {error}") from None
-    except RuntimeError as error:  # `~` of nobody
+    except (RuntimeError, ValueError) as error:  # `~` of nobody, a zero in a path
         raise InputError(f"{error} SM_NANOGPT_HOME names the directory to keep things in") from None
     except OSError as error:
         raise InputError(

@@ -6,7 +6,7 @@ was last seen of a stack, by whom, lies in HOME/stacks.json, for a dry run, whic
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from launcher import storage
@@ -32,6 +32,9 @@ class Stack:
     kms_key: str | None
     policy: str
     vpc: bool = False
+
+
+Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by known_as
 
 
 def with_stack(
@@ -174,19 +177,18 @@ def remember(settings: Settings, region: str, stack: Stack | None) -> None:
     """Notes what a stack is, or that there is none, unless that is known."""
     if remembered(settings, region) == stack:
         return
-    here = storage.read_cache(settings.last_stacks).get(region, {})
-    others = {name: value for name, value in here.items() if name != known_as(settings)}
+    known = storage.read_cache(settings.last_stacks, Seen)
+    here = known.setdefault(region, {})
+    here.pop(known_as(settings), None)
     if stack is not None:
-        others[known_as(settings)] = asdict(stack)
-    storage.write_cache(settings.last_stacks, region, others)
+        here[known_as(settings)] = stack
+    storage.write_cache(settings.last_stacks, known)
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
     """The stack as it was last seen from this machine."""
-    try:
-        return Stack(**storage.read_cache(settings.last_stacks)[region or ""][known_as(settings)])
-    except (KeyError, TypeError):
-        return None
+    known = storage.read_cache(settings.last_stacks, Seen)
+    return known.get(region or "", {}).get(known_as(settings))
 
 
 def known_as(settings: Settings) -> str:

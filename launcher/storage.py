@@ -13,14 +13,18 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
 
 import fsspec
+from pydantic_core import to_jsonable_python
 
 from launcher.aws import failure, max_attempts
+from launcher.documents import LARGEST, check_size, open_file, parse, read_file
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, check_location, load_settings
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
@@ -40,8 +44,8 @@ def path_of(word: str | Path) -> Path:
     """The path that somebody names; `~` is the home directory.
 
     Raises:
-        InputError: the word is empty, which would mean the current directory, `~NAME` is nobody, or
-            it is too long for a path, as a text is.
+        InputError: the word is empty, which would mean the current directory, `~NAME` is nobody,
+            it is too long for a path, as a text is, or it holds a zero.
     """
     if word == "":
         raise InputError("an empty word names no place: give a path, or s3://bucket/prefix")
@@ -59,6 +63,8 @@ def path_of(word: str | Path) -> Path:
             raise InputError(
                 f"{start}...: too long for a path; a text is read from a file"
             ) from None
+    except ValueError as error:
+        raise InputError(f"{word!r}: {error}") from None
     return path
 
 
@@ -90,8 +96,6 @@ def reported(uri: str) -> Iterator[None]:
     """Turns what a file system raises into one line about `uri`."""
     try:
         yield
-    except UnicodeDecodeError as error:
-        raise ServiceError(f"{uri}: is damaged, as it is no text ({error})") from None
     except ValueError as error:
         raise InputError(f"{uri}: {error}") from None
     except OSError as error:
@@ -190,7 +194,7 @@ def write_file(
         ServiceError: the store refuses, or what arrived is not what was sent.
     """
     if (place := local_path(uri)) is not None:
-        with reported(uri), source.open("rb") as file, replacing(place) as target:
+        with reported(uri), open_file(source) as file, replacing(place) as target:
             while chunk := file.read(CHUNK_BYTES):
                 target.write(chunk)
                 progress(len(chunk))
@@ -224,7 +228,7 @@ class Told(fsspec.Callback):
 
 
 def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -233,7 +237,7 @@ def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return (json.dumps(to_jsonable_python(value), indent=2) + "\n").encode()
 
 
 def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
@@ -275,39 +279,41 @@ def fingerprint(uri: str, settings: Settings | None = None) -> str:
         return hashlib.sha256(str(fs.info(key, refresh=True)["ETag"]).encode()).hexdigest()[:12]
 
 
-def read_text(uri: str, settings: Settings | None = None) -> str | None:
-    """A small document, or None where there is none."""
-    with reported(uri):
-        content = read_bytes(uri, settings)
-        return None if content is None else content.decode()
+def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> T | None:
+    """A JSON document as its kind (see launcher.documents), or None where there is none.
+
+    Raises:
+        Damaged: it is not of this kind.
+        ServiceError: it cannot be read.
+    """
+    content = read_bytes(uri, settings)
+    return None if content is None else parse(content, kind, uri)
 
 
 def read_bytes(uri: str, settings: Settings | None = None) -> bytes | None:
-    fs, path = file_system(uri, settings)
+    """A file of at most LARGEST bytes, or None where there is none."""
     with reported(uri):
         try:
-            return bytes(fs.cat_file(path))
-        except FileNotFoundError:
+            if (place := local_path(uri)) is not None:
+                return read_file(place)
+            fs, path = file_system(uri, settings)
+            return check_size(bytes(fs.cat_file(path, start=0, end=LARGEST + 1)))
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
 
-def read_cache(file: Path) -> dict[str, dict[str, Any]]:
-    """What was once learnt from AWS: {region: {name: value}}.
-
-    A file that is missing or damaged, or holds something else, holds nothing. Values may be of any
-    shape.
-    """
+def read_cache(file: Path, kind: type[T]) -> T:
+    """A dict that was kept for the next time; an empty one where it is missing or damaged."""
     try:
-        regions = json.loads(file.read_text(encoding="utf-8")).items()
-    except (OSError, ValueError, AttributeError):
-        return {}
-    return {region: values for region, values in regions if isinstance(values, dict)}
+        return read_document(str(file), kind) or kind()
+    except ServiceError:
+        return kind()
 
 
-def write_cache(file: Path, region: str, values: Mapping[str, Any]) -> None:
-    """Puts the values in place of the region's. Where that cannot be, AWS is only asked again."""
+def write_cache(file: Path, known: Mapping[str, Any]) -> None:
+    """Keeps a dict for the next time, where that can be."""
     with suppress(ServiceError):
-        write_json(str(file), {**read_cache(file), region: values})
+        write_json(str(file), known)
 
 
 def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
@@ -364,7 +370,7 @@ def fetch(
                 )
                 check_arrival(fs, source, target)
             else:
-                with fs.open(source, "rb") as file, target.open("wb") as out:
+                with open_file(Path(source)) as file, target.open("wb") as out:
                     while chunk := file.read(CHUNK_BYTES):
                         out.write(chunk)
                         progress(len(chunk))

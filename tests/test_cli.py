@@ -450,10 +450,10 @@ def test_a_job_that_cannot_be_read_hides_no_other(
     assert ran.code == 0
     assert [row.split()[0] for row in ran.out.splitlines()[1:]] == [job.job_id]
     assert ran.err.count("\n") == 1
-    assert ran.err.startswith(f"job {broken.name} is left out: {broken / file} is empty or damaged")
+    assert ran.err.startswith(f"job {broken.name} is left out: {broken / file} is damaged")
     ran = cli("status", broken.name)
     assert ran.code == 1
-    assert ran.error.startswith(f"{broken / file} is empty or damaged")
+    assert ran.error.startswith(f"{broken / file} is damaged")
 
 
 @pytest.mark.parametrize(

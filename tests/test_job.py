@@ -17,7 +17,7 @@ from launcher import InputError, TrainingJob
 from launcher.backends.local_runner import command_line
 from launcher.backends.sagemaker import sendable_hyperparameters
 from launcher.cli import pairs
-from launcher.job import read_hyperparameters
+from launcher.documents import read_toml
 
 
 def refusal(**values: object) -> str:
@@ -121,7 +121,7 @@ def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("n_layer = 2\ntie_embeddings = true\ndropout = 0.1\n")
     expected = {"n_layer": 2, "tie_embeddings": True, "dropout": 0.1}
-    assert read_hyperparameters(file) == expected
+    assert read_toml(file) == expected
 
 
 # -- the rest of a job ----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import LocalRun, Rank
+from launcher.job import LOCAL_FIELDS
 from launcher.submission import take_over
 from launcher.tracking import find
 
@@ -67,7 +68,7 @@ def write_job(directory: Path, text_file: Path, processes: int = 1) -> None:
     """What a launch writes down of a job."""
     job = TrainingJob(instance="local", data=text_file.as_uri())
     record = {
-        "job": job.model_dump(mode="json"),
+        "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
         "created": time.time(),
         "processes_per_host": processes,
@@ -686,7 +687,8 @@ def test_a_checkpoint_that_was_given_in_part_is_not_its_own(
     write_job(tmp_path / "killed", text_file)
     (tmp_path / "killed/code").mkdir()
     run = LocalRun(tmp_path / "killed")
-    run.record["resume_from"] = str(job.directory / "hosts/algo-1/checkpoints")
+    earlier = str(job.directory / "hosts/algo-1/checkpoints")
+    run.record = run.record.model_copy(update={"resume_from": earlier})
 
     def copy_half(source: Path, target: Path) -> None:
         (target / source.name if target.is_dir() else target).write_bytes(b"half")

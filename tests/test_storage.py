@@ -133,13 +133,13 @@ def test_a_file_is_written_on_the_file_system_of_its_place(
 
 
 def test_a_document_that_is_not_there_reads_as_none(tmp_path: Path) -> None:
-    assert storage.read_text(storage.to_uri(tmp_path / "missing")) is None
+    assert storage.read_document(storage.to_uri(tmp_path / "missing"), dict) is None
 
 
 def test_a_document_that_is_damaged_is_a_failure_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "document.json").write_bytes(b"{\xff")
-    with pytest.raises(ServiceError, match=r"document\.json: is damaged"):
-        storage.read_text(storage.to_uri(tmp_path / "document.json"))
+    with pytest.raises(ServiceError, match=r"document\.json is damaged"):
+        storage.read_document(storage.to_uri(tmp_path / "document.json"), dict)
 
 
 def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def quiet_sdk(home: Path) -> Iterator[None]:
     from botocore.session import Session
 
     config = str(home / "sagemaker-sdk.yaml")
-    if storage.read_text(config) != CONFIG:
+    if storage.read_bytes(config) != CONFIG.encode():
         storage.write_text(config, CONFIG)
     said = {
         "DISABLE_JUMPSTART_LOGGING": "1",  # its import warns if credentials have ended

@@ -22,7 +22,6 @@ job: the runner ends its ranks when job.json is gone.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -31,9 +30,22 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, field_validator
 
 from launcher import storage
+from launcher.documents import (
+    LARGEST,
+    Count,
+    Damaged,
+    Document,
+    Moment,
+    Number,
+    Scalar,
+    open_file,
+    parse,
+)
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
     JOB_ID,
@@ -42,9 +54,10 @@ from launcher.job import (
     JobDescription,
     TrainingJob,
     newest_checkpoint,
-    read_from,
 )
 from launcher.settings import Settings, Tell
+
+T = TypeVar("T")
 
 TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
 GONE = (
@@ -59,6 +72,39 @@ RUNNER = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
     " from launcher.backends.local_runner import main; main()"
 )
+
+
+class Record(Document):
+    """job.json."""
+
+    job: TrainingJob
+    hyperparameters: dict[str, Scalar]
+    created: Moment
+    processes_per_host: Count
+    gpus_per_host: Count
+    max_steps: Count
+    resume_from: str | None
+
+    @field_validator("job")
+    @classmethod
+    def _of_data(cls, job: TrainingJob) -> TrainingJob:
+        if job.data is None:
+            raise ValueError("names no data")
+        return job
+
+
+class State(Document):
+    """state.json. given: the checkpoints to go on from, with their times in ns."""
+
+    status: Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"] = "InProgress"
+    secondary: str = "Starting"
+    reason: str | None = None
+    started: Moment | None = None
+    ended: Moment | None = None
+    given: dict[str, Count] = Field(default_factory=dict)
+
+
+Row = dict[str, Number]  # a line of metrics.jsonl
 
 
 class LocalBackend:
@@ -140,55 +186,56 @@ class LocalBackend:
             )
 
     def describe(self, job_id: str) -> JobDescription | None:
+        if not JOB_ID.fullmatch(job_id):
+            return None
+        with storage.reported(str(self.jobs_dir / job_id)):
+            return self.read(job_id)
+
+    def read(self, job_id: str) -> JobDescription | None:
+        """The job as it stands. Raises OSError as well."""
         directory = self.jobs_dir / job_id
-        record = read_json(directory / "job.json") if JOB_ID.fullmatch(job_id) else None
+        record = read_document(directory / "job.json", Record)
         if record is None:
             return None
         alive = is_held(directory / "lock")
-        state = read_json(directory / "state.json") or {}
-        status, reason = state.get("status", "InProgress"), state.get("reason")
+        there = read_document(directory / "state.json", State)
+        state = there or State()
+        status, reason = state.status, state.reason
         if status in RUNNING and not alive:
             status, reason = "Failed", GONE
-            if not state:
+            if there is None:
                 reason = f"{NOT_STARTED}: {last_line(directory / 'runner.log')}"
         elif status == "InProgress" and (directory / "stop").exists():
             status = "Stopping"
         model = directory / "output" / "model.tar.gz"
         checkpoints = directory / CHECKPOINTS
-        step = own_checkpoint(checkpoints, state.get("given", {}))
-        with read_from(directory / "job.json"):
-            job, max_steps = record["job"], int(record["max_steps"])
-            submitted: dict[str, Any] = {
-                "instance": job["instance"],
-                "instance_count": job["instance_count"],
-                "created": float(record["created"]),
-                "data": job["data"],
-                "hyperparameters": dict(record["hyperparameters"]),
-            }
+        step = own_checkpoint(checkpoints, state.given)
         return JobDescription(
             job_id=job_id,
             status=status,
-            secondary_status=state.get("secondary", "Starting") if status in RUNNING else status,
-            **submitted,
+            secondary_status=state.secondary if status in RUNNING else status,
+            instance=record.job.instance,
+            instance_count=record.job.instance_count,
+            created=record.created,
+            data=record.job.data or "",
+            hyperparameters=record.hyperparameters,
             failure_reason=reason,
-            started=state.get("started"),
-            ended=state.get("ended"),
-            metrics=last_metrics(checkpoints / "metrics.jsonl", max_steps),
+            started=state.started,
+            ended=state.ended,
+            metrics=last_metrics(checkpoints / "metrics.jsonl", record.max_steps),
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
             checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
             checkpoint_step=step,
         )
 
     def job(self, job_id: str) -> TrainingJob:
-        path = self.jobs_dir / job_id / "job.json"
-        record = read_json(path)
+        record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
             raise ServiceError(f"there is no job {job_id!r}")
-        with read_from(path):
-            values = record["job"]
-            if values["entry_point"] is not None:  # the copy that was run, not what became of it
-                values["entry_point"] = str(self.script(job_id))
-            return TrainingJob(**values)
+        if record.job.entry_point is None:
+            return record.job
+        # The copy that was run, not what became of it.
+        return record.job.model_copy(update={"entry_point": self.script(job_id)})
 
     def script(self, job_id: str) -> Path:
         return self.jobs_dir / job_id / "code" / "train.py"
@@ -228,7 +275,7 @@ class LocalBackend:
             description = self.describe(job_id)
             ended = description is None or not description.is_running
             if path.exists():
-                with path.open("rb") as file:  # as what is there may end inside a character
+                with open_file(path) as file:  # as what is there may end inside a character
                     file.seek(position)
                     pending += file.read()
                     position = file.tell()
@@ -288,7 +335,7 @@ def whole_paths(paths: str) -> str:
 def is_held(lock: Path) -> bool:
     """Whether some process holds the lock. Askers share it, so they do not disturb each other."""
     try:
-        with lock.open() as file:
+        with open_file(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -310,9 +357,19 @@ def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
     return newest_checkpoint(written)
 
 
+def tail(path: Path, size: int) -> list[bytes]:
+    """The lines of the last bytes of a file, as many as size; none where no file is."""
+    if not path.exists():
+        return []
+    with open_file(path) as file:
+        if file.seek(max(0, path.stat().st_size - size)):
+            file.readline()  # of which the beginning may be cut off
+        return file.read(size).splitlines()
+
+
 def last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "nothing is known")
+    lines = [line.decode(errors="replace") for line in tail(path, TAIL_BYTES) if line.strip()]
+    return lines[-1] if lines else "nothing is known"
 
 
 def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
@@ -320,39 +377,22 @@ def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
 
     A followed job is asked ten times a second, so that only the end of a long curve is read.
     """
-    rows: dict[str, Any] = {}
-    if path.exists():
-        with path.open("rb") as file:
-            if file.seek(max(0, path.stat().st_size - TAIL_BYTES)):
-                file.readline()  # of which the beginning may be cut off
-            lines = file.read()
-            if b'"val_loss"' not in lines:  # its evaluations are far apart
-                file.seek(0)
-                lines = file.read()
-        for line in lines.splitlines():
-            try:
-                rows.update(json.loads(line))
-            except ValueError:  # a line that is being written
-                continue
+    rows: Row = {}
+    lines = tail(path, TAIL_BYTES)
+    if not any(b'"val_loss"' in line for line in lines):  # its evaluations are far apart
+        lines = tail(path, LARGEST)
+    for line in lines:
+        with suppress(Damaged):  # a line that is being written
+            rows.update(parse(line, Row, path))
     return {**rows, "max_steps": max_steps} if rows else None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Raises ServiceError for a file that is there and cannot be read."""
+def read_document(path: Path, kind: type[T]) -> T | None:
+    """A document of a job. Raises ServiceError for one that is there and cannot be read."""
     try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise ServiceError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ServiceError(
-            f"{path} is empty or damaged, so the job cannot be shown; delete {path.parent} to"
-            " delete the job"
-        )
-    return value
+        return storage.read_document(str(path), kind)
+    except Damaged as error:
+        raise ServiceError(f"{error}; delete {path.parent} to delete the job") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.backends.local import read_json, write_json
+from launcher.backends.local import Record, read_document, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 
@@ -58,11 +58,10 @@ class Stopped(Exception):
 class LocalRun:
     def __init__(self, directory: Path, settings: Settings | None = None) -> None:
         self.directory, self.settings = directory, settings
-        record = read_json(directory / "job.json")
+        record = read_document(directory / "job.json", Record)
         assert record is not None
-        self.job: dict[str, Any] = record["job"]
-        self.record: dict[str, Any] = record
-        self.hosts = [f"algo-{i + 1}" for i in range(self.job["instance_count"])]
+        self.job, self.record = record.job, record
+        self.hosts = [f"algo-{i + 1}" for i in range(self.job.instance_count)]
         self.stop_requested = False
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
@@ -133,9 +132,9 @@ class LocalRun:
     def lay_out(self) -> None:
         (self.directory / "logs").mkdir()
         (self.directory / "output").mkdir()
-        channels = {"training": self.job["data"]}
-        if self.job["validation"] is not None:
-            channels["validation"] = self.job["validation"]
+        channels = {"training": self.job.data or ""}
+        if self.job.validation is not None:
+            channels["validation"] = self.job.validation
         for host in self.hosts:
             base = self.base(host)
             for name in ("input/config", "model", "output/data", "checkpoints"):
@@ -144,8 +143,8 @@ class LocalRun:
             for channel, uri in channels.items():
                 storage.fetch(uri, base / "input" / "data" / channel, settings=self.settings)
             self.write_config(host, list(channels))
-        if self.record["resume_from"] is not None:
-            source = Path(self.record["resume_from"])
+        if self.record.resume_from is not None:
+            source = Path(self.record.resume_from)
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
             given = sorted(source.glob("*.safetensors"))
@@ -159,7 +158,7 @@ class LocalRun:
 
     def write_config(self, host: str, channels: list[str]) -> None:
         config = self.base(host) / "input" / "config"
-        values = self.record["hyperparameters"]
+        values = self.record.hyperparameters
         write_json(
             config / "hyperparameters.json", {name: json.dumps(values[name]) for name in values}
         )
@@ -201,7 +200,7 @@ class LocalRun:
                 and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
             )
         }
-        gpus, index = self.record["gpus_per_host"], self.hosts.index(host)
+        gpus, index = self.record.gpus_per_host, self.hosts.index(host)
         if gpus:
             every = [str(i) for i in range(gpus * len(self.hosts))]
             chosen = (
@@ -210,10 +209,10 @@ class LocalRun:
             kept["CUDA_VISIBLE_DEVICES"] = ",".join(chosen[index * gpus : (index + 1) * gpus])
         if not kept.get("OMP_NUM_THREADS") and len(self.hosts) > 1:
             # Each host of a job believes that the machine is its own.
-            ranks = len(self.hosts) * self.record["processes_per_host"]
+            ranks = len(self.hosts) * self.record.processes_per_host
             kept["OMP_NUM_THREADS"] = str(max(1, available_cpus() // ranks))
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
-        values = self.record["hyperparameters"]
+        values = self.record.hyperparameters
         arguments = command_line(values)
         return {
             **kept,
@@ -244,9 +243,9 @@ class LocalRun:
     # -- training ---------------------------------------------------------------------------------
 
     def start(self) -> list[Rank]:
-        per_host = self.record["processes_per_host"]
+        per_host = self.record.processes_per_host
         port = reserve_port()
-        command = [sys.executable, "train.py", *command_line(self.record["hyperparameters"])]
+        command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
         ranks = []
         for index, host in enumerate(self.hosts):
             environment = self.environment(host, port)

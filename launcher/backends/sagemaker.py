@@ -37,6 +37,7 @@ from launcher.aws import (
     steady_client,
 )
 from launcher.backends.toolkit import script_lines
+from launcher.documents import read_file
 from launcher.errors import InputError, ServiceError
 from launcher.images import problem, remark
 from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
@@ -48,7 +49,6 @@ from launcher.job import (
     Scalar,
     TrainingJob,
     newest_checkpoint,
-    read_from,
 )
 from launcher.prices import Prices
 from launcher.quotas import check_quotas
@@ -324,11 +324,10 @@ class SageMakerBackend:
     def job(self, job_id: str) -> TrainingJob:
         files = self.files_of(job_id)
         record = storage.join(files, "job.json")
-        document = storage.read_text(record, self.settings)
-        if document is None:
+        job = storage.read_document(record, TrainingJob, self.settings)
+        if job is None:
             raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
-        with read_from(record):
-            return TrainingJob(**json.loads(document))
+        return job
 
     def script(self, job_id: str) -> Path | None:
         return self.job(job_id).entry_point
@@ -341,7 +340,7 @@ class SageMakerBackend:
         archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
         ran = read_script(archive, self.settings)
         try:
-            same = job.entry_point.read_bytes() == ran
+            same = read_file(job.entry_point) == ran
         except OSError:
             same = False
         if not same:
@@ -357,7 +356,12 @@ class SageMakerBackend:
     def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
         with service_errors("Search"):
             for raw in self.all_raw():
-                yield describe_job(raw, None)
+                try:
+                    description = describe_job(raw, None)
+                except ServiceError as error:
+                    tell(f"job {raw['TrainingJobName']} is left out: {error}")
+                else:
+                    yield description
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
         """What Search says of the jobs, by tag, so that others of the account are left out.
@@ -505,6 +509,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
 
 
+@service_errors("TrainingJob")
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     """Our words for what SageMaker says of a job."""
     has_checkpoint = checkpoint_step is not None

@@ -1,0 +1,415 @@
+"""Documents that others may have written: whatever they hold, it is used or refused in one line.
+
+Hypothesis puts hostile values in place of each part of a good document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from launching import TINY, Finished, Ran, settings_of
+from models import SMALL, lively
+
+from entry_point import train
+from launcher import InputError, ServiceError, TrainingJob, corpus, money, storage
+from launcher.backends.local import LocalBackend
+from launcher.cli import print_jobs, shown
+from launcher.documents import LARGEST, open_file, parse, read_toml
+from launcher.job import load_script
+from launcher.model import export_checkpoint, load_artefact
+from launcher.prices import Prices
+from launcher.quotas import Listed
+from launcher.settings import load_settings
+from launcher.stack import remembered
+from launcher.submission import check_length, find_channel
+
+quickly = settings(
+    max_examples=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+DEEP = 100_000
+ODD = (
+    *("null", "true", "NaN", "1e999", "-1", "0", "1.5", "1e308", "[]", "{}", '[{"a": [null]}]'),
+    *("9" * 5000, "9" * 4000, "-" + "9" * 400, "[" * DEEP, "[" * DEEP + "]" * DEEP, '{"a":' * DEEP),
+    *('"\\u0000"', '"\\ud800"', '"\\u001b[2J\\u202e"', '""', '"~nobody/x"', '"s3://"', '"x"'),
+    *('"' + "x" * 70_000 + '"', '"2020-99-99"', '"99999-01-01"', '"NaN"', '"../../etc"'),
+)
+MARK = '"\\u0001"'  # in place of which a value is put
+
+values = st.sampled_from(ODD) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=5,
+).map(json.dumps)
+
+
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """The way to each part of a document, the whole among them."""
+    yield ()
+    inner = enumerate(value) if isinstance(value, list) else ()
+    for key, part in value.items() if isinstance(value, dict) else inner:
+        yield from ((key, *rest) for rest in places(part))
+
+
+def put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """The document with another part, or without it where that is None."""
+    if not place:
+        return new
+    copy = value.copy()
+    copy[place[0]] = put(value[place[0]], place[1:], new)
+    if len(place) == 1 and new is None:
+        del copy[place[0]]
+    return copy
+
+
+def hostile(good: Any) -> st.SearchStrategy[bytes]:
+    """JSON that is like `good`, with a part that is odd or missing; or no JSON."""
+    changed = st.builds(
+        lambda place, odd: json.dumps(put(good, place, "\x01")).replace(MARK, odd).encode(),
+        st.sampled_from(list(places(good))),
+        values,
+    )
+    cut = st.sampled_from([p for p in places(good) if p]).map(
+        lambda place: json.dumps(put(good, place, None)).encode()
+    )
+    return changed | cut | st.binary(max_size=20)
+
+
+def each(test: Callable[[bytes], None], good: Any) -> None:
+    """Runs a test with the good document, and with many hostile ones."""
+    test(json.dumps(good).encode())
+    quickly(given(hostile(good))(test))()
+
+
+@contextmanager
+def our_errors() -> Iterator[None]:
+    """Lets no other error pass."""
+    try:
+        yield
+    except (InputError, ServiceError, train.TrainingError) as error:
+        assert len(shown(str(error))) < 1100
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+# -- jobs on this machine -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["job.json", "state.json", "hosts/algo-1/checkpoints/metrics.jsonl"]
+)
+def test_a_job_with_a_hostile_document_is_shown_or_refused(
+    job: Finished, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend, path = LocalBackend(settings_of(job.home)), job.directory / name
+    good = json.loads(path.read_text().splitlines()[0]) if name.endswith("l") else read(path)
+    lines = path.read_bytes() if name.endswith("l") else b""
+
+    def show(content: bytes) -> None:
+        path.write_bytes(lines + content)
+        with our_errors():
+            described = backend.describe(job.job_id)
+            assert described is not None
+            print_jobs([described], backend.settings)
+            json.dumps(vars(described), allow_nan=False)
+            backend.job(job.job_id).config(1)
+
+    each(show, good)
+
+
+def test_a_line_that_is_no_row_of_a_curve_hides_no_job(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    path = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    before = cli("jobs").out
+    for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+        ran = cli("jobs")
+        assert (ran.code, ran.out, ran.err) == (0, before, "")
+
+
+# -- texts ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def upload(home: Path, text_file: Path) -> corpus.Upload:
+    return corpus.upload_data(text_file)
+
+
+def test_a_hostile_manifest_is_no_upload(home: Path, upload: corpus.Upload) -> None:
+    manifest = Path(f"{storage.local_path(upload.uri)}.json")
+    settings = settings_of(home)
+
+    def look(content: bytes) -> None:
+        manifest.write_bytes(content)
+        with our_errors():
+            found = find_channel(upload.uri, settings)
+            check_length({"data": found}, SMALL)
+
+    each(look, read(manifest))
+
+
+@pytest.mark.parametrize("name", ["store/data/latest.json", "last-uploads.json"])
+def test_a_hostile_pointer_to_the_last_upload_is_followed_or_refused(
+    home: Path, upload: corpus.Upload, name: str
+) -> None:
+    path = home / name
+    good = read(path)
+    if name.startswith("store"):
+        (home / "last-uploads.json").unlink()
+
+    def look(content: bytes) -> None:
+        path.write_bytes(content)
+        with our_errors():
+            corpus.last_upload(settings_of(home))
+
+    each(look, good)
+
+
+# -- what was learnt from AWS ---------------------------------------------------------------------
+
+
+STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("stacks.json", {"us-east-1": {"sm-nanogpt": {**STACK, "policy": "p", "vpc": False}}}),
+        ("prices.json", {"us-east-1": {"ml.g5.xlarge": {"per_hour": 1.5, "day": "2026-11-01"}}}),
+        ("quota-codes.json", {"us-east-1": {"day": "2026-11-01", "codes": {"a": "L-1"}}}),
+    ],
+)
+def test_a_hostile_cache_holds_nothing(home: Path, name: str, good: Any) -> None:
+    home.mkdir()
+    settings = settings_of(home)
+
+    def look(content: bytes) -> None:
+        (home / name).write_bytes(content)  # no error is raised
+        remembered(settings, "us-east-1")
+        storage.read_cache(home / "quota-codes.json", dict[str, Listed])
+        price = Prices(settings, "us-east-1", None).of("ml.g5.xlarge")
+        assert price is not None
+        money.usd(money.worst_case(price.per_hour, 3600))
+
+    each(look, good)
+
+
+# -- what was submitted, and how ------------------------------------------------------------------
+
+
+def test_a_hostile_record_in_a_store_is_a_job_or_is_refused(home: Path) -> None:
+    asked = TrainingJob(
+        instance="ml.g5.xlarge", data="s3://abc/d", max_cost=5, hyperparameters=TINY
+    )
+
+    def look(content: bytes) -> None:
+        with our_errors():
+            parse(content, TrainingJob, "job.json").config(1)
+
+    each(look, asked.model_dump(mode="json", exclude_defaults=True))
+
+
+TOML = (
+    *("inf", "nan", "-1", "9" * 5000, "0x" + "f" * 9000, "1e999", "2020-01-01", '"\\u0000"'),
+    *(
+        "[" * DEEP,
+        "[" * 300 + "]" * 300,
+        "{a = 1}",
+        "[1, {b = [2020-01-01]}]",
+        '"\\u001b[2J"',
+        "''",
+    ),
+    *("true", "'~nobody'", "'s3://'", "'https://x'", "'" + "x" * 70_000 + "'", "", "]"),
+)
+
+
+@pytest.mark.parametrize("name", ["home", "store", "region", "role", "stack", "max_cost", "tags"])
+def test_a_hostile_value_in_the_configuration_is_refused(home: Path, name: str) -> None:
+    home.mkdir()
+
+    def look(value: str) -> None:
+        (home / "config.toml").write_text(f"{name} = {value}\n")
+        with our_errors():
+            load_settings()
+
+    quickly(given(st.sampled_from(TOML) | st.text(max_size=9))(look))()
+
+
+def test_hostile_hyperparameters_in_a_file_are_refused(tmp_path: Path) -> None:
+    def look(value: str) -> None:
+        (tmp_path / "config.toml").write_text(f"n_layer = {value}\n")
+        with our_errors():
+            TrainingJob(hyperparameters=read_toml(tmp_path / "config.toml")).config(1)
+
+    quickly(given(st.sampled_from(TOML) | st.text(max_size=9))(look))()
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+VOCABULARY = "\n abcdefghi"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
+def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -> None:
+    trained = {"script_sha256": train.script_sha256(), "corpus_sha256": "0" * 64, "step": 1}
+    train.write_artefact(tmp_path, lively(), VOCABULARY, trained)
+    path, sums = tmp_path / name, (tmp_path / "SHA256SUMS").read_text()
+    good, before = read(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def load(content: bytes) -> None:
+        path.write_bytes(content)
+        now = hashlib.sha256(content).hexdigest()
+        (tmp_path / "SHA256SUMS").write_text(sums.replace(before, now))
+        with our_errors():
+            load_artefact(tmp_path)
+
+    each(load, good)
+
+
+def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    loaded = train.Checkpoints(job.directory / "hosts/algo-1/checkpoints").load_latest()
+    assert loaded is not None
+    tensors, state = loaded
+    state = {**state, "best_step": None, "metrics": []}
+    path = tmp_path / "checkpoints" / f"checkpoint-{state['step']:08d}.safetensors"
+
+    def load(content: bytes) -> None:
+        with suppress(UnicodeDecodeError):
+            metadata = {"format": "pt", "state": content.decode()}
+            train.write_safetensors(path, tensors, metadata)
+        with our_errors():
+            export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
+
+    each(load, state)
+
+
+# -- size, and what is no file --------------------------------------------------------------------
+
+
+def test_a_document_is_of_a_bounded_size(home: Path) -> None:
+    home.mkdir()
+    with (home / "config.toml").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(InputError, match=r"config\.toml: larger than 2 MiB"):
+        load_settings()
+
+
+@pytest.fixture(params=["pipe", "socket", "device", "directory"])
+def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], None]:
+    """Puts what is no regular file in the place of a file."""
+
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if request.param == "pipe":
+            os.mkfifo(path)
+        elif request.param == "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                before = Path.cwd()
+                os.chdir(path.parent)  # the path of a socket is short
+                server.bind(path.name)
+                os.chdir(before)
+        elif request.param == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+
+    return replace
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine.toml", "home/config.toml"])
+def test_what_is_no_regular_file_is_refused_at_launch(
+    odd_file: Callable[[Path], None], home: Path, cli: Callable[..., Ran], name: str
+) -> None:
+    home.mkdir()
+    odd_file(home.parent / name)
+    words = {"mine.py": ["--entry-point", name], "mine.toml": ["--config", name]}.get(name, [])
+    ran = cli("launch", "--instance", "local", *words)
+    assert ran.code == 2
+    assert name in ran.error
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "job.json",
+        "state.json",
+        "lock",
+        "hosts/algo-1/checkpoints/metrics.jsonl",
+        "logs/job.log",
+        "output/model.tar.gz",
+    ],
+)
+def test_a_job_with_what_is_no_regular_file_hides_no_other(
+    job: Finished, odd_file: Callable[[Path], None], cli: Callable[..., Ran], name: str
+) -> None:
+    odd_file(job.directory / name)
+    assert cli("jobs").code == 0
+    for words in (("logs", job.job_id), ("fetch-and-sample", job.job_id)):
+        ran = cli(*words)
+        assert ran.code == 0 or job.job_id in ran.error
+
+
+def test_the_script_of_a_job_that_could_not_start_tells_why(
+    job: Finished, odd_file: Callable[[Path], None], cli: Callable[..., Ran]
+) -> None:
+    (job.directory / "state.json").unlink()
+    odd_file(job.directory / "runner.log")
+    assert cli("status", job.job_id).code == 1
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_file(tmp_path / "pipe")
+
+
+# -- scripts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["SystemExit(0)", "GeneratorExit", "BaseException('gone')"])
+def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"raise {leaves}")
+    with pytest.raises(InputError, match="cannot be imported"):
+        load_script(file, file.read_bytes())
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def test_what_is_said_holds_no_control_characters_and_is_short() -> None:
+    assert (
+        shown("a\x1b[31m\u202e\x9b\x00\tb\nc é 漢 🙂") == r"a\x1b[31m\u202e\x9b\x00"
+        "\tb\nc é 漢 🙂"
+    )
+    long = shown("x" * 9000 + "; do this")
+    assert len(long) < 1100
+    assert long.endswith("x; do this")
+
+
+def test_an_error_that_names_control_characters_is_clean(cli: Callable[..., Ran]) -> None:
+    ran = cli("--region", "\x1b[2J\u202e" + "y" * 9000, "launch", "--dry-run")
+    assert ran.code == 2
+    assert "\x1b" not in ran.err
+    assert "\u202e" not in ran.err
+    assert len(ran.error) < 1100
