@@ -30,10 +30,10 @@ import click
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.infra import Deployment, Removal
+    from launcher.aws.infra import Deployment, Removal
+    from launcher.aws.stack import Stack
     from launcher.job import JobDescription
     from launcher.settings import Settings
-    from launcher.stack import Stack
 
 
 # What a terminal obeys, or shows in another order: C0 and C1 but for tab and newline, and bidi.
@@ -680,7 +680,7 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
 
 
 def print_jobs(found: list[JobDescription], settings: Settings) -> None:
-    from launcher.money import usd
+    from launcher.aws.money import usd
 
     if not found:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
@@ -764,8 +764,8 @@ def billable_words(description: JobDescription) -> str | None:
 
 def paid_words(description: JobDescription) -> str | None:
     """What a job has cost, and by which price."""
-    from launcher.instances import has_local_storage
-    from launcher.money import usd
+    from launcher.aws.instances import has_local_storage
+    from launcher.aws.money import usd
 
     if description.cost is None or description.price is None:
         return None
@@ -873,8 +873,8 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
+    from launcher.aws.instances import check_instance
     from launcher.doctor import FAILURE, WARNING, examine
-    from launcher.instances import check_instance
 
     settings = settings_of(context)
     check_instance(instance)
@@ -935,7 +935,7 @@ def infra_deploy_command(
       sm-nanogpt infra deploy --dry-run
       sm-nanogpt --region eu-west-1 infra deploy
     """
-    from launcher.infra import Deployment
+    from launcher.aws.infra import Deployment
 
     can_ask(yes or dry_run)
     deployment = Deployment(settings_of(context, stack=stack), note)
@@ -984,7 +984,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
     Example:
       sm-nanogpt infra show
     """
-    from launcher.infra import Deployment
+    from launcher.aws.infra import Deployment
 
     found = Deployment(settings_of(context, stack=stack), note).show()
     if as_json:
@@ -1004,7 +1004,7 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     Example:
       sm-nanogpt infra destroy
     """
-    from launcher.infra import Deployment
+    from launcher.aws.infra import Deployment
 
     can_ask(yes)
     deployment = Deployment(settings_of(context, stack=stack), note)

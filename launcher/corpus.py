@@ -22,11 +22,11 @@ from typing import Annotated
 from pydantic import Field
 
 from launcher import storage
-from launcher.aws import Missing
+from launcher.aws.session import Missing
+from launcher.aws.stack import with_stack
 from launcher.documents import Count, Damaged, Document
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, Tell, load_settings
-from launcher.stack import with_stack
 from launcher.storage import Progress
 
 SHAKESPEARE_URL = (

@@ -22,12 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
-from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import LOG_GROUP, machines_of, search_jobs
-from launcher.corpus import last_upload
-from launcher.errors import InputError, ServiceError
-from launcher.images import (
+from launcher.aws.images import (
     DEFAULT_VERSION,
     IMAGES,
     default_launcher,
@@ -35,13 +30,18 @@ from launcher.images import (
     no_patches,
     problem,
 )
-from launcher.instances import gpus_of, has_local_storage, looks_like_gpu, remark
+from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu, remark
+from launcher.aws.money import usd
+from launcher.aws.prices import Prices
+from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, read_quota
+from launcher.aws.session import aws_session, check_region, code_and_message, quick_client, why
+from launcher.aws.stack import Stack, find_stack, is_whole
+from launcher.backends.local import LocalBackend
+from launcher.backends.sagemaker import LOG_GROUP, machines_of, search_jobs
+from launcher.corpus import last_upload
+from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
-from launcher.money import usd
-from launcher.prices import Prices
-from launcher.quotas import CONSOLE, SPOT, TRAINING, read_quota
 from launcher.settings import Settings
-from launcher.stack import Stack, find_stack, is_whole
 from launcher.submission import launch
 from launcher.tracking import wait
 

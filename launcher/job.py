@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from launcher.aws.images import DEFAULT_VERSION
+from launcher.aws.instances import check_instances, types_of
 from launcher.documents import Scalar, read_file
 from launcher.errors import InputError, must_be
-from launcher.images import DEFAULT_VERSION
-from launcher.instances import check_instances, types_of
 
 if TYPE_CHECKING:
-    from launcher.prices import Price
+    from launcher.aws.prices import Price
 
 DAY = 86_400  # seconds that a job may run whose limit a cost sets
 
@@ -338,7 +338,7 @@ class JobDescription:
     keep_alive: int | None = None  # seconds of warm pool that were asked for
     warm_pool_seconds: int | None = None  # billed after the end; None until the pool is gone
     spot: bool = False
-    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.money has it
+    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.aws.money has it
     price: Price | None = None
 
     @property

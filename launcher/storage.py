@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from pydantic_core import to_jsonable_python
 
-from launcher.aws import failure, max_attempts
+from launcher.aws.session import failure, max_attempts
 from launcher.documents import LARGEST, check_size, open_file, parse, read_file
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, check_location, load_settings

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import corpus, storage
+from launcher.aws.images import TORCHRUN_ALONE, default_launcher
+from launcher.aws.instances import has_local_storage, looks_like_gpu, remark
+from launcher.aws.stack import with_stack
 from launcher.backends import Backend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
-from launcher.images import TORCHRUN_ALONE, default_launcher
-from launcher.instances import has_local_storage, looks_like_gpu, remark
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, Tell, load_settings
-from launcher.stack import with_stack
 from launcher.tracking import backend_for, find
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")

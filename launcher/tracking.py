@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from launcher import money
-from launcher.aws import CAPACITY, aws_session, check_region, patiently
+from launcher.aws import money
+from launcher.aws.instances import has_local_storage
+from launcher.aws.prices import Price, Prices
+from launcher.aws.session import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
-from launcher.instances import has_local_storage
 from launcher.job import JOB_ID, JobDescription
-from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell, load_settings
 
 FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}")  # as submission.new_job_id makes it

@@ -177,7 +177,7 @@ def s3(
 def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> MoneyService:
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
     for module in ("prices", "quotas"):
-        monkeypatch.setattr(f"launcher.{module}.date", SimpleNamespace(today=lambda: TODAY))
+        monkeypatch.setattr(f"launcher.aws.{module}.date", SimpleNamespace(today=lambda: TODAY))
     return emulator.money
 
 

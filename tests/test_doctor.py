@@ -23,9 +23,9 @@ from launching import Ran
 from money_service import MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
+from launcher.aws.images import DEFAULT_VERSION, find_image
+from launcher.aws.stack import Stack
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
-from launcher.images import DEFAULT_VERSION, find_image
-from launcher.stack import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")

@@ -21,16 +21,17 @@ from launching import TINY, Finished, Ran, settings_of
 from models import SMALL, lively
 
 from entry_point import train
-from launcher import InputError, ServiceError, TrainingJob, corpus, money, storage
+from launcher import InputError, ServiceError, TrainingJob, corpus, storage
+from launcher.aws import money
+from launcher.aws.prices import Prices
+from launcher.aws.quotas import Listed
+from launcher.aws.stack import remembered
 from launcher.backends.local import LocalBackend
 from launcher.cli import print_jobs, shown
 from launcher.documents import LARGEST, open_file, parse, read_toml
 from launcher.job import load_script
 from launcher.model import export_checkpoint, load_artefact
-from launcher.prices import Prices
-from launcher.quotas import Listed
 from launcher.settings import load_settings
-from launcher.stack import remembered
 from launcher.submission import check_length, find_channel
 
 quickly = settings(

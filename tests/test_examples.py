@@ -77,7 +77,7 @@ def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
     job_id = run([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
     sample: list[str | Path] = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
     assert len(run(sample, elsewhere, environment)) >= 20
-    template = "from launcher import infra; print(infra.TEMPLATE.read_text(), end='')"
+    template = "from launcher.aws import infra; print(infra.TEMPLATE.read_text(), end='')"
     carried = run([python, "-c", template], elsewhere, environment)
     assert carried == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())

@@ -7,7 +7,7 @@ from datetime import date, timedelta
 import pytest
 
 from launcher import InputError, TrainingJob
-from launcher.images import (
+from launcher.aws.images import (
     DEFAULT_VERSION,
     IMAGES,
     Image,

@@ -21,11 +21,11 @@ from cloudsplaining.scan.policy_document import PolicyDocument
 from emulator import Emulator
 from launching import Ran
 
-from launcher import infra
+from launcher.aws import infra
+from launcher.aws.stack import DESCRIPTION, Stack, remembered, with_stack
 from launcher.corpus import last_upload
 from launcher.errors import ServiceError
 from launcher.settings import load_settings
-from launcher.stack import DESCRIPTION, Stack, remembered, with_stack
 
 NOBODY = "http://127.0.0.1:9"
 TEMPLATE: Any = decode.decode(str(infra.TEMPLATE))[0]

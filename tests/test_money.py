@@ -17,8 +17,7 @@ from launching import Ran, sets
 from money_service import TODAY, MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, TrainingJob, describe
-from launcher.aws import aws_session
-from launcher.money import (
+from launcher.aws.money import (
     AROUND_SECONDS,
     Ceiling,
     afford,
@@ -30,8 +29,9 @@ from launcher.money import (
     usd,
     worst_case,
 )
-from launcher.prices import Price, Prices
-from launcher.quotas import read_quota
+from launcher.aws.prices import Price, Prices
+from launcher.aws.quotas import read_quota
+from launcher.aws.session import aws_session
 from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")

@@ -17,7 +17,7 @@ from launching import Ran
 from s3fs import S3FileSystem
 
 from launcher import InputError, ServiceError, storage, upload_data
-from launcher.aws import Unreachable
+from launcher.aws.session import Unreachable
 from launcher.corpus import last_upload
 from launcher.settings import load_settings
 from launcher.submission import find_channel

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.aws import service_errors
+from launcher.aws.images import find_image
+from launcher.aws.session import service_errors
 from launcher.errors import InputError
-from launcher.images import find_image
 
 
 @dataclass(frozen=True)

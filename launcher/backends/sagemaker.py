@@ -27,8 +27,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import money, storage
-from launcher.aws import (
+from launcher import storage
+from launcher.aws import money
+from launcher.aws.images import problem, remark
+from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu
+from launcher.aws.prices import Prices
+from launcher.aws.quotas import check_quotas
+from launcher.aws.session import (
     Missing,
     aws_session,
     check_region,
@@ -36,11 +41,10 @@ from launcher.aws import (
     service_errors,
     steady_client,
 )
+from launcher.aws.stack import remembered
 from launcher.backends.toolkit import script_lines
 from launcher.documents import read_file
 from launcher.errors import InputError, ServiceError
-from launcher.images import problem, remark
-from launcher.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.job import (
     LONGEST_RUN,
     RUNNING,
@@ -50,10 +54,7 @@ from launcher.job import (
     TrainingJob,
     newest_checkpoint,
 )
-from launcher.prices import Prices
-from launcher.quotas import check_quotas
 from launcher.settings import Settings, Tell
-from launcher.stack import remembered
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan

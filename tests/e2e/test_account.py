@@ -25,8 +25,8 @@ from launching import ENDLESS, Ran, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
-from launcher import infra
-from launcher.money import usd
+from launcher.aws import infra
+from launcher.aws.money import usd
 from launcher.storage import PART_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]

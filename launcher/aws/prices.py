@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from launcher import storage
-from launcher.aws import quick_client, why
+from launcher.aws.session import quick_client, why
 from launcher.documents import Document
 from launcher.settings import Settings
 

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from datetime import date
 
+from launcher.aws.instances import INSTANCES, looks_like_gpu, types_of
 from launcher.errors import InputError
-from launcher.instances import INSTANCES, looks_like_gpu, types_of
 
 
 @dataclass(frozen=True)

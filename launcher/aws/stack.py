@@ -1,4 +1,4 @@
-"""The stack of infra/template.yaml as the other commands find and use it; launcher.infra makes it.
+"""The stack of infra/template.yaml as the other commands find and use it; `infra` makes it.
 
 Its outputs say where the store is and which role SageMaker acts as, so that nobody types them. What
 was last seen of a stack, by whom, lies in HOME/stacks.json, for a dry run, which calls nobody.
@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher import storage
-from launcher.aws import Missing, aws_session, check_region, quick_client, service_errors
+from launcher.aws.session import (
+    Missing,
+    aws_session,
+    check_region,
+    quick_client,
+    service_errors,
+)
 from launcher.errors import ServiceError
 from launcher.settings import Settings, Tell
 

@@ -12,7 +12,7 @@ from datetime import date
 from typing import Any
 
 from launcher import storage
-from launcher.aws import quick_client, service_errors
+from launcher.aws.session import quick_client, service_errors
 from launcher.documents import Document
 from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob

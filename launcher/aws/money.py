@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launcher.aws.instances import has_local_storage
+from launcher.aws.prices import Price, Prices
 from launcher.errors import InputError
-from launcher.instances import has_local_storage
 from launcher.job import JobDescription, TrainingJob
-from launcher.prices import Price, Prices
 from launcher.settings import Settings, Tell
 
 # Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,

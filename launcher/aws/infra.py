@@ -9,12 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import aws_session, check_region, service_errors, steady_client
-from launcher.backends.sagemaker import SageMakerBackend
-from launcher.errors import InputError, ServiceError
-from launcher.job import RUNNING
-from launcher.settings import Settings, Tell
-from launcher.stack import (
+from launcher.aws.session import aws_session, check_region, service_errors, steady_client
+from launcher.aws.stack import (
     REVIEW,
     Stack,
     describe_stack,
@@ -28,8 +24,12 @@ from launcher.stack import (
     remember,
     take_note,
 )
+from launcher.backends.sagemaker import SageMakerBackend
+from launcher.errors import InputError, ServiceError
+from launcher.job import RUNNING
+from launcher.settings import Settings, Tell
 
-TEMPLATE = Path(__file__).parent.parent / "infra" / "template.yaml"  # a wheel holds it there too
+TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # a wheel holds it there too
 POLL_SECONDS = 2.0
 CHANGE_SET = "sm-nanogpt-"  # begins the names of ours
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")

@@ -1,0 +1,1 @@
+"""What the launcher knows of an AWS account: sessions, stack, instance types, images, money."""
