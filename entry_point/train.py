@@ -75,89 +75,6 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 # ------------------------------------------------------------------------------------------------
-# Errors and the log. Each error is reported as one last line, `ErrorName: cause`, which SageMaker
-# shows.
-
-
-class TrainingError(Exception):
-    """A failure that the person who started the training can act on."""
-
-
-class ConfigError(TrainingError):
-    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
-
-
-class DataError(TrainingError):
-    """Text that is missing, unreadable or too short."""
-
-
-class TopologyError(TrainingError):
-    """Hosts, GPUs and processes that do not add up to one group."""
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint that cannot be written, or none that is whole where one has to be."""
-
-
-class FormatError(TrainingError):
-    """A file that is not what its name says: damaged, truncated or of another kind."""
-
-
-class OutOfMemoryError(TrainingError):
-    """The device or the machine has less memory than a step takes."""
-
-
-class HangError(TrainingError):
-    """A rank that makes no progress while the others wait for it."""
-
-
-class ModelError(TrainingError):
-    """A model that cannot be trained, or is not what it is exported as."""
-
-
-class NonFiniteLossError(TrainingError):
-    """The loss, the gradients or the weights became infinite or not a number."""
-
-
-def failure_report(error: BaseException) -> str:
-    """What is printed of an error: `ErrorName: cause` on one last line.
-
-    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
-    an error that we did not foresee comes after its places in the code, without their text.
-    """
-    cause = " ".join(str(error).split()) or "no further word"
-    line = f"{type(error).__name__}: {cause}"
-    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
-        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
-    if isinstance(error, (TrainingError, KeyboardInterrupt)):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(
-        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
-    )
-
-
-def say(line: str) -> None:
-    """One line of the log in one write, so that lines of several ranks do not mix.
-
-    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
-    SIGTERM does.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        with suppress(OSError):  # it may be the same reader's
-            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
-        signal.raise_signal(signal.SIGTERM)
-
-
-# ------------------------------------------------------------------------------------------------
 # Configuration
 
 
@@ -435,1511 +352,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def counted(n: int, word: str) -> str:
-    """'1 host', '2 hosts', '2 processes'."""
-    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
-def nearest_name(name: str, known: Sequence[str]) -> str:
-    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
-    short = {"".join(word[0] for word in other.split("_")): other for other in known}
-    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
-
-
-def choices_for(value: str, choices: Sequence[str]) -> str:
-    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
-    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
-
-
-def allowed(f: dataclasses.Field[Any]) -> str:
-    """What the field accepts, in words."""
-    m = f.metadata
-    if m["choices"]:
-        return "one of " + ", ".join(m["choices"])
-    if f.type == "bool":
-        return "True or False"
-    kind = "a whole number" if f.type == "int" else "a number"
-    if m["most"] is not None:
-        return f"{kind} from {m['least']} to {m['most']}"
-    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
-
-
-FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
-def check_range(f: dataclasses.Field[Any], value: Any) -> None:
-    m = f.metadata
-    wrong = (
-        type(value) not in FIELD_TYPES[str(f.type)]
-        or (isinstance(value, float) and not math.isfinite(value))
-        or (m["choices"] and value not in m["choices"])
-        or (m["least"] is not None and value < m["least"])
-        or (m["most"] is not None and value > m["most"])
-    )
-    if wrong:
-        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
-        raise ConfigError(f"{f.name}={value!r}: must be {must}")
-
-
-def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
-    """The value of a field from its text form, as on a command line."""
-    try:
-        if f.type == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if f.type == "float":
-            return float(text)
-        if f.type == "int":
-            try:
-                return int(text)
-            except ValueError:
-                if float(text).is_integer():  # 1e5
-                    return int(float(text))
-                raise
-    except (ValueError, KeyError):
-        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
-    return text
-
-
-def make_config(
-    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
-) -> Config:
-    """A Config from names and values (text or typed) over a preset over a base over the defaults.
-
-    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
-    unset hyperparameter becomes on its way through SageMaker.
-
-    Raises:
-        ConfigError: an unknown name or preset, or a value that is not allowed.
-    """
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
-    known = {f.name: f for f in dataclasses.fields(Config)}
-    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
-    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
-        of_preset.pop("learning_rate", None)  # which is for Muon
-    chosen = {**base, **of_preset}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise ConfigError(
-                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
-            )
-        if value is None or value == "":
-            continue
-        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
-    return Config(**chosen)
-
-
-def option(default: Any, help: str) -> Any:
-    """A field of Options."""
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
-
-    data: str = option("", "a text file, or a directory of *.txt files")
-    validation: str = option("", "likewise, for validation alone")
-    out: str = option("", "directory for the results (default: a new one in runs/)")
-    resume: str = option("", "directory of an earlier training (on every host) to go on with")
-    processes: int = option(
-        0, "processes of a host without GPUs (default: the fastest, or as before)"
-    )
-    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
-    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
-
-
-OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
-
-
-def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
-
-    Raises:
-        ConfigError: a name is unknown or given twice, or its value is missing.
-    """
-    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
-    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
-    given: dict[str, str] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        name = key.replace("-", "_")
-        if not word.startswith("-"):
-            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
-        if not word.startswith("--") or name not in known:
-            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
-            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            elif name in flags:
-                value = "True"
-            else:
-                raise ConfigError(f"{word}: a value is missing")
-        if name in given:
-            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
-        given[name] = value
-    return given
-
-
-def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
-    """Hyperparameters and options from the words of a command line.
-
-    A resumed training takes those that are not given from its checkpoint.
-
-    Raises:
-        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
-            a checkpoint that this script can go on from.
-    """
-    given = read_words(argv)
-    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
-    processes = said.pop("processes")
-    if processes and not (processes.isdecimal() and int(processes)):
-        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-    options = Options(**said, processes=int(processes or 0))
-    if options.resume and options.out:
-        raise ConfigError(
-            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
-            " as it is, resume a copy"
-        )
-    base: dict[str, Any] = {}
-    if options.resume:
-        try:
-            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
-        except CheckpointError as error:
-            raise ConfigError(f"--resume {options.resume}: {error}") from None
-        base = saved["config"]
-        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise ConfigError(
-                f"{options.resume} was trained by a script with other hyperparameters"
-                f" ({', '.join(foreign)}); go on with it by that script"
-            )
-        options = dataclasses.replace(
-            options,
-            data=options.data or saved["data"],
-            validation=options.validation or saved["validation"],
-            processes_before=saved.get("processes", 0),  # older checkpoints have none
-        )
-    return make_config(given, options.preset or None, base), options
-
-
-def usage() -> str:
-    """The text of --help."""
-    lines = [__doc__ or "", "options:"]
-    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
-    group = ""
-    for f in dataclasses.fields(Config):
-        if f.metadata["group"] != group:
-            group = f.metadata["group"]
-            lines += ["", f"hyperparameters of the {group}:"]
-        kept = "; --resume keeps it" * f.metadata["fixed"]
-        lines.append(
-            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
-        )
-    return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------
-# The container: where things are, and which hosts there are
-
-
-@dataclass(frozen=True)
-class Container:
-    """What SageMaker tells a host: its name, the others, and its directories.
-
-    `inside` is False on a machine of one's own, where the directories come from Options.
-    """
-
-    inside: bool
-    hosts: tuple[str, ...]
-    current_host: str
-    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
-    interface: str | None  # network interface between the hosts
-    training: Path | None
-    validation: Path | None
-    model_dir: Path
-    output_dir: Path
-    checkpoint_dir: Path
-
-    @property
-    def host_index(self) -> int:
-        return self.hosts.index(self.current_host)
-
-
-def host_names(value: Any) -> list[str]:
-    """The value, if it is a list of names; else none."""
-    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return value if whole else []
-
-
-def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
-    """The job's hosts, which of them this one is, and the network interface between them.
-
-    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
-    them, so a value that cannot be read is looked up in the file that every host has.
-
-    Raises:
-        TopologyError: the hosts cannot be learnt, or this one is not among them.
-    """
-    try:
-        resources = json.loads(config_file.read_text())
-        hosts_there = host_names(resources["hosts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        resources, hosts_there = {}, []
-    try:
-        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
-    except (KeyError, ValueError):
-        hosts = hosts_there
-    current_host = env.get("SM_CURRENT_HOST")
-    if current_host not in hosts:
-        current_host = resources.get("current_host")
-    if current_host is None or current_host not in hosts:
-        raise TopologyError(
-            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
-            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'does not settle it' if config_file.exists() else 'is missing'}"
-        )
-    return hosts, current_host, resources.get("network_interface_name")
-
-
-def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
-    """The directories of the text, and of the text for validation alone where there is one.
-
-    Raises:
-        DataError: the `training` channel is missing, or a channel is no directory.
-    """
-
-    def channel(name: str) -> Path | None:
-        variable = f"SM_CHANNEL_{name.upper()}"
-        path = Path(env.get(variable) or channels / name)
-        if env.get(variable) and not path.is_dir():
-            raise DataError(f"{variable}={path}: no such directory")
-        return path if path.is_dir() else None
-
-    training = channel("training")
-    if training is None:
-        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
-        raise DataError(
-            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
-        )
-    return training, channel("validation")
-
-
-def read_container(env: Mapping[str, str], options: Options) -> Container:
-    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
-
-    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
-
-    Raises:
-        TopologyError, DataError: as read_hosts and read_channels.
-        ConfigError: --data, --resume, --out or --validation, in a container.
-    """
-    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-    config_file = base / "input/config/resourceconfig.json"
-    by_hand = options.data or options.resume
-    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    inside = inside or (config_file.exists() and not by_hand)
-    for name in ("data", "resume", "out", "validation"):
-        if inside and getattr(options, name):
-            raise ConfigError(
-                f"--{name}: in a container SageMaker says where things are; leave it out"
-            )
-    if not inside:
-        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
-        out = Path(options.resume or options.out or new)
-        return Container(
-            inside=False,
-            hosts=("localhost",),
-            current_host="localhost",
-            num_gpus=None,
-            interface=None,
-            training=Path(options.data).absolute() if options.data else None,
-            validation=Path(options.validation).absolute() if options.validation else None,
-            model_dir=out / "model",
-            output_dir=out / "output",
-            checkpoint_dir=out / "checkpoints",
-        )
-
-    hosts, current_host, interface = read_hosts(env, config_file)
-    training, validation = read_channels(env, base / "input/data")
-    gpus = env.get("SM_NUM_GPUS", "")
-    return Container(
-        inside=True,
-        hosts=tuple(hosts),
-        current_host=current_host,
-        num_gpus=int(gpus) if gpus.isdecimal() else None,
-        interface=interface,
-        training=training,
-        validation=validation,
-        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
-        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
-        checkpoint_dir=base / "checkpoints",
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
-# not, by which operations, with the text where, and what the ranks share. A training says what it
-# chose; device, precision, compile, --processes and OMP_NUM_THREADS override it.
-
-
-def choose_device(config: Config, container: Container, processes: int) -> str:
-    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
-
-    Raises:
-        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
-    """
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cpu":
-        return "cpu"
-    if container.num_gpus and seen != container.num_gpus:
-        raise TopologyError(
-            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
-            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
-            " or set device=cpu"
-        )
-    if config.device == "cuda" and not seen:
-        raise TopologyError(
-            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
-        )
-    if seen and config.device != "mps":
-        return "cuda"
-    mps = torch.backends.mps.is_available()
-    if config.device == "mps" and not mps:
-        raise TopologyError(
-            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
-        )
-    if config.device == "mps" and processes > 1:
-        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
-    return "mps" if mps and processes == 1 else "cpu"
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raises TopologyError where this build of torch has no kernels for the GPU."""
-    major, minor = torch.cuda.get_device_capability(device)
-    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
-    fitting = (
-        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
-        for kind, number in known  # compute is compiled for the GPU when it is used
-    )
-    if known and not any(fitting):
-        raise TopologyError(
-            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
-            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
-            " image or another GPU"
-        )
-
-
-def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
-    """The device of this rank; of GPUs, each has one.
-
-    Raises:
-        TopologyError: there is no such device, or not one process for each GPU.
-    """
-    kind = choose_device(config, container, ranks.world_size)
-    if kind != "cuda":
-        return torch.device(kind)
-    gpus = torch.cuda.device_count()
-    if ranks.local_world_size != gpus:
-        raise TopologyError(
-            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
-            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
-        )
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    check_kernels(device)
-    return device
-
-
-def local_processes(config: Config, container: Container, options: Options) -> int:
-    """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
-    device = choose_device(config, container, options.processes or 1)
-    if device == "cpu":
-        said = options.processes or options.processes_before
-        return said or cpu_processes(config, len(container.hosts))
-    if device == "mps":
-        return 1
-    gpus = torch.cuda.device_count()
-    if options.processes not in (0, gpus):
-        raise TopologyError(
-            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
-            " one process; CUDA_VISIBLE_DEVICES chooses among them"
-        )
-    return gpus
-
-
-def cpu_processes(config: Config, n_hosts: int = 1) -> int:
-    """Processes per host that train fastest on a CPU: one with all cores, or several.
-
-    Threads wait for each other at every operation, processes once in a step, but for all
-    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
-    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
-    threads lose most, as each waits for the slowest.
-    """
-    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
-        return 1
-    shares = config.batch_size // config.gradient_accumulation_steps
-    at_once = min(available_cores() // (threads_said() or 1), 8)
-    fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
-    return next(fits, 1)
-
-
-def threads_said() -> int:
-    """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(said) if said.isdecimal() else 0
-
-
-def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once.
-
-    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
-    halted, and some builds take 1 when Open MPI's variables are there.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
-
-
-def cpu_quota(root: Path) -> float:
-    """CPU seconds a second that this process's control groups allow, infinite where they say none.
-
-    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
-    controller `cpu` with two files. A container sees its own group at the top of the tree.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
-    """
-    quota = math.inf
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        own = top / path.lstrip("/")
-        for directory in (own, *own.parents):  # each of them limits those within
-            with suppress(OSError):
-                said = " ".join((directory / name).read_text() for name in names).split()
-                if said[0] not in ("max", "-1"):
-                    quota = min(quota, int(said[0]) / int(said[1]))
-    return quota
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep the memory of freed tensors for the next ones.
-
-    Else it returns large blocks to the system, which clears each page when it is asked for again.
-    In some runs, as the heap happened to lie, that took a fifth of a step.
-    """
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
-    if mallopt is not None:
-        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
-        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16."""
-    if device.type == "cpu":
-        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
-
-    Raises:
-        ConfigError: TF32 was chosen, and the device has none.
-    """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if config.precision == "tf32" and capability < (8, 0):
-        raise ConfigError(
-            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
-            " this device has"
-        )
-    if config.precision != "auto":
-        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return said.get(config.precision, torch.float32)
-    if has_fast_bfloat16(device):
-        return torch.bfloat16
-    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
-    return torch.float16 if capability >= (7, 0) else torch.float32
-
-
-def agreed_precision(config: Config, group: Group) -> torch.dtype:
-    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
-    dtype = choose_precision(config, group.device)
-    shorts = (torch.bfloat16, torch.float16)
-    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
-    return dtype if group.world_size in group.sum_(chosen) else torch.float32
-
-
-def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
-
-    The bound is on each rank's arithmetic, 6 operations per parameter and token
-    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
-    each length of windows.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
-        return False
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = config.max_steps * config.batch_size * config.block_size
-    lengths = 4 if config.short_windows else 1
-    return 6 * parameters * tokens / world_size > 3e15 * lengths
-
-
-def can_compile() -> bool:
-    """Whether Triton is here, and what it builds its host code with."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return bool(find_spec("triton") and compiler and header.is_file())
-
-
-def plain_operations(device: torch.device) -> bool:
-    """Whether dropout is made of few plain operations, not by torch's own function.
-
-    On a CPU torch's takes several times as long, unless a compiler fuses them.
-    """
-    return device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-# Whether torch has a kernel for norms on CUDA: 2.8 has none.
-FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-
-
-def plain_norms(device: torch.device) -> bool:
-    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
-
-    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
-    of the bytes: of what a step of `baby` moves, norms were half.
-    """
-    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
-    return chain or plain_operations(device)
-
-
-def plain_attention(q: Tensor, dropout: float) -> bool:
-    """Whether attention that is trained is made of plain batched products, not torch's kernel.
-
-    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
-    as long as two products.
-    """
-    costly = bool(dropout) or q.dtype == torch.bfloat16
-    return q.device.type == "cpu" and torch.is_grad_enabled() and costly
-
-
-def near_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
-
-    Batches are then cut there, without the host.
-    """
-    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
-        return tokens.to(device)
-    return tokens
-
-
-SHARED_FROM = 1 << 22  # parameters
-
-
-def sharing_pays(stacks: Sequence[Tensor]) -> bool:
-    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
-
-    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
-    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
-    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
-    """
-    if stacks[0].device.type == "cuda":
-        return max(stack.size(2) for stack in stacks) >= 768
-    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
-
-
-# ------------------------------------------------------------------------------------------------
-# The group: one process per GPU, over all hosts, or failure; never two groups
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process in the group, as its launcher gave it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
-
-
-def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
-    """torchrun's variables, else Open MPI's; None when nothing launched this process.
-
-    Raises:
-        TopologyError: the variables contradict themselves or the number of hosts.
-    """
-
-    def number(name: str) -> int:
-        try:
-            return int(env[name])
-        except (KeyError, ValueError):
-            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
-
-    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    if "RANK" in env and "WORLD_SIZE" in env:
-        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
-        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
-    elif mpi[1] in env:
-        names = mpi
-    else:
-        return None
-    rank, world_size, local_rank, *rest = map(number, names)
-    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
-    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
-    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
-    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
-        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
-    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
-        raise TopologyError(
-            f"{ranks.launcher} made a group of {ranks.world_size} with"
-            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
-            " each would train a model of its own"
-        )
-    return ranks
-
-
-def in_one_line(error: Exception) -> str:
-    """What torch says of a connection, in one line."""
-    # NCCL's cause stands in a later line; what follows this word are places in C++.
-    return " ".join(str(error).split("Exception raised from")[0].split())
-
-
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
-# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
-LONGEST_WAIT = timedelta(minutes=30)
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-def master_port() -> int:
-    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
-    said = os.environ.get("MASTER_PORT", "7777")
-    if not said.isdecimal() or int(said) >= 1 << 16:
-        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
-    return int(said)
-
-
-def is_loopback(address: str) -> bool:
-    return address == "localhost" or address == "::1" or address.startswith("127.")
-
-
-def serve_store(address: str, port: int) -> dist.TCPStore:
-    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
-
-    At a loopback address it listens there alone; torch's own socket listens at all addresses.
-
-    Raises:
-        TopologyError: it cannot be served there.
-    """
-    try:
-        listener = None
-        if is_loopback(address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, port), family=family)
-            port, listener = listening.getsockname()[1], listening.detach()
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-    except (OSError, RuntimeError) as error:
-        raise TopologyError(
-            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
-            " (MASTER_PORT names another port)"
-        ) from None
-
-
-class Watch:
-    """Finds the rank that hangs, by what each rank says of itself in the store every second.
-
-    That is how many operations with the others it has begun (`beats`), and how many seconds the way
-    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
-    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
-    beats, for which all others wait, when their patience is over. So a rank that is slow where it
-    may be is let alone, and so are those that wait for it.
-
-    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
-    """
-
-    def __init__(
-        self,
-        place: tuple[str, int],
-        world_size: int,
-        rank: int | None,
-        host: str,
-        hang_seconds: float,
-        on_hang: Callable[[str], object],
-        join_seconds: float = LONGEST_WAIT.total_seconds(),
-    ) -> None:
-        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
-        self.hang_seconds = hang_seconds
-        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
-        # Of each rank: how often it spoke, beats, patience, host.
-        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
-        self.talks = 0
-        self.ended = threading.Event()
-        self.talker = threading.Thread(target=self.talk, daemon=True)
-        self.talker.start()
-        threading.Thread(target=self.judge, daemon=True).start()
-
-    def expect(self, seconds: float) -> None:
-        """Says how long this rank may be on its way, within bounds."""
-        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
-
-    def talk(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
-            # Older torch would hold all threads up while it waits for a host that comes later.
-            while not self.ended.wait(0.1):
-                with suppress(OSError):
-                    socket.create_connection(self.place, timeout=5).close()
-                    break
-            # A connection of its own, as one that waits in the main thread is not free to speak.
-            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
-            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
-            for key, nothing in zip(keys, self.heard, strict=True):
-                store.compare_set(key, "", json.dumps(nothing))
-            while not self.ended.is_set():
-                self.talks += 1
-                if self.rank is not None:
-                    said = [self.talks, self.beats, self.patience, self.host]
-                    store.set(keys[self.rank], json.dumps(said))
-                self.heard = [json.loads(said) for said in store.multi_get(keys)]
-                self.ended.wait(1)
-
-    def judge(self) -> None:
-        before, talks = self.heard, 0
-        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
-        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
-        while not self.ended.wait(1):
-            unheard = unheard + 1 if 0 < talks == self.talks else 0
-            talks, now = self.talks, self.heard
-            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
-                quiet[rank] = quiet[rank] + 1 if said == was else 0
-                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
-            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
-            limits = [self.hang_seconds if said[0] else said[2] for said in now]
-            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
-            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
-            if unheard > self.hang_seconds + more:
-                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
-            elif silent:
-                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            elif all(still[rank] > now[rank][2] + more for rank in last):
-                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
-                hung += " while the others waited" * (len(last) < len(now))
-            else:
-                continue
-            seconds = max(*quiet, *still, unheard)
-            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
-            return
-
-    def end(self) -> None:
-        self.ended.set()
-        self.talker.join(10)
-
-
-def end_hung(why: str) -> NoReturn:
-    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
-    with suppress(OSError):  # nobody may read it
-        sys.stderr.write(failure_report(HangError(why)) + "\n")
-        sys.stderr.flush()
-    os._exit(1)
-
-
-def spawn(config: Config, container: Container, n_local: int) -> int:
-    """Starts this script again as each of the host's ranks, and returns their exit status.
-
-    It is what torchrun does, less the elasticity: the first host's parent serves the store at
-    which all ranks meet, so a host started alone waits for the others.
-    """
-    n_hosts = len(container.hosts)
-    world_size = n_local * n_hosts
-    address, port = "127.0.0.1", 0
-    if n_hosts > 1:
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-    if container.host_index == 0:
-        store = serve_store(address, port)  # which lives as long as its name
-        port = store.port
-    children = []
-    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
-    for local_rank in range(n_local):
-        env = dict(
-            os.environ,
-            RANK=str(container.host_index * n_local + local_rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(n_local),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
-            TORCHELASTIC_RESTART_COUNT="0",
-            SM_NANOGPT_LAUNCHER="train.py",
-            SM_NANOGPT_LIFELINE=str(lifeline),
-        )
-        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
-        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-
-    status, deadline = 0, math.inf
-    stop_signal, stopped_at = 0, 0.0
-    hung: list[str] = []
-
-    def terminate(number: int = signal.SIGTERM) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
-
-    def forward(signum: int, frame: Any) -> None:
-        nonlocal stop_signal, stopped_at, deadline
-        if not stop_signal:
-            stop_signal, stopped_at = signum, time.monotonic()
-            terminate()
-        elif is_second(stopped_at):
-            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
-            deadline = min(deadline, time.monotonic() + 2)
-            terminate(signal.SIGINT)
-
-    on_stop_signals(forward)
-    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
-    while None in (codes := [child.poll() for child in children]):
-        failed = [code for code in codes if code]
-        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
-            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
-            failed = [1]
-        if failed and not status:
-            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
-            terminate()
-        if time.monotonic() > deadline:
-            for child in children:
-                child.kill()
-        if any(code is not None for code in codes):
-            watch.ended.set()  # the store may go with the first host
-        time.sleep(0.05)
-    watch.end()
-    status = status or next((code for code in codes if code), 0)
-    if stop_signal and (status < 0 or status > 128):
-        return 128 + stop_signal
-    if status >= 0:
-        return status
-    # A killed rank says nothing itself.
-    rank = next(i for i, child in enumerate(children) if child.returncode == status)
-    name = f"rank {container.host_index * n_local + rank}"
-    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
-    if -status == signal.SIGKILL:
-        killed += ", as a machine does that runs out of memory"
-    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
-    return 128 - status
-
-
-def is_second(stopped_at: float) -> bool:
-    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
-    parent and its ranks alike."""
-    return time.monotonic() - stopped_at > 1
-
-
-def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Sets what is done when somebody ends this process, or the terminal that it runs in.
-
-    nohup has a process ignore the end of its terminal, and it goes on doing so.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def end_with_parent(env: Mapping[str, str]) -> None:
-    """Ends this process when the one that started it ends, however that ends.
-
-    Orphans would train on, and write into the checkpoints of whoever is started next.
-    """
-    if "SM_NANOGPT_LIFELINE" not in env:
-        return
-    lifeline = int(env["SM_NANOGPT_LIFELINE"])
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
-
-    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
-    """
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-class Group:
-    """The processes that train together, and the few things they say to each other.
-
-    With one process there is nobody to talk to, and each method answers at once.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        container: Container,
-        hang_seconds: float = Config.hang_seconds,
-    ) -> None:
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
-        # torchrun may have brought together hosts that no container names: each goes by its first
-        # rank, as they need not have equally many.
-        named = len(container.hosts) > 1
-        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
-        self.device = device
-        self.store: dist.Store | None = None
-        self.said = 0
-        self.watch: Watch | None = None
-        if ranks.world_size == 1:
-            return
-        served = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # by torchrun, or by spawn
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-        alone = len(container.hosts) == 1 and (
-            container.inside
-            or is_loopback(address)
-            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
-        )
-        if not served and (address == "localhost" or (alone and container.inside)):
-            address = "127.0.0.1"
-        interface = LOOPBACK if alone else container.interface
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface == LOOPBACK:  # which NCCL takes only where it is named
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        try:
-            if ranks.rank == 0 and not served:
-                self.store = serve_store(address, port)
-            else:
-                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
-            host = container.current_host if container.inside else socket.gethostname()
-            self.watch = Watch(
-                (address, port),
-                ranks.world_size,
-                ranks.rank,
-                host,
-                hang_seconds,
-                on_hang=end_hung,
-                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
-            )
-            if ranks.local_world_size == ranks.world_size:
-                # torchrun's store outlives the ranks, and holds where those before a restart were.
-                # (Of several hosts each counts its restarts by itself, and no count is common.)
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
-            cuda = device.type == "cuda"
-            with nullcontext() if cuda else mute_stdout():
-                dist.init_process_group(
-                    "nccl" if cuda else "gloo",
-                    store=self.store,
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
-                    device_id=device if cuda else None,
-                )
-            with mute_stdout():
-                # Flags travel on the host's side, so that asking never waits for a GPU.
-                self.flags = dist.new_group(backend="gloo") if cuda else None
-        except (RuntimeError, ValueError) as error:
-            raise TopologyError(
-                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
-                f" {address}:{port}:"
-                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
-                " interface to use)"
-            ) from None
-        # What they said to each other is there too, so this group speaks under a name of its own.
-        began = torch.tensor(time.time_ns(), device=device)
-        self.broadcast_([began])
-        self.store = dist.PrefixStore(str(int(began)), self.store)
-        if named:
-            self.check_hosts(container)
-        else:
-            self.check_order(ranks)
-
-    def check_order(self, ranks: Ranks) -> None:
-        """Raises TopologyError unless the ranks are numbered host by host."""
-        begins_host = torch.zeros(self.world_size, device=self.device)
-        begins_host[self.rank] = self.local_rank == 0
-        begins = [*map(bool, self.sum_(begins_host)), True]
-        first = self.rank - self.local_rank
-        placed = first >= 0 and begins[first]
-        if placed and ranks.local_world_size < self.world_size:  # else it may be a guess
-            placed = begins.index(True, first + 1) == first + ranks.local_world_size
-        if self.sum_(torch.tensor(float(placed), device=self.device)) < self.world_size:
-            example = f": rank {self.rank} is number {self.local_rank} of its host" * (not placed)
-            raise TopologyError(
-                f"the ranks are not numbered host by host{example}"
-                " (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
-            )
-
-    def check_hosts(self, container: Container) -> None:
-        """Raises TopologyError unless each host of the job brought the same number of ranks."""
-        ranks_of_host = torch.zeros(len(container.hosts), dtype=torch.int32, device=self.device)
-        ranks_of_host[self.host_index] = 1
-        counts = self.sum_(ranks_of_host).tolist()
-        if len(set(counts)) > 1:
-            named = zip(container.hosts, counts, strict=True)
-            found = ", ".join(f"{host}: {count}" for host, count in named)
-            raise TopologyError(
-                f"the hosts are not equally in the group of ranks: {found}; start as many on each"
-            )
-
-    def beat(self) -> None:
-        """Every rank calls it at the same points, before it waits for others."""
-        if self.watch is not None:
-            self.watch.beats += 1
-
-    def expect(self, seconds: float) -> None:
-        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
-        if self.watch is not None:
-            self.watch.expect(seconds)
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
-        self.beat()
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors [n] of all ranks, by rank: [world_size, n]."""
-        self.beat()
-        gathered = tensor.new_empty(self.world_size * len(tensor))
-        # torch has renamed it, and warns of the old name.
-        new = hasattr(dist, "all_gather_single")
-        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
-        gather(gathered, tensor)
-        return gathered.view(self.world_size, -1)
-
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites each tensor with rank 0's."""
-        self.beat()
-        if self.world_size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
-
-    def largest_soon(self, value: int) -> Callable[[], int]:
-        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
-
-        What is computed in between hides the time that asking takes.
-        """
-        if self.world_size == 1:
-            return lambda: value
-        self.beat()
-        tensor = torch.tensor(value, dtype=torch.uint8)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
-
-        def answer() -> int:
-            work.wait()
-            return int(tensor)
-
-        return answer
-
-    def average_soon(
-        self, dtype: torch.dtype, bucket: dist.GradBucket
-    ) -> torch.futures.Future[Tensor]:
-        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
-
-        Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
-        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
-        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
-        """
-        gradients = bucket.buffer()
-        sent = gradients.to(dtype).div_(self.world_size)
-
-        def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(future.value()[0])
-
-        return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
-
-    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
-        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
-        if self.store is None:
-            return value
-        self.beat()
-        self.said += 1
-        key = f"sm-nanogpt/{within}/{self.said}"
-        if source:
-            self.store.set(key, json.dumps(value))
-            return value
-        return json.loads(self.store.get(key))
-
-    def settle(self) -> None:
-        """Waits until the device has done what it was given, so that a clock may be read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-
-    def barrier(self) -> None:
-        self.beat()
-        if self.world_size > 1:
-            dist.barrier()
-
-    def close(self) -> None:
-        self.barrier()
-        if self.watch is not None:
-            self.watch.end()
-            self.barrier()  # till then nobody leaves, with the store that another talks to
-            dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------------------------
-# Text: a vocabulary of characters, and ids in a memory map
-
-CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
-CODE_POINTS = 0x110000
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The text as ids.
-
-    train and val are 1-D, of the smallest integer type that holds the vocabulary.
-    vocabulary holds each character once, sorted by code point: the id is the place in it.
-    """
-
-    vocabulary: str
-    train: Tensor
-    val: Tensor
-    sha256: str
-
-
-def text_files(path: Path) -> list[Path]:
-    """The file itself, or the *.txt files below a directory, sorted by path.
-
-    Raises:
-        DataError: nothing is there.
-    """
-    if path.is_file():
-        return [path]
-    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
-    if not files:
-        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
-        raise DataError(f"{path}: {there}")
-    return files
-
-
-class FirstIds:
-    """Ids of characters in the order of their first appearance: all are known at the end alone."""
-
-    def __init__(self) -> None:
-        self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
-        self.count = 0
-
-    def __call__(self, codes: Tensor) -> Tensor:
-        """The id of each code point, new ones included: int32 [n] both."""
-        ids = self.of_code_point.index_select(0, codes)
-        if ids.min() < 0:
-            new = codes[ids < 0].unique().long()
-            self.of_code_point[new] = self.count + torch.arange(len(new), dtype=torch.int32)
-            self.count += len(new)
-            ids = self.of_code_point.index_select(0, codes)
-        return ids
-
-    def in_order(self) -> tuple[str, Tensor]:
-        """The characters sorted by code point, and the place there of each id: [count]."""
-        codes = (self.of_code_point >= 0).nonzero().flatten()
-        places = torch.empty(self.count, dtype=id_dtype(self.count))
-        places[self.of_code_point[codes].long()] = torch.arange(self.count).to(places)
-        return "".join(map(chr, codes.tolist())), places
-
-
-def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
-    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
-
-    Raises:
-        DataError: a file is not UTF-8.
-    """
-    for path in files:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        offset = 0
-        with path.open("rb") as file:
-            while True:
-                data = file.read(CHUNK_BYTES)
-                digest.update(data)
-                pending = decoder.getstate()[0]
-                if data and not pending and data.isascii():
-                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
-                else:
-                    try:
-                        text = decoder.decode(data, final=not data)
-                    except UnicodeDecodeError as error:
-                        at = offset - len(pending) + error.start
-                        raise DataError(f"{path}: not UTF-8 text (byte {at})") from None
-                    if text:
-                        codes = bytearray(text.encode("utf-32-le"))
-                        yield torch.frombuffer(codes, dtype=torch.int32)
-                offset += len(data)
-                if not data:
-                    break
-        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
-
-
-def write_first_ids(
-    files: Sequence[Path], first_ids: FirstIds, out: Path
-) -> tuple[dict[torch.dtype, int], str]:
-    """Writes the text as first ids, in a wider type from the chunk on that needs it.
-
-    Returns the number of characters in each type, in the file's order, and the SHA-256 of the
-    files.
-    """
-    digest = hashlib.sha256()
-    lengths: dict[torch.dtype, int] = {}
-    with out.open("wb") as file:
-        for codes in code_points(files, digest):
-            ids = first_ids(codes)
-            dtype = id_dtype(first_ids.count)
-            file.write(raw_bytes(ids.to(dtype)))
-            lengths[dtype] = lengths.get(dtype, 0) + len(ids)
-    return lengths, digest.hexdigest()
-
-
-def write_ids(draft: Path, lengths: Mapping[torch.dtype, int], places: Tensor, out: Path) -> None:
-    """Writes the place of each first id of a draft with these lengths, as raw integers."""
-    with draft.open("rb") as source, out.open("wb") as file:
-        for dtype, length in lengths.items():
-            for start in range(0, length, CHUNK_BYTES):
-                ids = torch.empty(min(CHUNK_BYTES, length - start), dtype=dtype)
-                source.readinto(raw_bytes(ids))
-                file.write(raw_bytes(places.index_select(0, ids.int())))
-
-
-def id_dtype(count: int) -> torch.dtype:
-    """The smallest type that holds so many ids."""
-    if count <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if count <= 1 << 15 else torch.int32
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, shared, readable and writable."""
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
-    return memoryview(array).cast("B")
-
-
-def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
-    """Tokenises the text once per host into a file that the host's ranks map into memory.
-
-    Without a validation channel, the last part of the text is kept for validation, as in
-    nanoGPT's data/shakespeare_char/prepare.py.
-
-    Raises:
-        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
-            host; or there is no room for its ids.
-    """
-    if container.training is None:
-        raise DataError("no text: name it with --data FILE")
-    first = group.local_rank == 0
-    directory, described = None, {}
-    try:
-        if first:
-            try:
-                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
-                described = tokenize(container, Path(directory))
-            except OSError as error:
-                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
-                raise DataError(f"{error.filename or place}: {error.strerror}") from None
-        described = group.share(described, source=first, within=f"host{group.host_index}")
-        chief = group.share(described, source=group.rank == 0)
-        if described["sha256"] != chief["sha256"]:
-            named = len(container.hosts) > 1
-            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
-            raise DataError(
-                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
-                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
-            )
-        dtype = id_dtype(len(described["vocabulary"]))
-        parts = [
-            # Shared, as a private copy of more than the memory is refused, though nobody writes.
-            torch.from_file(path, shared=True, size=size, dtype=dtype)
-            for path, size in described["parts"]
-        ]
-        group.barrier()
-    finally:
-        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-    if len(parts) == 1:
-        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
-        train, val = parts[0][:n_train], parts[0][n_train:]
-    else:
-        train, val = parts
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) < config.block_size + 1:
-            raise DataError(
-                f"the {name} part has {len(part)} characters, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1};"
-                " bring more text, or set a smaller block_size"
-            )
-    return Corpus(described["vocabulary"], train, val, described["sha256"])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on this thread alone: on small chunks, waiting for others costs more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
-def tokenize(container: Container, directory: Path) -> dict[str, Any]:
-    """Writes the ids of each channel into the directory and says what it found.
-
-    Decoding takes the most time, and ids are known when all text is: so it is decoded once, to a
-    draft whose ids are in the order of their coming, and these are then replaced.
-    """
-    channels = [c for c in (container.training, container.validation) if c is not None]
-    files = [text_files(channel) for channel in channels]
-    first_ids = FirstIds()
-    drafts = [directory / f"{index}.draft" for index in range(len(files))]
-    found = [
-        write_first_ids(of_channel, first_ids, draft)
-        for of_channel, draft in zip(files, drafts, strict=True)
-    ]
-    for channel, (lengths, _) in zip(channels, found, strict=True):
-        if not lengths:
-            raise DataError(f"{channel}: no text in it")
-    vocabulary, places = first_ids.in_order()
-    parts = []
-    for draft, (lengths, _) in zip(drafts, found, strict=True):
-        path = draft.with_suffix(".ids")
-        write_ids(draft, lengths, places, path)
-        draft.unlink()
-        parts.append((str(path), sum(lengths.values())))
-    sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
-    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
-
-
-# ------------------------------------------------------------------------------------------------
-# Batches
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that is a pure function of its parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
-
-
-def seed_draws(device: torch.device, seed: int) -> None:
-    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    elif device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
-        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
-
-
-class Batches:
-    """Training windows. The batch of a step is a pure function of (seed, step).
-
-    An epoch cuts the text into windows that touch each other, from a random phase, and visits
-    each once in random order. What the phase leaves over at both ends, less than two windows, has
-    its turn in another epoch.
-    """
-
-    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
-        self.tokens, self.device = near_device(tokens, device), device
-        self.block_size, self.batch_size = config.block_size, config.batch_size
-        self.seed = config.seed
-        n = len(tokens) - 1  # the last character is only ever a target
-        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
-        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
-        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
-
-    def window_starts(self, step: int) -> Tensor:
-        """Where each window of the global batch begins: int64 [batch_size]."""
-        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
-        while index < end:
-            epoch, place = divmod(index, self.windows_per_epoch)
-            if epoch != self.epoch:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
-                phase = torch.randint(self.phases, (), generator=generator)
-                order = torch.randperm(self.windows_per_epoch, generator=generator)
-                starts = order.mul_(self.block_size).add_(phase)
-                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
-            part = self.starts[place : place + end - index]
-            parts.append(part)
-            index += len(part)
-        return torch.cat(parts)
-
-    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
-        rows = self.batch_size // world_size
-        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
-        return gather_windows(self.tokens, starts, self.block_size, self.device)
-
-
-def gather_windows(
-    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
-    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
-    windows = tokens[places]
-    if windows.device != device:
-        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
-        pinned = device.type == "cuda"
-        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
-    windows = windows.long()
-    return windows[:, :-1], windows[:, 1:]
-
-
 # ------------------------------------------------------------------------------------------------
 # The model: a pre-norm decoder in the layout of Qwen3 (arXiv:2505.09388): RMSNorm, rotary
 # positions, QK-norm, a gated MLP. The norms have no weights; Qwen3's are written out as ones.
@@ -2178,7 +590,331 @@ class GPT(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizers
+# The exported model: a Hugging Face model directory
+
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+)
+
+
+def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
+
+    Raises:
+        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+    """
+    left = dict(weights)
+    try:
+        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
+        for layer in range(config.n_layer):
+            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
+            for name, part in zip("qkv", qkv, strict=True):
+                out[f"{theirs}self_attn.{name}_proj.weight"] = part
+            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
+            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
+            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
+            for name in ("q_norm", "k_norm"):
+                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
+        out["model.norm.weight"] = torch.ones(config.n_embd)
+        if not config.tie_embeddings:
+            out["lm_head.weight"] = left.pop("head.weight")
+    except KeyError as error:
+        raise ModelError(f"it has no weight {error}") from None
+    if left:
+        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
+    return out
+
+
+def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
+
+    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
+    code with GPT: whatever an edit changes in GPT shows as a difference.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"])
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
+    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
+    x = tensors["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        y = norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
+        x = x + linear(y, mlp + "down_proj")
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return linear(norm(x, "model.norm"), head)
+
+
+# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
+# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
+LOGIT_TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Holds the exported model's logits against the model's own (CPU, float32) on one window.
+
+    Raises:
+        ModelError: they differ: the model is not the one that config.json describes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (model.config.block_size,)
+    ids = torch.randint(config["vocab_size"], shape, generator=generator)
+    own = model(ids[None])[0]
+    try:
+        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
+    except (RuntimeError, AttributeError) as error:  # shapes, or an activation of one's own
+        raise ModelError(f"Qwen3 cannot be computed from it ({error})") from None
+    if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
+        raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
+
+
+def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
+    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocabulary_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_head,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": MLP.activation.__name__,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": True,
+        "sliding_window": config.block_size,
+        "max_window_layers": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
+    """tokenizer.json: one token per character, given back exactly.
+
+    The format wants an unknown token that is in the vocabulary, or an unknown character raises
+    in other tools; a space is the least harmful. Our own sampler refuses such characters.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {character: index for index, character in enumerate(vocabulary)},
+            "unk_token": " " if " " in vocabulary else vocabulary[0],
+        },
+    }
+
+
+def write_artefact(
+    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
+) -> str:
+    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+
+    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
+    names, and config.json has a `model_type` that no other tool takes for one it knows.
+
+    Returns why the model is not Qwen3's; "" if it is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config, why = model.config, ""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    document = hugging_face_config(config, len(vocabulary))
+    try:
+        tensors = to_hugging_face(weights, config)
+        check_export(model, tensors, document)
+    except ModelError as error:
+        tensors, why = weights, str(error)
+        document = {
+            "model_type": "sm-nanogpt-edited",
+            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
+            "vocab_size": len(vocabulary),
+        }
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    documents = {
+        "tokenizer.json": hugging_face_tokenizer(vocabulary),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.block_size,
+        },
+        "training.json": {"config": dataclasses.asdict(config), **training},
+        "config.json": document,
+    }
+    for name, content in documents.items():
+        with replacing(directory / name) as temporary:
+            temporary.write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+    write_sums(directory)
+    return why
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in MODEL_FILES
+    ]
+    with replacing(directory / "SHA256SUMS") as temporary:
+        temporary.write_text("".join(lines))
+
+
+def script_sha256() -> str:
+    """The SHA-256 of this file, which says what script made a model."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
+    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
+    model = GPT(config, vocabulary_size)
+    parameters = dict(model.named_parameters())
+    for name in sorted(parameters.keys() | weights.keys()):
+        own, given = (
+            list(of[name].shape) if name in of else "nothing" for of in (parameters, weights)
+        )
+        if own != given:
+            raise ModelError(f"weight {name} is {given}, where this script has {own}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():  # an edited model may have buffers besides
+            parameter.copy_(weights[name])
+    return model.eval()
+
+
+def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "model."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
+
+    temperature 0, or next to it, takes the most likely.
+    """
+    if temperature < 1e-30:  # logits divided by less may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # What torch.multinomial does, less its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> Iterator[Tensor]:
+    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
+
+    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
+    model. The same seed gives the same ids.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt
+    for _ in range(max_new_tokens):
+        ids = ids[:, -model.config.block_size :]
+        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)
+
+
+def sample_text(model: GPT, vocabulary: str, length: int) -> str:
+    """A text of `length` characters that begins after a line's end."""
+    start = max(0, vocabulary.find("\n"))
+    prompt = torch.tensor([[start]], device=model.embed.weight.device)
+    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
+    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    model.eval()
+    with sdpa_kernel(others):
+        steps = list(generate(model, prompt, length))
+    model.train()
+    ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
+    return "".join(vocabulary[i] for i in ids)
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers and schedule
 
 # Polar Express (arXiv:2505.16932, Algorithm 1): the polynomials a x + b x^3 + c x^5, in turn, that
 # bring all singular values in [0.001, 1] to 1 fastest.
@@ -2403,664 +1139,80 @@ def learning_rate_scale(step: int, config: Config) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
-# safetensors files (huggingface.co/docs/safetensors): a length, a JSON header, raw tensors
-
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Batches
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes the file whole or not at all: under another name first, flushed to disk, renamed.
-
-    A SHA-256 over header and tensors goes into the metadata.
-    """
-    header: dict[str, Any] = {}
-    offset = 0
-    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    for name, tensor in contents.items():
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    digest = content_digest(header, metadata)
-    for tensor in contents.values():
-        digest.update(raw_bytes(tensor))
-    header["__metadata__"] = {**metadata, "sha256": digest.hexdigest()}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for tensor in contents.values():
-            file.write(raw_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that is a pure function of its parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
-    return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    elif device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that is renamed to `path`, for good, when the body succeeds."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+class Batches:
+    """Training windows. The batch of a step is a pure function of (seed, step).
 
-
-def read_safetensors_header(
-    path: Path, largest: float = math.inf
-) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The tensors' descriptions, the metadata, and where the data begin.
-
-    largest is the size in bytes that the header may have.
-
-    Raises:
-        FormatError: the file is not safetensors, or shorter or longer than its header says.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
-        if length > largest:
-            raise FormatError(f"{path.name} is refused: its header has {length:,} bytes")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            end = 0
-            for name, entry in header.items():
-                first, last = entry["data_offsets"]
-                shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-                whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
-                torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
-                if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
-                    raise FormatError(f"{path.name} is damaged: bad size of {name!r}")
-                end = last
-            if not all(isinstance(word, str) for word in metadata.values()):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
-            raise FormatError(f"{path.name} is damaged: its header cannot be read") from None
-    if size != 8 + length + end:
-        raise FormatError(
-            f"{path.name} is damaged: {size} bytes, where its header says {8 + length + end}"
-        )
-    return header, metadata, 8 + length
-
-
-def read_safetensors(
-    path: Path, keep: bool = True, sealed: bool = False
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
-
-    Without `keep` the tensors are read for that alone, one at a time, and dropped.
-
-    Raises:
-        FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
-        OSError: it cannot be read.
-    """
-    header, metadata, start = read_safetensors_header(path)
-    sha256 = metadata.pop("sha256", None)
-    if sealed and sha256 is None:
-        raise FormatError(f"{path.name} is damaged: it has no SHA-256")
-    digest = content_digest(header, metadata)
-    tensors = {}
-    with path.open("rb") as file:
-        file.seek(start)
-        for name, entry in header.items():
-            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
-                raise FormatError(f"{path.name} is damaged: it ends early")
-            digest.update(raw_bytes(tensor))
-            if keep:
-                tensors[name] = tensor
-    if sha256 is not None and digest.hexdigest() != sha256:
-        raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
-    return tensors, metadata
-
-
-# ------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-class Checkpoints:
-    """The checkpoints of one training in one directory.
-
-    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed
-    training needs, its metrics so far included; best-STEP holds the weights with the lowest
-    validation loss. The last two checkpoints are kept, with the best weights they refer to, so a
-    newest one that is broken gives way to the one before.
+    An epoch cuts the text into windows that touch each other, from a random phase, and visits
+    each once in random order. What the phase leaves over at both ends, less than two windows, has
+    its turn in another epoch.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
-
-    def claim(self) -> None:
-        """Keeps the directory from other trainings on this machine as long as this process lives.
-
-        Raises:
-            ConfigError: one is at work there.
-            CheckpointError: it cannot be made.
-        """
-        with self.writing(self.directory):
-            self.claimed = os.open(self.directory, os.O_RDONLY)
-            try:
-                fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another training is at work in {self.directory.parent}; wait until it has"
-                    " ended and go on with it, or choose another directory"
-                ) from None
-            except OSError as error:  # some file systems know no locks
-                say(
-                    f"note: {self.directory} cannot be locked ({error.strerror}); start no second"
-                    " training there"
-                )
-
-    def check_fresh(self) -> None:
-        """Raises ConfigError if there is a checkpoint."""
-        if self.steps("checkpoint"):
-            raise ConfigError(
-                f"{self.directory.parent} holds a training already; go on with it by --resume, or"
-                " choose another --out"
-            )
-
-    def path(self, kind: str, step: int) -> Path:
-        return self.directory / f"{kind}-{step:08d}.safetensors"
-
-    def steps(self, kind: str) -> list[int]:
-        """The steps of the files of a kind, newest first."""
-        stems = (
-            p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors")
-        )
-        return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
-
-    @contextmanager
-    def writing(self, path: Path) -> Iterator[Path]:
-        """Makes the directory for a file; raises CheckpointError where it cannot be written."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            yield path
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
-
-    def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Writes a checkpoint and then drops the files that no kept checkpoint needs.
-
-        Raises:
-            CheckpointError: it cannot be written; the earlier ones are untouched.
-        """
-        with self.writing(self.path(kind, state["step"])) as path:
-            write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
-            if kind == "checkpoint":
-                self.passed_over.pop(state["step"], None)
-                self.prune(state["step"])
-
-    def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
-        """Adds rows to metrics.jsonl, or replaces what is there. Raises CheckpointError."""
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        with self.writing(self.directory / "metrics.jsonl") as path:
-            if append:
-                with path.open("a") as file:
-                    file.write(lines)
-            else:
-                with replacing(path) as temporary:
-                    temporary.write_text(lines)
-
-    def prune(self, newest: int) -> None:
-        """Drops all but the last two whole checkpoints up to `newest`, and what neither needs.
-
-        Later ones are damaged: the training went on from one before them.
-        """
-        whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
-        kept = [step for step in whole if step <= newest][:2]
-        for step in self.steps("checkpoint"):
-            if step not in kept:
-                self.path("checkpoint", step).unlink()
-        needed = {self.state_of(step).get("best_step") for step in kept}
-        for step in self.steps("best"):
-            if step not in needed:
-                self.path("best", step).unlink()
-        for leftover in self.directory.glob(".*.safetensors.tmp"):
-            leftover.unlink()
-
-    def state_of(self, step: int) -> dict[str, Any]:
-        """The state that a checkpoint holds, without its tensors; {} if it cannot be read."""
-        try:
-            metadata = read_safetensors_header(self.path("checkpoint", step))[1]
-            state = json.loads(metadata["state"])
-        except (FormatError, OSError, KeyError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
-
-    def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, without a word. Raises CheckpointError without any."""
-        loaded = self.load_latest(keep=False, tell=lambda line: None)
-        if loaded is None:
-            raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
-        return loaded[1]
-
-    def load(
-        self, kind: str, step: int, keep: bool = True
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors (none without `keep`) and the state of a file whose SHA-256 is right.
-
-        Raises:
-            FormatError, OSError: it is damaged or missing.
-        """
-        tensors, metadata = read_safetensors(self.path(kind, step), keep, sealed=True)
-        try:
-            state = json.loads(metadata["state"])
-            if state["step"] != step:
-                raise ValueError
-        except (KeyError, ValueError, TypeError):
-            name = self.path(kind, step).name
-            raise FormatError(f"{name} is not a checkpoint of this script") from None
-        return tensors, state
-
-    def load_latest(
-        self, keep: bool = True, tell: Callable[[str], None] = say
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest checkpoint that is whole and whose best weights are whole; None without any.
-
-        Where no best weights are whole, the newest that is whole itself, with no best so far.
-
-        Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
-        """
-        self.passed_over = {}
-        found = fallback = None
-        for step in self.steps("checkpoint"):
-            loaded = None
-            try:
-                loaded = self.load("checkpoint", step, keep)
-                if (best_step := loaded[1]["best_step"]) is not None:
-                    self.load("best", best_step, keep=False)
-                found = loaded
-                break
-            except (FormatError, OSError) as error:
-                self.passed_over[step] = str(error)
-                fallback = fallback or loaded
-        if found is None and fallback is not None:
-            tensors, state = fallback
-            why = self.passed_over.pop(state["step"])
-            tell(f"note: {why}; the best weights are now looked for from step {state['step']} on")
-            found = tensors, {**state, "best_step": None, "best_val_loss": None}
-        if found is None and self.passed_over:
-            why = next(iter(self.passed_over.values()))
-            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
-        for step, why in self.passed_over.items():
-            tell(f"checkpoint of step {step} is passed over: {why}")
-        return found
-
-
-def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, naming the difference, unless `now` may go on from `saved`."""
-    fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
-    differences = [
-        f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
-        for name in fixed
-        if saved["config"].get(name) != now["config"][name]
-    ]
-    if saved["corpus_sha256"] != now["corpus_sha256"]:
-        differences.append("the text is not the same")
-    if differences:
-        raise ConfigError(
-            "the checkpoint belongs to another training: "
-            + "; ".join(differences)
-            + ". Start without it, or give what it was trained with"
-        )
-
-
-# ------------------------------------------------------------------------------------------------
-# The artefact: a Hugging Face model directory
-
-
-MODEL_FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "training.json",
-)
-
-
-def script_sha256() -> str:
-    """The SHA-256 of this file, which says what script made a model."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
-
-    Raises:
-        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
-    """
-    left = dict(weights)
-    try:
-        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
-        for layer in range(config.n_layer):
-            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
-            for name, part in zip("qkv", qkv, strict=True):
-                out[f"{theirs}self_attn.{name}_proj.weight"] = part
-            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
-            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
-            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
-            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
-            for name in ("q_norm", "k_norm"):
-                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
-        out["model.norm.weight"] = torch.ones(config.n_embd)
-        if not config.tie_embeddings:
-            out["lm_head.weight"] = left.pop("head.weight")
-    except KeyError as error:
-        raise ModelError(f"it has no weight {error}") from None
-    if left:
-        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
-    return out
-
-
-def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
-
-    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
-    code with GPT: whatever an edit changes in GPT shows as a difference.
-    """
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, tensors[f"{name}.weight"])
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-
-    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
-    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
-    x = tensors["model.embed_tokens.weight"][ids]
-    for layer in range(config["num_hidden_layers"]):
-        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        y = norm(x, f"model.layers.{layer}.input_layernorm")
-        q, k, v = (
-            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
-            for name in "qkv"
-        )
-        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
-        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
-        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
-        x = x + linear(y, mlp + "down_proj")
-    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-    return linear(norm(x, "model.norm"), head)
-
-
-# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
-# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
-LOGIT_TOLERANCE = 1e-4
-
-
-@torch.inference_mode()
-def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Holds the exported model's logits against the model's own (CPU, float32) on one window.
-
-    Raises:
-        ModelError: they differ: the model is not the one that config.json describes.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (model.config.block_size,)
-    ids = torch.randint(config["vocab_size"], shape, generator=generator)
-    own = model(ids[None])[0]
-    try:
-        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
-    except (RuntimeError, AttributeError) as error:  # shapes, or an activation of one's own
-        raise ModelError(f"Qwen3 cannot be computed from it ({error})") from None
-    if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
-        raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
-
-
-def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
-    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocabulary_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_head,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.block_size,
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": MLP.activation.__name__,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": True,
-        "sliding_window": config.block_size,
-        "max_window_layers": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": "float32",
-    }
-
-
-def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """tokenizer.json: one token per character, given back exactly.
-
-    The format wants an unknown token that is in the vocabulary, or an unknown character raises
-    in other tools; a space is the least harmful. Our own sampler refuses such characters.
-    """
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: index for index, character in enumerate(vocabulary)},
-            "unk_token": " " if " " in vocabulary else vocabulary[0],
-        },
-    }
-
-
-def write_artefact(
-    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
-) -> str:
-    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
-
-    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
-    names, and config.json has a `model_type` that no other tool takes for one it knows.
-
-    Returns why the model is not Qwen3's; "" if it is.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    config, why = model.config, ""
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    document = hugging_face_config(config, len(vocabulary))
-    try:
-        tensors = to_hugging_face(weights, config)
-        check_export(model, tensors, document)
-    except ModelError as error:
-        tensors, why = weights, str(error)
-        document = {
-            "model_type": "sm-nanogpt-edited",
-            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
-            "vocab_size": len(vocabulary),
-        }
-    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
-    documents = {
-        "tokenizer.json": hugging_face_tokenizer(vocabulary),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config.block_size,
-        },
-        "training.json": {"config": dataclasses.asdict(config), **training},
-        "config.json": document,
-    }
-    for name, content in documents.items():
-        with replacing(directory / name) as temporary:
-            temporary.write_text(
-                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-    write_sums(directory)
-    return why
-
-
-def write_sums(directory: Path) -> None:
-    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
-    lines = [
-        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in MODEL_FILES
-    ]
-    with replacing(directory / "SHA256SUMS") as temporary:
-        temporary.write_text("".join(lines))
-
-
-def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
-    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
-    model = GPT(config, vocabulary_size)
-    parameters = dict(model.named_parameters())
-    for name in sorted(parameters.keys() | weights.keys()):
-        own, given = (
-            list(of[name].shape) if name in of else "nothing" for of in (parameters, weights)
-        )
-        if own != given:
-            raise ModelError(f"weight {name} is {given}, where this script has {own}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():  # an edited model may have buffers besides
-            parameter.copy_(weights[name])
-    return model.eval()
-
-
-def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "model."
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-# ------------------------------------------------------------------------------------------------
-# Sampling
-
-
-def logits_to_probabilities(
-    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
-
-    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
-    (arXiv:1904.09751).
-    """
-    logits = logits / temperature
-    if 0 < top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
-    if top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= top_p
-        outside = torch.zeros_like(outside).scatter(-1, order, outside)
-        probabilities = probabilities.masked_fill(outside, 0.0)
-        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-    return probabilities
-
-
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """The next ids, int64 [B], of logits [B, V].
-
-    temperature 0, or next to it, takes the most likely.
-    """
-    if temperature < 1e-30:  # logits divided by less may be infinite
-        return logits.argmax(dim=-1)
-    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-    # What torch.multinomial does, less its checks of the probabilities.
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / noise).argmax(dim=-1)
-
-
-@torch.inference_mode()
-def generate(
-    model: GPT,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
-) -> Iterator[Tensor]:
-    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
-
-    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
-    model. The same seed gives the same ids.
-    """
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    ids = prompt
-    for _ in range(max_new_tokens):
-        ids = ids[:, -model.config.block_size :]
-        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
-        yield following
-        ids = torch.cat((ids, following[:, None]), dim=1)
-
-
-def sample_text(model: GPT, vocabulary: str, length: int) -> str:
-    """A text of `length` characters that begins after a line's end."""
-    start = max(0, vocabulary.find("\n"))
-    prompt = torch.tensor([[start]], device=model.embed.weight.device)
-    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
-    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    model.eval()
-    with sdpa_kernel(others):
-        steps = list(generate(model, prompt, length))
-    model.train()
-    ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
-    return "".join(vocabulary[i] for i in ids)
+    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
+        self.tokens, self.device = near_device(tokens, device), device
+        self.block_size, self.batch_size = config.block_size, config.batch_size
+        self.seed = config.seed
+        n = len(tokens) - 1  # the last character is only ever a target
+        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
+        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
+
+    def window_starts(self, step: int) -> Tensor:
+        """Where each window of the global batch begins: int64 [batch_size]."""
+        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
+        while index < end:
+            epoch, place = divmod(index, self.windows_per_epoch)
+            if epoch != self.epoch:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+                phase = torch.randint(self.phases, (), generator=generator)
+                order = torch.randperm(self.windows_per_epoch, generator=generator)
+                starts = order.mul_(self.block_size).add_(phase)
+                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
+            part = self.starts[place : place + end - index]
+            parts.append(part)
+            index += len(part)
+        return torch.cat(parts)
+
+    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
+        rows = self.batch_size // world_size
+        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
+        return gather_windows(self.tokens, starts, self.block_size, self.device)
+
+
+def gather_windows(
+    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
+    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
+    windows = tokens[places]
+    if windows.device != device:
+        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
+        pinned = device.type == "cuda"
+        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    windows = windows.long()
+    return windows[:, :-1], windows[:, 1:]
 
 
 # ------------------------------------------------------------------------------------------------
 # Training
-
 
 # With the digits that are shown of each.
 METRICS = {
@@ -3575,6 +1727,1857 @@ class Trainer:
                 else "another learning_rate or more steps may learn"
             )
             say(f"note: guessing has {guessing:.5f}: {remedy}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
+# not, by which operations, with the text where, and what the ranks share. A run says what it chose;
+# device, precision, compile, --processes and OMP_NUM_THREADS override it.
+
+
+def choose_device(config: Config, container: Container, processes: int) -> str:
+    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
+
+    Raises:
+        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
+    """
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu":
+        return "cpu"
+    if container.num_gpus and seen != container.num_gpus:
+        raise TopologyError(
+            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
+            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            " or set device=cpu"
+        )
+    if config.device == "cuda" and not seen:
+        raise TopologyError(
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
+        )
+    if seen and config.device != "mps":
+        return "cuda"
+    mps = torch.backends.mps.is_available()
+    if config.device == "mps" and not mps:
+        raise TopologyError(
+            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
+        )
+    if config.device == "mps" and processes > 1:
+        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
+    return "mps" if mps and processes == 1 else "cpu"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises TopologyError where this build of torch has no kernels for the GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    fitting = (
+        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
+        for kind, number in known  # compute is compiled for the GPU when it is used
+    )
+    if known and not any(fitting):
+        raise TopologyError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
+            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
+            " image or another GPU"
+        )
+
+
+def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
+    """The device of this rank; of GPUs, each has one.
+
+    Raises:
+        TopologyError: there is no such device, or not one process for each GPU.
+    """
+    kind = choose_device(config, container, ranks.world_size)
+    if kind != "cuda":
+        return torch.device(kind)
+    gpus = torch.cuda.device_count()
+    if ranks.local_world_size != gpus:
+        raise TopologyError(
+            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    check_kernels(device)
+    return device
+
+
+def local_processes(config: Config, container: Container, options: Options) -> int:
+    """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
+    device = choose_device(config, container, options.processes or 1)
+    if device == "cpu":
+        said = options.processes or options.processes_before
+        return said or cpu_processes(config, len(container.hosts))
+    if device == "mps":
+        return 1
+    gpus = torch.cuda.device_count()
+    if options.processes not in (0, gpus):
+        raise TopologyError(
+            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
+            " one process; CUDA_VISIBLE_DEVICES chooses among them"
+        )
+    return gpus
+
+
+def cpu_processes(config: Config, n_hosts: int = 1) -> int:
+    """Processes per host that train fastest on a CPU: one with all cores, or several.
+
+    Threads wait for each other at every operation, processes once in a step, but for all
+    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
+    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
+    threads lose most, as each waits for the slowest.
+    """
+    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
+        return 1
+    shares = config.batch_size // config.gradient_accumulation_steps
+    at_once = min(available_cores() // (threads_said() or 1), 8)
+    fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
+    return next(fits, 1)
+
+
+def threads_said() -> int:
+    """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(said) if said.isdecimal() else 0
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once.
+
+    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
+    halted, and some builds take 1 when Open MPI's variables are there.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
+
+
+def cpu_quota(root: Path) -> float:
+    """CPU seconds a second that this process's control groups allow, infinite where they say none.
+
+    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
+    controller `cpu` with two files. A container sees its own group at the top of the tree.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
+    """
+    quota = math.inf
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        own = top / path.lstrip("/")
+        for directory in (own, *own.parents):  # each of them limits those within
+            with suppress(OSError):
+                said = " ".join((directory / name).read_text() for name in names).split()
+                if said[0] not in ("max", "-1"):
+                    quota = min(quota, int(said[0]) / int(said[1]))
+    return quota
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep the memory of freed tensors for the next ones.
+
+    Else it returns large blocks to the system, which clears each page when it is asked for again.
+    In some runs, as the heap happened to lie, that took a fifth of a step.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if mallopt is not None:
+        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
+        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
+
+    Raises:
+        ConfigError: TF32 was chosen, and the device has none.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if config.precision == "tf32" and capability < (8, 0):
+        raise ConfigError(
+            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
+            " this device has"
+        )
+    if config.precision != "auto":
+        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return said.get(config.precision, torch.float32)
+    if has_fast_bfloat16(device):
+        return torch.bfloat16
+    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
+    return torch.float16 if capability >= (7, 0) else torch.float32
+
+
+def agreed_precision(config: Config, group: Group) -> torch.dtype:
+    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
+    dtype = choose_precision(config, group.device)
+    shorts = (torch.bfloat16, torch.float16)
+    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
+    return dtype if group.world_size in group.sum_(chosen) else torch.float32
+
+
+def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
+    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
+
+    The bound is on each rank's arithmetic, 6 operations per parameter and token
+    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
+    each length of windows.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = config.max_steps * config.batch_size * config.block_size
+    lengths = 4 if config.short_windows else 1
+    return 6 * parameters * tokens / world_size > 3e15 * lengths
+
+
+def can_compile() -> bool:
+    """Whether Triton is here, and what it builds its host code with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(find_spec("triton") and compiler and header.is_file())
+
+
+def plain_operations(device: torch.device) -> bool:
+    """Whether dropout is made of few plain operations, not by torch's own function.
+
+    On a CPU torch's takes several times as long, unless a compiler fuses them.
+    """
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# Whether torch has a kernel for norms on CUDA: 2.8 has none.
+FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def plain_norms(device: torch.device) -> bool:
+    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
+
+    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
+    of the bytes: of what a step of `baby` moves, norms were half.
+    """
+    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
+    return chain or plain_operations(device)
+
+
+def plain_attention(q: Tensor, dropout: float) -> bool:
+    """Whether attention that is trained is made of plain batched products, not torch's kernel.
+
+    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
+    as long as two products.
+    """
+    costly = bool(dropout) or q.dtype == torch.bfloat16
+    return q.device.type == "cpu" and torch.is_grad_enabled() and costly
+
+
+def near_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
+
+    Batches are then cut there, without the host.
+    """
+    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
+        return tokens.to(device)
+    return tokens
+
+
+SHARED_FROM = 1 << 22  # parameters
+
+
+def sharing_pays(stacks: Sequence[Tensor]) -> bool:
+    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
+
+    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
+    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
+    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
+    """
+    if stacks[0].device.type == "cuda":
+        return max(stack.size(2) for stack in stacks) >= 768
+    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
+
+
+# ------------------------------------------------------------------------------------------------
+# Text: a vocabulary of characters, and ids in a memory map
+
+CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
+CODE_POINTS = 0x110000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as ids.
+
+    train and val are 1-D, of the smallest integer type that holds the vocabulary.
+    vocabulary holds each character once, sorted by code point: the id is the place in it.
+    """
+
+    vocabulary: str
+    train: Tensor
+    val: Tensor
+    sha256: str
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file itself, or the *.txt files below a directory, sorted by path.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
+    if not files:
+        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
+        raise DataError(f"{path}: {there}")
+    return files
+
+
+class FirstIds:
+    """Ids of characters in the order of their first appearance: all are known at the end alone."""
+
+    def __init__(self) -> None:
+        self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
+        self.count = 0
+
+    def __call__(self, codes: Tensor) -> Tensor:
+        """The id of each code point, new ones included: int32 [n] both."""
+        ids = self.of_code_point.index_select(0, codes)
+        if ids.min() < 0:
+            new = codes[ids < 0].unique().long()
+            self.of_code_point[new] = self.count + torch.arange(len(new), dtype=torch.int32)
+            self.count += len(new)
+            ids = self.of_code_point.index_select(0, codes)
+        return ids
+
+    def in_order(self) -> tuple[str, Tensor]:
+        """The characters sorted by code point, and the place there of each id: [count]."""
+        codes = (self.of_code_point >= 0).nonzero().flatten()
+        places = torch.empty(self.count, dtype=id_dtype(self.count))
+        places[self.of_code_point[codes].long()] = torch.arange(self.count).to(places)
+        return "".join(map(chr, codes.tolist())), places
+
+
+def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
+    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
+
+    Raises:
+        DataError: a file is not UTF-8.
+    """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        offset = 0
+        with path.open("rb") as file:
+            while True:
+                data = file.read(CHUNK_BYTES)
+                digest.update(data)
+                pending = decoder.getstate()[0]
+                if data and not pending and data.isascii():
+                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
+                else:
+                    try:
+                        text = decoder.decode(data, final=not data)
+                    except UnicodeDecodeError as error:
+                        at = offset - len(pending) + error.start
+                        raise DataError(f"{path}: not UTF-8 text (byte {at})") from None
+                    if text:
+                        codes = bytearray(text.encode("utf-32-le"))
+                        yield torch.frombuffer(codes, dtype=torch.int32)
+                offset += len(data)
+                if not data:
+                    break
+        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
+
+
+def write_first_ids(
+    files: Sequence[Path], first_ids: FirstIds, out: Path
+) -> tuple[dict[torch.dtype, int], str]:
+    """Writes the text as first ids, in a wider type from the chunk on that needs it.
+
+    Returns the number of characters in each type, in the file's order, and the SHA-256 of the
+    files.
+    """
+    digest = hashlib.sha256()
+    lengths: dict[torch.dtype, int] = {}
+    with out.open("wb") as file:
+        for codes in code_points(files, digest):
+            ids = first_ids(codes)
+            dtype = id_dtype(first_ids.count)
+            file.write(raw_bytes(ids.to(dtype)))
+            lengths[dtype] = lengths.get(dtype, 0) + len(ids)
+    return lengths, digest.hexdigest()
+
+
+def write_ids(draft: Path, lengths: Mapping[torch.dtype, int], places: Tensor, out: Path) -> None:
+    """Writes the place of each first id of a draft with these lengths, as raw integers."""
+    with draft.open("rb") as source, out.open("wb") as file:
+        for dtype, length in lengths.items():
+            for start in range(0, length, CHUNK_BYTES):
+                ids = torch.empty(min(CHUNK_BYTES, length - start), dtype=dtype)
+                source.readinto(raw_bytes(ids))
+                file.write(raw_bytes(places.index_select(0, ids.int())))
+
+
+def id_dtype(count: int) -> torch.dtype:
+    """The smallest type that holds so many ids."""
+    if count <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if count <= 1 << 15 else torch.int32
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, shared, readable and writable."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
+    return memoryview(array).cast("B")
+
+
+def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
+    """Tokenises the text once per host into a file that the host's ranks map into memory.
+
+    Without a validation channel, the last part of the text is kept for validation, as in
+    nanoGPT's data/shakespeare_char/prepare.py.
+
+    Raises:
+        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
+            host; or there is no room for its ids.
+    """
+    if container.training is None:
+        raise DataError("no text: name it with --data FILE")
+    first = group.local_rank == 0
+    directory, described = None, {}
+    try:
+        if first:
+            try:
+                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
+                described = tokenize(container, Path(directory))
+            except OSError as error:
+                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
+                raise DataError(f"{error.filename or place}: {error.strerror}") from None
+        described = group.share(described, source=first, within=f"host{group.host_index}")
+        chief = group.share(described, source=group.rank == 0)
+        if described["sha256"] != chief["sha256"]:
+            named = len(container.hosts) > 1
+            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
+            raise DataError(
+                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
+            )
+        dtype = id_dtype(len(described["vocabulary"]))
+        parts = [
+            # Shared, as a private copy of more than the memory is refused, though nobody writes.
+            torch.from_file(path, shared=True, size=size, dtype=dtype)
+            for path, size in described["parts"]
+        ]
+        group.barrier()
+    finally:
+        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    if len(parts) == 1:
+        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
+        train, val = parts[0][:n_train], parts[0][n_train:]
+    else:
+        train, val = parts
+    for name, part in (("training", train), ("validation", val)):
+        if len(part) < config.block_size + 1:
+            raise DataError(
+                f"the {name} part has {len(part)} characters, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1};"
+                " bring more text, or set a smaller block_size"
+            )
+    return Corpus(described["vocabulary"], train, val, described["sha256"])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on this thread alone: on small chunks, waiting for others costs more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
+def tokenize(container: Container, directory: Path) -> dict[str, Any]:
+    """Writes the ids of each channel into the directory and says what it found.
+
+    Decoding takes the most time, and ids are known when all text is: so it is decoded once, to a
+    draft whose ids are in the order of their coming, and these are then replaced.
+    """
+    channels = [c for c in (container.training, container.validation) if c is not None]
+    files = [text_files(channel) for channel in channels]
+    first_ids = FirstIds()
+    drafts = [directory / f"{index}.draft" for index in range(len(files))]
+    found = [
+        write_first_ids(of_channel, first_ids, draft)
+        for of_channel, draft in zip(files, drafts, strict=True)
+    ]
+    for channel, (lengths, _) in zip(channels, found, strict=True):
+        if not lengths:
+            raise DataError(f"{channel}: no text in it")
+    vocabulary, places = first_ids.in_order()
+    parts = []
+    for draft, (lengths, _) in zip(drafts, found, strict=True):
+        path = draft.with_suffix(".ids")
+        write_ids(draft, lengths, places, path)
+        draft.unlink()
+        parts.append((str(path), sum(lengths.values())))
+    sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
+    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
+
+
+# ------------------------------------------------------------------------------------------------
+# safetensors files (huggingface.co/docs/safetensors): a length, a JSON header, raw tensors
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes the file whole or not at all: under another name first, flushed to disk, renamed.
+
+    A SHA-256 over header and tensors goes into the metadata.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in contents.items():
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    digest = content_digest(header, metadata)
+    for tensor in contents.values():
+        digest.update(raw_bytes(tensor))
+    header["__metadata__"] = {**metadata, "sha256": digest.hexdigest()}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in contents.values():
+            file.write(raw_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
+    return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that is renamed to `path`, for good, when the body succeeds."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_safetensors_header(
+    path: Path, largest: float = math.inf
+) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The tensors' descriptions, the metadata, and where the data begin.
+
+    largest is the size in bytes that the header may have.
+
+    Raises:
+        FormatError: the file is not safetensors, or shorter or longer than its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise FormatError(f"{path.name} is damaged: it is shorter than its header says")
+        if length > largest:
+            raise FormatError(f"{path.name} is refused: its header has {length:,} bytes")
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", {})
+            end = 0
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
+                whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
+                torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
+                if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
+                    raise FormatError(f"{path.name} is damaged: bad size of {name!r}")
+                end = last
+            if not all(isinstance(word, str) for word in metadata.values()):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
+            raise FormatError(f"{path.name} is damaged: its header cannot be read") from None
+    if size != 8 + length + end:
+        raise FormatError(
+            f"{path.name} is damaged: {size} bytes, where its header says {8 + length + end}"
+        )
+    return header, metadata, 8 + length
+
+
+def read_safetensors(
+    path: Path, keep: bool = True, sealed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
+
+    Without `keep` the tensors are read for that alone, one at a time, and dropped.
+
+    Raises:
+        FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
+        OSError: it cannot be read.
+    """
+    header, metadata, start = read_safetensors_header(path)
+    sha256 = metadata.pop("sha256", None)
+    if sealed and sha256 is None:
+        raise FormatError(f"{path.name} is damaged: it has no SHA-256")
+    digest = content_digest(header, metadata)
+    tensors = {}
+    with path.open("rb") as file:
+        file.seek(start)
+        for name, entry in header.items():
+            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
+                raise FormatError(f"{path.name} is damaged: it ends early")
+            digest.update(raw_bytes(tensor))
+            if keep:
+                tensors[name] = tensor
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
+    return tensors, metadata
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Checkpoints:
+    """The checkpoints of one training in one directory.
+
+    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed
+    training needs, its metrics so far included; best-STEP holds the weights with the lowest
+    validation loss. The last two checkpoints are kept, with the best weights they refer to, so a
+    newest one that is broken gives way to the one before.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
+
+    def claim(self) -> None:
+        """Keeps the directory from other trainings on this machine as long as this process lives.
+
+        Raises:
+            ConfigError: one is at work there.
+            CheckpointError: it cannot be made.
+        """
+        with self.writing(self.directory):
+            self.claimed = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another training is at work in {self.directory.parent}; wait until it has"
+                    " ended and go on with it, or choose another directory"
+                ) from None
+            except OSError as error:  # some file systems know no locks
+                say(
+                    f"note: {self.directory} cannot be locked ({error.strerror}); start no second"
+                    " training there"
+                )
+
+    def check_fresh(self) -> None:
+        """Raises ConfigError if there is a checkpoint."""
+        if self.steps("checkpoint"):
+            raise ConfigError(
+                f"{self.directory.parent} holds a training already; go on with it by --resume, or"
+                " choose another --out"
+            )
+
+    def path(self, kind: str, step: int) -> Path:
+        return self.directory / f"{kind}-{step:08d}.safetensors"
+
+    def steps(self, kind: str) -> list[int]:
+        """The steps of the files of a kind, newest first."""
+        stems = (
+            p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors")
+        )
+        return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[Path]:
+        """Makes the directory for a file; raises CheckpointError where it cannot be written."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            yield path
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
+    def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint and then drops the files that no kept checkpoint needs.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are untouched.
+        """
+        with self.writing(self.path(kind, state["step"])) as path:
+            write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
+            if kind == "checkpoint":
+                self.passed_over.pop(state["step"], None)
+                self.prune(state["step"])
+
+    def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
+        """Adds rows to metrics.jsonl, or replaces what is there. Raises CheckpointError."""
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        with self.writing(self.directory / "metrics.jsonl") as path:
+            if append:
+                with path.open("a") as file:
+                    file.write(lines)
+            else:
+                with replacing(path) as temporary:
+                    temporary.write_text(lines)
+
+    def prune(self, newest: int) -> None:
+        """Drops all but the last two whole checkpoints up to `newest`, and what neither needs.
+
+        Later ones are damaged: the training went on from one before them.
+        """
+        whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
+        kept = [step for step in whole if step <= newest][:2]
+        for step in self.steps("checkpoint"):
+            if step not in kept:
+                self.path("checkpoint", step).unlink()
+        needed = {self.state_of(step).get("best_step") for step in kept}
+        for step in self.steps("best"):
+            if step not in needed:
+                self.path("best", step).unlink()
+        for leftover in self.directory.glob(".*.safetensors.tmp"):
+            leftover.unlink()
+
+    def state_of(self, step: int) -> dict[str, Any]:
+        """The state that a checkpoint holds, without its tensors; {} if it cannot be read."""
+        try:
+            metadata = read_safetensors_header(self.path("checkpoint", step))[1]
+            state = json.loads(metadata["state"])
+        except (FormatError, OSError, KeyError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
+
+    def latest_state(self) -> dict[str, Any]:
+        """The state that load_latest gives, without a word. Raises CheckpointError without any."""
+        loaded = self.load_latest(keep=False, log=lambda line: None)
+        if loaded is None:
+            raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
+        return loaded[1]
+
+    def load(
+        self, kind: str, step: int, keep: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors (none without `keep`) and the state of a file whose SHA-256 is right.
+
+        Raises:
+            FormatError, OSError: it is damaged or missing.
+        """
+        tensors, metadata = read_safetensors(self.path(kind, step), keep, sealed=True)
+        try:
+            state = json.loads(metadata["state"])
+            if state["step"] != step:
+                raise ValueError
+        except (KeyError, ValueError, TypeError):
+            name = self.path(kind, step).name
+            raise FormatError(f"{name} is not a checkpoint of this script") from None
+        return tensors, state
+
+    def load_latest(
+        self, keep: bool = True, log: Callable[[str], None] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest checkpoint that is whole and whose best weights are whole; None without any.
+
+        Where no best weights are whole, the newest that is whole itself, with no best so far.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
+        """
+        log = log or say
+        self.passed_over = {}
+        found = fallback = None
+        for step in self.steps("checkpoint"):
+            loaded = None
+            try:
+                loaded = self.load("checkpoint", step, keep)
+                if (best_step := loaded[1]["best_step"]) is not None:
+                    self.load("best", best_step, keep=False)
+                found = loaded
+                break
+            except (FormatError, OSError) as error:
+                self.passed_over[step] = str(error)
+                fallback = fallback or loaded
+        if found is None and fallback is not None:
+            tensors, state = fallback
+            why = self.passed_over.pop(state["step"])
+            log(f"note: {why}; the best weights are now looked for from step {state['step']} on")
+            found = tensors, {**state, "best_step": None, "best_val_loss": None}
+        if found is None and self.passed_over:
+            why = next(iter(self.passed_over.values()))
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
+        for step, why in self.passed_over.items():
+            log(f"checkpoint of step {step} is passed over: {why}")
+        return found
+
+
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming the difference, unless `now` may go on from `saved`."""
+    fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
+    differences = [
+        f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
+        for name in fixed
+        if saved["config"].get(name) != now["config"][name]
+    ]
+    if saved["corpus_sha256"] != now["corpus_sha256"]:
+        differences.append("the text is not the same")
+    if differences:
+        raise ConfigError(
+            "the checkpoint belongs to another training: "
+            + "; ".join(differences)
+            + ". Start without it, or give what it was trained with"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The container: where things are, and which hosts there are
+
+
+@dataclass(frozen=True)
+class Container:
+    """What SageMaker tells a host: its name, the others, and its directories.
+
+    `inside` is False on a machine of one's own, where the directories come from Options.
+    """
+
+    inside: bool
+    hosts: tuple[str, ...]
+    current_host: str
+    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
+    interface: str | None  # network interface between the hosts
+    training: Path | None
+    validation: Path | None
+    model_dir: Path
+    output_dir: Path
+    checkpoint_dir: Path
+
+    @property
+    def host_index(self) -> int:
+        return self.hosts.index(self.current_host)
+
+
+def host_names(value: Any) -> list[str]:
+    """The value, if it is a list of names; else none."""
+    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if whole else []
+
+
+def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
+    """The job's hosts, which of them this one is, and the network interface between them.
+
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
+    them, so a value that cannot be read is looked up in the file that every host has.
+
+    Raises:
+        TopologyError: the hosts cannot be learnt, or this one is not among them.
+    """
+    try:
+        resources = json.loads(config_file.read_text())
+        hosts_there = host_names(resources["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        resources, hosts_there = {}, []
+    try:
+        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
+    except (KeyError, ValueError):
+        hosts = hosts_there
+    current_host = env.get("SM_CURRENT_HOST")
+    if current_host not in hosts:
+        current_host = resources.get("current_host")
+    if current_host is None or current_host not in hosts:
+        raise TopologyError(
+            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
+            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
+            f" {'does not settle it' if config_file.exists() else 'is missing'}"
+        )
+    return hosts, current_host, resources.get("network_interface_name")
+
+
+def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
+    """The directories of the text, and of the text for validation alone where there is one.
+
+    Raises:
+        DataError: the `training` channel is missing, or a channel is no directory.
+    """
+
+    def channel(name: str) -> Path | None:
+        variable = f"SM_CHANNEL_{name.upper()}"
+        path = Path(env.get(variable) or channels / name)
+        if env.get(variable) and not path.is_dir():
+            raise DataError(f"{variable}={path}: no such directory")
+        return path if path.is_dir() else None
+
+    training = channel("training")
+    if training is None:
+        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        raise DataError(
+            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+        )
+    return training, channel("validation")
+
+
+def read_container(env: Mapping[str, str], options: Options) -> Container:
+    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
+
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
+
+    Raises:
+        TopologyError, DataError: as read_hosts and read_channels.
+        ConfigError: --data, --resume, --out or --validation, in a container.
+    """
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    config_file = base / "input/config/resourceconfig.json"
+    by_hand = options.data or options.resume
+    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    inside = inside or (config_file.exists() and not by_hand)
+    for name in ("data", "resume", "out", "validation"):
+        if inside and getattr(options, name):
+            raise ConfigError(
+                f"--{name}: in a container SageMaker says where things are; leave it out"
+            )
+    if not inside:
+        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
+        out = Path(options.resume or options.out or new)
+        return Container(
+            inside=False,
+            hosts=("localhost",),
+            current_host="localhost",
+            num_gpus=None,
+            interface=None,
+            training=Path(options.data).absolute() if options.data else None,
+            validation=Path(options.validation).absolute() if options.validation else None,
+            model_dir=out / "model",
+            output_dir=out / "output",
+            checkpoint_dir=out / "checkpoints",
+        )
+
+    hosts, current_host, interface = read_hosts(env, config_file)
+    training, validation = read_channels(env, base / "input/data")
+    gpus = env.get("SM_NUM_GPUS", "")
+    return Container(
+        inside=True,
+        hosts=tuple(hosts),
+        current_host=current_host,
+        num_gpus=int(gpus) if gpus.isdecimal() else None,
+        interface=interface,
+        training=training,
+        validation=validation,
+        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
+        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
+        checkpoint_dir=base / "checkpoints",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The group: one process per GPU, over all hosts, or failure; never two groups
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
+    """torchrun's variables, else Open MPI's; None when nothing launched this process.
+
+    Raises:
+        TopologyError: the variables contradict themselves or the number of hosts.
+    """
+
+    def number(name: str) -> int:
+        try:
+            return int(env[name])
+        except (KeyError, ValueError):
+            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
+
+    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if "RANK" in env and "WORLD_SIZE" in env:
+        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
+    elif mpi[1] in env:
+        names = mpi
+    else:
+        return None
+    rank, world_size, local_rank, *rest = map(number, names)
+    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
+    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
+    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
+    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
+        raise TopologyError(
+            f"{ranks.launcher} made a group of {ranks.world_size} with"
+            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
+            " each would train a model of its own"
+        )
+    return ranks
+
+
+def in_one_line(error: Exception) -> str:
+    """What torch says of a connection, in one line."""
+    # NCCL's cause stands in a later line; what follows this word are places in C++.
+    return " ".join(str(error).split("Exception raised from")[0].split())
+
+
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
+# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
+LONGEST_WAIT = timedelta(minutes=30)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def master_port() -> int:
+    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
+    said = os.environ.get("MASTER_PORT", "7777")
+    if not said.isdecimal() or int(said) >= 1 << 16:
+        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
+    return int(said)
+
+
+def is_loopback(address: str) -> bool:
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
+def serve_store(address: str, port: int) -> dist.TCPStore:
+    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
+
+    At a loopback address it listens there alone; torch's own socket listens at all addresses.
+
+    Raises:
+        TopologyError: it cannot be served there.
+    """
+    try:
+        listener = None
+        if is_loopback(address):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening = socket.create_server((address, port), family=family)
+            port, listener = listening.getsockname()[1], listening.detach()
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (OSError, RuntimeError) as error:
+        raise TopologyError(
+            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
+            " (MASTER_PORT names another port)"
+        ) from None
+
+
+class Watch:
+    """Finds the rank that hangs, by what each rank says of itself in the store every second.
+
+    That is how many operations with the others it has begun (`beats`), and how many seconds the way
+    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
+    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
+    beats, for which all others wait, when their patience is over. So a rank that is slow where it
+    may be is let alone, and so are those that wait for it.
+
+    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
+    """
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        world_size: int,
+        rank: int | None,
+        host: str,
+        hang_seconds: float,
+        on_hang: Callable[[str], object],
+        join_seconds: float = LONGEST_WAIT.total_seconds(),
+    ) -> None:
+        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
+        self.hang_seconds = hang_seconds
+        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
+        # Of each rank: how often it spoke, beats, patience, host.
+        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
+        self.talks = 0
+        self.ended = threading.Event()
+        self.talker = threading.Thread(target=self.talk, daemon=True)
+        self.talker.start()
+        threading.Thread(target=self.judge, daemon=True).start()
+
+    def expect(self, seconds: float) -> None:
+        """Says how long this rank may be on its way, within bounds."""
+        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
+
+    def talk(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
+            # Older torch would hold all threads up while it waits for a host that comes later.
+            while not self.ended.wait(0.1):
+                with suppress(OSError):
+                    socket.create_connection(self.place, timeout=5).close()
+                    break
+            # A connection of its own, as one that waits in the main thread is not free to speak.
+            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
+            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
+            for key, nothing in zip(keys, self.heard, strict=True):
+                store.compare_set(key, "", json.dumps(nothing))
+            while not self.ended.is_set():
+                self.talks += 1
+                if self.rank is not None:
+                    said = [self.talks, self.beats, self.patience, self.host]
+                    store.set(keys[self.rank], json.dumps(said))
+                self.heard = [json.loads(said) for said in store.multi_get(keys)]
+                self.ended.wait(1)
+
+    def judge(self) -> None:
+        before, talks = self.heard, 0
+        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
+        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
+        while not self.ended.wait(1):
+            unheard = unheard + 1 if 0 < talks == self.talks else 0
+            talks, now = self.talks, self.heard
+            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
+                quiet[rank] = quiet[rank] + 1 if said == was else 0
+                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
+            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
+            limits = [self.hang_seconds if said[0] else said[2] for said in now]
+            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
+            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
+            if unheard > self.hang_seconds + more:
+                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
+            elif silent:
+                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+            elif all(still[rank] > now[rank][2] + more for rank in last):
+                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+                hung += " while the others waited" * (len(last) < len(now))
+            else:
+                continue
+            seconds = max(*quiet, *still, unheard)
+            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
+            return
+
+    def end(self) -> None:
+        self.ended.set()
+        self.talker.join(10)
+
+
+def end_hung(why: str) -> NoReturn:
+    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
+    with suppress(OSError):  # nobody may read it
+        sys.stderr.write(failure_report(HangError(why)) + "\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+class Group:
+    """The processes that train together, and the few things they say to each other.
+
+    With one process there is nobody to talk to, and each method answers at once.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        container: Container,
+        hang_seconds: float = Config.hang_seconds,
+    ) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        # torchrun may have brought together hosts that no container names: each goes by its first
+        # rank, as they need not have equally many.
+        named = len(container.hosts) > 1
+        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
+        self.device = device
+        self.store: dist.Store | None = None
+        self.said = 0
+        self.watch: Watch | None = None
+        if ranks.world_size == 1:
+            return
+        served = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # by torchrun, or by spawn
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+        alone = len(container.hosts) == 1 and (
+            container.inside
+            or is_loopback(address)
+            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
+        )
+        if not served and (address == "localhost" or (alone and container.inside)):
+            address = "127.0.0.1"
+        interface = LOOPBACK if alone else container.interface
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface == LOOPBACK:  # which NCCL takes only where it is named
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        try:
+            if ranks.rank == 0 and not served:
+                self.store = serve_store(address, port)
+            else:
+                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
+            host = container.current_host if container.inside else socket.gethostname()
+            self.watch = Watch(
+                (address, port),
+                ranks.world_size,
+                ranks.rank,
+                host,
+                hang_seconds,
+                on_hang=end_hung,
+                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
+            )
+            if ranks.local_world_size == ranks.world_size:
+                # torchrun's store outlives the ranks, and holds where those before a restart were.
+                # (Of several hosts each counts its restarts by itself, and no count is common.)
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
+            cuda = device.type == "cuda"
+            with nullcontext() if cuda else mute_stdout():
+                dist.init_process_group(
+                    "nccl" if cuda else "gloo",
+                    store=self.store,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
+                    device_id=device if cuda else None,
+                )
+            with mute_stdout():
+                # Flags travel on the host's side, so that asking never waits for a GPU.
+                self.flags = dist.new_group(backend="gloo") if cuda else None
+        except (RuntimeError, ValueError) as error:
+            raise TopologyError(
+                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
+                f" {address}:{port}:"
+                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
+                " interface to use)"
+            ) from None
+        # What they said to each other is there too, so this group speaks under a name of its own.
+        began = torch.tensor(time.time_ns(), device=device)
+        self.broadcast_([began])
+        self.store = dist.PrefixStore(str(int(began)), self.store)
+        if named:
+            self.check_hosts(container)
+        else:
+            self.check_order(ranks)
+
+    def check_order(self, ranks: Ranks) -> None:
+        """Raises TopologyError unless the ranks are numbered host by host."""
+        begins_host = torch.zeros(self.world_size, device=self.device)
+        begins_host[self.rank] = self.local_rank == 0
+        begins = [*map(bool, self.sum_(begins_host)), True]
+        first = self.rank - self.local_rank
+        placed = first >= 0 and begins[first]
+        if placed and ranks.local_world_size < self.world_size:  # else it may be a guess
+            placed = begins.index(True, first + 1) == first + ranks.local_world_size
+        if self.sum_(torch.tensor(float(placed), device=self.device)) < self.world_size:
+            example = f": rank {self.rank} is number {self.local_rank} of its host" * (not placed)
+            raise TopologyError(
+                f"the ranks are not numbered host by host{example}"
+                " (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
+            )
+
+    def check_hosts(self, container: Container) -> None:
+        """Raises TopologyError unless each host of the job brought the same number of ranks."""
+        ranks_of_host = torch.zeros(len(container.hosts), dtype=torch.int32, device=self.device)
+        ranks_of_host[self.host_index] = 1
+        counts = self.sum_(ranks_of_host).tolist()
+        if len(set(counts)) > 1:
+            named = zip(container.hosts, counts, strict=True)
+            found = ", ".join(f"{host}: {count}" for host, count in named)
+            raise TopologyError(
+                f"the hosts are not equally in the group of ranks: {found}; start as many on each"
+            )
+
+    def beat(self) -> None:
+        """Every rank calls it at the same points, before it waits for others."""
+        if self.watch is not None:
+            self.watch.beats += 1
+
+    def expect(self, seconds: float) -> None:
+        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
+        if self.watch is not None:
+            self.watch.expect(seconds)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
+        self.beat()
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors [n] of all ranks, by rank: [world_size, n]."""
+        self.beat()
+        gathered = tensor.new_empty(self.world_size * len(tensor))
+        # torch has renamed it, and warns of the old name.
+        new = hasattr(dist, "all_gather_single")
+        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+        gather(gathered, tensor)
+        return gathered.view(self.world_size, -1)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites each tensor with rank 0's."""
+        self.beat()
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def largest_soon(self, value: int) -> Callable[[], int]:
+        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
+
+        What is computed in between hides the time that asking takes.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        self.beat()
+        tensor = torch.tensor(value, dtype=torch.uint8)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(tensor)
+
+        return answer
+
+    def average_soon(
+        self, dtype: torch.dtype, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
+
+        Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
+        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
+        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
+        """
+        gradients = bucket.buffer()
+        sent = gradients.to(dtype).div_(self.world_size)
+
+        def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            return gradients.copy_(future.value()[0])
+
+        return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
+
+    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
+        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
+        if self.store is None:
+            return value
+        self.beat()
+        self.said += 1
+        key = f"sm-nanogpt/{within}/{self.said}"
+        if source:
+            self.store.set(key, json.dumps(value))
+            return value
+        return json.loads(self.store.get(key))
+
+    def settle(self) -> None:
+        """Waits until the device has done what it was given, so that a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def barrier(self) -> None:
+        self.beat()
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        self.barrier()
+        if self.watch is not None:
+            self.watch.end()
+            self.barrier()  # till then nobody leaves, with the store that another talks to
+            dist.destroy_process_group()
+
+
+@contextmanager
+def mute_stdout() -> Iterator[None]:
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
+
+    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def spawn(config: Config, container: Container, n_local: int) -> int:
+    """Starts this script again as each of the host's ranks, and returns their exit status.
+
+    It is what torchrun does, less the elasticity: the first host's parent serves the store at
+    which all ranks meet, so a host started alone waits for the others.
+    """
+    n_hosts = len(container.hosts)
+    world_size = n_local * n_hosts
+    address, port = "127.0.0.1", 0
+    if n_hosts > 1:
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+    if container.host_index == 0:
+        store = serve_store(address, port)  # which lives as long as its name
+        port = store.port
+    children = []
+    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
+    for local_rank in range(n_local):
+        env = dict(
+            os.environ,
+            RANK=str(container.host_index * n_local + local_rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(n_local),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
+            TORCHELASTIC_RESTART_COUNT="0",
+            SM_NANOGPT_LAUNCHER="train.py",
+            SM_NANOGPT_LIFELINE=str(lifeline),
+        )
+        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
+        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
+
+    status, deadline = 0, math.inf
+    stop_signal, stopped_at = 0, 0.0
+    hung: list[str] = []
+
+    def terminate(number: int = signal.SIGTERM) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def forward(signum: int, frame: Any) -> None:
+        nonlocal stop_signal, stopped_at, deadline
+        if not stop_signal:
+            stop_signal, stopped_at = signum, time.monotonic()
+            terminate()
+        elif is_second(stopped_at):
+            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
+            deadline = min(deadline, time.monotonic() + 2)
+            terminate(signal.SIGINT)
+
+    on_stop_signals(forward)
+    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
+    while None in (codes := [child.poll() for child in children]):
+        failed = [code for code in codes if code]
+        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
+            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
+            failed = [1]
+        if failed and not status:
+            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
+            terminate()
+        if time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+        if any(code is not None for code in codes):
+            watch.ended.set()  # the store may go with the first host
+        time.sleep(0.05)
+    watch.end()
+    status = status or next((code for code in codes if code), 0)
+    if stop_signal and (status < 0 or status > 128):
+        return 128 + stop_signal
+    if status >= 0:
+        return status
+    # A killed rank says nothing itself.
+    rank = next(i for i, child in enumerate(children) if child.returncode == status)
+    name = f"rank {container.host_index * n_local + rank}"
+    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
+    if -status == signal.SIGKILL:
+        killed += ", as a machine does that runs out of memory"
+    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
+    return 128 - status
+
+
+def is_second(stopped_at: float) -> bool:
+    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
+    parent and its ranks alike."""
+    return time.monotonic() - stopped_at > 1
+
+
+def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+    """Sets what is done when somebody ends this process, or the terminal that it runs in.
+
+    nohup has a process ignore the end of its terminal, and it goes on doing so.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def end_with_parent(env: Mapping[str, str]) -> None:
+    """Ends this process when the one that started it ends, however that ends.
+
+    Orphans would train on, and write into the checkpoints of whoever is started next.
+    """
+    if "SM_NANOGPT_LIFELINE" not in env:
+        return
+    lifeline = int(env["SM_NANOGPT_LIFELINE"])
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors and the log. Each error is reported as one last line, `ErrorName: cause`, which SageMaker
+# shows.
+
+
+class TrainingError(Exception):
+    """A failure that the person who started the training can act on."""
+
+
+class ConfigError(TrainingError):
+    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
+
+
+class DataError(TrainingError):
+    """Text that is missing, unreadable or too short."""
+
+
+class TopologyError(TrainingError):
+    """Hosts, GPUs and processes that do not add up to one group."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that cannot be written, or none that is whole where one has to be."""
+
+
+class FormatError(TrainingError):
+    """A file that is not what its name says: damaged, truncated or of another kind."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The device or the machine has less memory than a step takes."""
+
+
+class HangError(TrainingError):
+    """A rank that makes no progress while the others wait for it."""
+
+
+class ModelError(TrainingError):
+    """A model that cannot be trained, or is not what it is exported as."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss, the gradients or the weights became infinite or not a number."""
+
+
+def failure_report(error: BaseException) -> str:
+    """What is printed of an error: `ErrorName: cause` on one last line.
+
+    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
+    an error that we did not foresee comes after its places in the code, without their text.
+    """
+    cause = " ".join(str(error).split()) or "no further word"
+    line = f"{type(error).__name__}: {cause}"
+    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
+        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
+    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    return "\n".join(
+        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
+    )
+
+
+def say(line: str) -> None:
+    """One line of the log in one write, so that lines of several ranks do not mix.
+
+    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
+    SIGTERM does.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with suppress(OSError):  # it may be the same reader's
+            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
+        signal.raise_signal(signal.SIGTERM)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+
+
+def counted(n: int, word: str) -> str:
+    """'1 host', '2 hosts', '2 processes'."""
+    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
+    short = {"".join(word[0] for word in other.split("_")): other for other in known}
+    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
+
+
+def choices_for(value: str, choices: Sequence[str]) -> str:
+    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
+    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
+
+
+def allowed(f: dataclasses.Field[Any]) -> str:
+    """What the field accepts, in words."""
+    m = f.metadata
+    if m["choices"]:
+        return "one of " + ", ".join(m["choices"])
+    if f.type == "bool":
+        return "True or False"
+    kind = "a whole number" if f.type == "int" else "a number"
+    if m["most"] is not None:
+        return f"{kind} from {m['least']} to {m['most']}"
+    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
+
+
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def check_range(f: dataclasses.Field[Any], value: Any) -> None:
+    m = f.metadata
+    wrong = (
+        type(value) not in FIELD_TYPES[str(f.type)]
+        or (isinstance(value, float) and not math.isfinite(value))
+        or (m["choices"] and value not in m["choices"])
+        or (m["least"] is not None and value < m["least"])
+        or (m["most"] is not None and value > m["most"])
+    )
+    if wrong:
+        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
+        raise ConfigError(f"{f.name}={value!r}: must be {must}")
+
+
+def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
+    """The value of a field from its text form, as on a command line."""
+    try:
+        if f.type == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if f.type == "float":
+            return float(text)
+        if f.type == "int":
+            try:
+                return int(text)
+            except ValueError:
+                if float(text).is_integer():  # 1e5
+                    return int(float(text))
+                raise
+    except (ValueError, KeyError):
+        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
+    return text
+
+
+def make_config(
+    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from names and values (text or typed) over a preset over a base over the defaults.
+
+    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
+    unset hyperparameter becomes on its way through SageMaker.
+
+    Raises:
+        ConfigError: an unknown name or preset, or a value that is not allowed.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
+    known = {f.name: f for f in dataclasses.fields(Config)}
+    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
+    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
+        of_preset.pop("learning_rate", None)  # which is for Muon
+    chosen = {**base, **of_preset}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
+            )
+        if value is None or value == "":
+            continue
+        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
+    return Config(**chosen)
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of Options."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
+
+    data: str = option("", "a text file, or a directory of *.txt files")
+    validation: str = option("", "likewise, for validation alone")
+    out: str = option("", "directory for the results (default: a new one in runs/)")
+    resume: str = option("", "directory of an earlier training (on every host) to go on with")
+    processes: int = option(
+        0, "processes of a host without GPUs (default: the fastest, or as before)"
+    )
+    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
+
+
+OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
+
+
+def read_words(argv: Sequence[str]) -> dict[str, str]:
+    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or its value is missing.
+    """
+    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
+    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
+    given: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        name = key.replace("-", "_")
+        if not word.startswith("-"):
+            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
+        if not word.startswith("--") or name not in known:
+            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
+            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in flags:
+                value = "True"
+            else:
+                raise ConfigError(f"{word}: a value is missing")
+        if name in given:
+            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
+        given[name] = value
+    return given
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
+    """Hyperparameters and options from the words of a command line.
+
+    A resumed training takes those that are not given from its checkpoint.
+
+    Raises:
+        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
+            a checkpoint that this script can go on from.
+    """
+    given = read_words(argv)
+    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
+    processes = said.pop("processes")
+    if processes and not (processes.isdecimal() and int(processes)):
+        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
+    options = Options(**said, processes=int(processes or 0))
+    if options.resume and options.out:
+        raise ConfigError(
+            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
+            " as it is, resume a copy"
+        )
+    base: dict[str, Any] = {}
+    if options.resume:
+        try:
+            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        except CheckpointError as error:
+            raise ConfigError(f"--resume {options.resume}: {error}") from None
+        base = saved["config"]
+        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
+            raise ConfigError(
+                f"{options.resume} was trained by a script with other hyperparameters"
+                f" ({', '.join(foreign)}); go on with it by that script"
+            )
+        options = dataclasses.replace(
+            options,
+            data=options.data or saved["data"],
+            validation=options.validation or saved["validation"],
+            processes_before=saved.get("processes", 0),  # older checkpoints have none
+        )
+    return make_config(given, options.preset or None, base), options
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [__doc__ or "", "options:"]
+    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
+    group = ""
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"] != group:
+            group = f.metadata["group"]
+            lines += ["", f"hyperparameters of the {group}:"]
+        kept = "; --resume keeps it" * f.metadata["fixed"]
+        lines.append(
+            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
+        )
+    return "\n".join(lines)
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:
