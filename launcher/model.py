@@ -214,9 +214,10 @@ def export_checkpoint(
     with errors_of(train):
         with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
             loaded = train.Checkpoints(checkpoint_dir).load_latest()
-        if loaded is None:
-            raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
-        tensors, state = loaded
+    if loaded is None:
+        raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
+    tensors, state = loaded
+    with errors_of(train):
         saved = parse(state, Saved, "its state")
     training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
     script = script_module(saved.script_sha256, find_script)

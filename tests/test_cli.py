@@ -141,7 +141,7 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
 
 def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
     _, _, told = cli("launch", "--help").out.partition("Options for SageMaker alone:\n")
-    found_at_launch = {"affordable_run"}
+    found_at_launch = {"affordable_run", "worst_cost"}
     fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
