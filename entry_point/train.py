@@ -15,9 +15,9 @@ In a SageMaker container it needs no arguments but hyperparameters: it reads the
 /opt/ml/checkpoints, and leaves a Hugging Face model directory in /opt/ml/model.
 `python train.py --help` lists the rest.
 
-The parts, in order: configuration, the container, choices by device, the group of processes, text,
-batches, the model, its optimizers, safetensors files, checkpoints, the artefact, sampling, and the
-training loop.
+The parts, in order: hyperparameters; the model, its export, sampling; optimizers; batches; the
+training loop. Then what few readers need: choices by device, text, files, checkpoints, the
+container, the group of processes, errors, the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -81,15 +80,15 @@ with warnings.catch_warnings():
 def hyperparameter(
     default: Any,
     help: str,
-    *,
-    group: str,
     least: float | None = None,
     most: float | None = None,
+    *,
     choices: tuple[str, ...] = (),
     fixed: bool = False,
+    group: str = "",
 ) -> Any:
-    """A field of Config. `fixed` marks what a resumed training must share with its checkpoint."""
-    metadata = dict(help=help, group=group, least=least, most=most, choices=choices, fixed=fixed)
+    """A field of Config. A `fixed` one cannot change on resume; `group` begins a part of --help."""
+    metadata = dict(help=help, least=least, most=most, choices=choices, fixed=fixed, group=group)
     return field(default=default, metadata=metadata)
 
 
@@ -101,146 +100,102 @@ class Config:
         ConfigError: a value is out of its range, or two values do not go together.
     """
 
-    n_layer: int = hyperparameter(4, "layers", group="model", least=1, most=1024, fixed=True)
-    n_head: int = hyperparameter(
-        2, "attention heads", group="model", least=1, most=1024, fixed=True
-    )
-    n_embd: int = hyperparameter(128, "width", group="model", least=2, most=1 << 16, fixed=True)
-    block_size: int = hyperparameter(
-        64, "context length in characters", group="model", least=2, most=1 << 17, fixed=True
-    )
+    n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
+    n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
+    n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
+    block_size: int = hyperparameter(64, "context length in characters", 2, 1 << 17, fixed=True)
     n_hidden: int = hyperparameter(
-        0,
-        "width inside the MLP (0: 8/3 of n_embd)",
-        group="model",
-        least=0,
-        most=1 << 18,
-        fixed=True,
+        0, "width inside the MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
     )
     tie_embeddings: bool = hyperparameter(
-        False, "share one matrix between embedding and head", group="model", fixed=True
+        False, "share one matrix between embedding and head", fixed=True
     )
-    dropout: float = hyperparameter(
-        0.0, "dropout probability (on a CPU in 256ths)", group="model", least=0, most=0.95
-    )
+    dropout: float = hyperparameter(0.0, "dropout probability (on a CPU in 256ths)", 0, 0.95)
 
     validation_fraction: float = hyperparameter(
         0.1,
         "last part of the text kept for validation when there is no validation channel",
-        group="data",
-        least=0.001,
-        most=0.9,
+        0.001,
+        0.9,
         fixed=True,
+        group="data",
     )
     batch_size: int = hyperparameter(
-        12,
-        "sequences per optimizer step, over all processes",
-        group="data",
-        least=1,
-        most=1 << 20,
-        fixed=True,
+        12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        1, "passes that one process makes over its part of the batch", group="data", least=1
+        1, "passes that one process makes over its part of the batch", 1
     )
-    seed: int = hyperparameter(
-        1337, "of the initial weights, the batches and dropout", group="data", least=0, fixed=True
-    )
+    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
-    max_steps: int = hyperparameter(2000, "optimizer steps", group="schedule", least=1, most=10**12)
+    max_steps: int = hyperparameter(2000, "optimizer steps", 1, 10**12, group="schedule")
     optimizer: str = hyperparameter(
         "muon",
         "muon (matrices; AdamW for the rest) or adamw (everything)",
-        group="schedule",
         choices=("muon", "adamw"),
         fixed=True,
     )
     learning_rate: float = hyperparameter(
         0.0,
         "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
-        group="schedule",
-        least=0,
-        most=1e37,
+        0,
+        1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=1e37
+        0.1, "peak, of the embedding with muon", 0, 1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02,
-        "peak, of the head with muon, also of a tied one",
-        group="schedule",
-        least=0,
-        most=1e37,
+        0.02, "peak, of the head with muon, also of a tied one", 0, 1e37
     )
-    warmup_steps: int = hyperparameter(
-        0, "steps of linear rise to the peak", group="schedule", least=0
-    )
-    decay_fraction: float = hyperparameter(
-        0.8, "last part of the steps, of linear fall", group="schedule", least=0, most=1
-    )
+    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak", 0)
+    decay_fraction: float = hyperparameter(0.8, "last part of the steps, of linear fall", 0, 1)
     final_learning_rate: float = hyperparameter(
-        0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
+        0.0, "at the last step, as a fraction of the peak", 0, 1
     )
-    weight_decay: float = hyperparameter(
-        0.0, "of the matrices, decoupled", group="schedule", least=0, most=10
-    )
-    momentum: float = hyperparameter(0.9, "of muon", group="schedule", least=0, most=0.9999)
-    beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
-    beta2: float = hyperparameter(0.95, "of AdamW", group="schedule", least=0, most=0.999999)
+    weight_decay: float = hyperparameter(0.0, "of the matrices, decoupled", 0, 10)
+    momentum: float = hyperparameter(0.9, "of muon", 0, 0.9999)
+    beta1: float = hyperparameter(0.8, "of AdamW", 0, 0.9999)
+    beta2: float = hyperparameter(0.95, "of AdamW", 0, 0.999999)
     short_windows: float = hyperparameter(
         0.0,
         "first part of the steps, in windows of an eighth, then a quarter, then half of block_size",
-        group="schedule",
-        least=0,
-        most=1,
+        0,
+        1,
     )
-    grad_clip: float = hyperparameter(
-        0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0, most=10**9
-    )
+    grad_clip: float = hyperparameter(0.0, "largest norm of the gradient (0: no limit)", 0, 10**9)
 
-    log_interval: int = hyperparameter(50, "steps between metric lines", group="report", least=1)
-    eval_interval: int = hyperparameter(250, "steps between evaluations", group="report", least=1)
+    log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
+    eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
     eval_windows: int = hyperparameter(
-        512, "windows of the validation part per evaluation (0: all)", group="report", least=0
+        512, "windows of the validation part per evaluation (0: all)", 0
     )
     sample_length: int = hyperparameter(
-        300,
-        "characters sampled after training (a third before)",
-        group="report",
-        least=0,
-        most=10**6,
+        300, "characters sampled after training (a third before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
         "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
         " would take over 2 % of the time)",
-        group="report",
-        least=0,
+        0,
     )
 
     hang_seconds: float = hyperparameter(
         150.0,
         "seconds without progress after which a rank that others wait for counts as hung (or the"
         " time of 5 steps, if that is longer)",
+        5,
+        1800,
         group="machine",
-        least=5,
-        most=1800,
     )
-    device: str = hyperparameter(
-        "auto", "where to compute", group="machine", choices=("auto", "cuda", "mps", "cpu")
-    )
+    device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
     precision: str = hyperparameter(
         "auto",
         "of matrix products, and of gradients between ranks (auto: the first of bfloat16, float16"
         " and float32 that the device is fast at)",
-        group="machine",
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto",
-        "torch.compile (auto: on GPUs, where it pays)",
-        group="machine",
-        choices=("auto", "on", "off"),
+        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
     )
 
     def __post_init__(self) -> None:
@@ -296,60 +251,25 @@ class Config:
             )
 
 
+# fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
-    # The size of nanoGPT's configuration for a CPU: about a minute of training on two cores.
-    "cpu": dict(
-        n_layer=4,
-        n_head=2,
-        n_embd=128,
-        block_size=64,
-        batch_size=12,
-        max_steps=2000,
-        device="cpu",
-    ),
+    # The size of nanoGPT's configuration for a CPU: about a minute on two cores.
+    "cpu": dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=12, max_steps=2000,
+                device="cpu"),
     # What nanoGPT's configuration for a CPU learns in a minute, in a twentieth of that: in so few
     # steps two wide layers learn more than four.
-    "quick": dict(
-        n_layer=2,
-        n_head=2,
-        n_embd=176,
-        n_hidden=480,
-        block_size=64,
-        batch_size=12,
-        max_steps=180,
-        learning_rate=0.05,
-        momentum=0.85,
-        short_windows=0.3,
-        device="cpu",
-    ),
+    "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
+                  max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
+                  device="cpu"),
     # The best model that two CPU cores make of a megabyte of text in three minutes.
-    "laptop": dict(
-        n_layer=4,
-        n_head=3,
-        n_embd=192,
-        block_size=1024,
-        batch_size=2,
-        max_steps=1900,
-        weight_decay=0.1,
-        short_windows=0.9,
-        eval_interval=500,
-        device="cpu",
-    ),
+    "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
+                   weight_decay=0.1, short_windows=0.9, eval_interval=500, device="cpu"),
     # As large as nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU. Its
-    # words are for a megabyte of text, which it learns by heart without weight decay.
-    "baby": dict(
-        n_layer=6,
-        n_head=3,
-        n_embd=384,
-        block_size=256,
-        batch_size=64,
-        max_steps=1000,
-        learning_rate=0.03,
-        weight_decay=0.6,
-        dropout=0.2,
-        log_interval=10,
-    ),
+    # values are for a megabyte of text, which it learns by heart without weight decay.
+    "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
+                 learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
 }
+# fmt: on
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1260,14 +1180,6 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
-def preemptions() -> int:
-    """How often a thread of this process was halted for another program's; 0 outside of Linux.
-
-    With 2 to 4 threads: about 5 a second on a quiet machine, 300 to 2500 where a core was taken.
-    """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if sys.platform == "linux" else 0
-
-
 NOTHING, CHECKPOINT, STOP = range(3)
 # The part of the time that checkpoints may take, where nothing else is said: a model of the size of
 # GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
@@ -1286,7 +1198,6 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
-        self.last_look: tuple[float, int] | None = None  # at the preemptions: when, how many
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
         self.saved_at = math.inf  # when that was, or the training began
@@ -1539,8 +1450,6 @@ class Trainer:
         if self.chief and config.sample_length and self.step == 0:
             self.say_sample("before training", config.sample_length // 3)
         steps_timed, started = 0, time.perf_counter()
-        if self.chief and group.device.type == "cpu" and torch.get_num_threads() > 1:
-            self.last_look = time.monotonic(), preemptions()
         while self.step < config.max_steps:
             now = time.monotonic()
             group.expect(5 * (now - began))  # of the last step, so that long ones have their time
@@ -1554,7 +1463,6 @@ class Trainer:
             self.step += 1
             self.steps_summed += 1
             steps_timed += 1
-            self.notice_busy_cores()
 
             wish = agreement()
             group.expect(math.inf)  # of evaluations and checkpoints
@@ -1621,27 +1529,6 @@ class Trainer:
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
-
-    def notice_busy_cores(self) -> None:
-        """Says once, after some seconds of it, that other programs hold this one's threads up.
-
-        All threads wait for the slowest in each operation: on four cores, one of them busy, four
-        threads took 20 times as long as one. Fewer are not taken unasked, as another number of
-        threads may change the last bits of what is learnt.
-        """
-        if self.last_look is None:
-            return
-        (then, before), now = self.last_look, time.monotonic()
-        if now - then < 3:
-            return
-        count, threads = preemptions(), torch.get_num_threads()
-        self.last_look = now, count
-        if (count - before) / (now - then) > max(100, 25 * threads):
-            self.last_look = None
-            say(
-                f"note: other programs use this machine's cores, and {threads} CPU threads wait for"
-                " each other: fewer are faster then; OMP_NUM_THREADS=1 and --resume go on with one"
-            )
 
     def wish(self) -> int:
         """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
@@ -1804,11 +1691,10 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
 
 
 def local_processes(config: Config, container: Container, options: Options) -> int:
-    """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
+    """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
     device = choose_device(config, container, options.processes or 1)
     if device == "cpu":
-        said = options.processes or options.processes_before
-        return said or cpu_processes(config, len(container.hosts))
+        return options.processes or options.processes_before or 1
     if device == "mps":
         return 1
     gpus = torch.cuda.device_count()
@@ -1820,71 +1706,15 @@ def local_processes(config: Config, container: Container, options: Options) -> i
     return gpus
 
 
-def cpu_processes(config: Config, n_hosts: int = 1) -> int:
-    """Processes per host that train fastest on a CPU: one with all cores, or several.
-
-    Threads wait for each other at every operation, processes once in a step, but for all
-    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
-    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
-    threads lose most, as each waits for the slowest.
-    """
-    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
-        return 1
-    shares = config.batch_size // config.gradient_accumulation_steps
-    at_once = min(available_cores() // (threads_said() or 1), 8)
-    fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
-    return next(fits, 1)
-
-
-def threads_said() -> int:
-    """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(said) if said.isdecimal() else 0
-
-
 def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once.
-
-    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
-    halted, and some builds take 1 when Open MPI's variables are there.
-    """
+    """Cores that this process may use; two hardware threads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
-
-
-def cpu_quota(root: Path) -> float:
-    """CPU seconds a second that this process's control groups allow, infinite where they say none.
-
-    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
-    controller `cpu` with two files. A container sees its own group at the top of the tree.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
-    """
-    quota = math.inf
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        own = top / path.lstrip("/")
-        for directory in (own, *own.parents):  # each of them limits those within
-            with suppress(OSError):
-                said = " ".join((directory / name).read_text() for name in names).split()
-                if said[0] not in ("max", "-1"):
-                    quota = min(quota, int(said[0]) / int(said[1]))
-    return quota
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
 
 
 def keep_freed_memory() -> None:
@@ -2052,31 +1882,6 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
-class FirstIds:
-    """Ids of characters in the order of their first appearance: all are known at the end alone."""
-
-    def __init__(self) -> None:
-        self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
-        self.count = 0
-
-    def __call__(self, codes: Tensor) -> Tensor:
-        """The id of each code point, new ones included: int32 [n] both."""
-        ids = self.of_code_point.index_select(0, codes)
-        if ids.min() < 0:
-            new = codes[ids < 0].unique().long()
-            self.of_code_point[new] = self.count + torch.arange(len(new), dtype=torch.int32)
-            self.count += len(new)
-            ids = self.of_code_point.index_select(0, codes)
-        return ids
-
-    def in_order(self) -> tuple[str, Tensor]:
-        """The characters sorted by code point, and the place there of each id: [count]."""
-        codes = (self.of_code_point >= 0).nonzero().flatten()
-        places = torch.empty(self.count, dtype=id_dtype(self.count))
-        places[self.of_code_point[codes].long()] = torch.arange(self.count).to(places)
-        return "".join(map(chr, codes.tolist())), places
-
-
 def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
     """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
 
@@ -2087,54 +1892,28 @@ def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         offset = 0
         with path.open("rb") as file:
-            while True:
-                data = file.read(CHUNK_BYTES)
+            while data := file.read(CHUNK_BYTES):
                 digest.update(data)
                 pending = decoder.getstate()[0]
-                if data and not pending and data.isascii():
+                if not pending and data.isascii():
                     yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
                 else:
-                    try:
-                        text = decoder.decode(data, final=not data)
-                    except UnicodeDecodeError as error:
-                        at = offset - len(pending) + error.start
-                        raise DataError(f"{path}: not UTF-8 text (byte {at})") from None
-                    if text:
-                        codes = bytearray(text.encode("utf-32-le"))
-                        yield torch.frombuffer(codes, dtype=torch.int32)
+                    yield decoded(decoder, data, path, offset - len(pending))
                 offset += len(data)
-                if not data:
-                    break
+        decoded(decoder, b"", path, offset - len(decoder.getstate()[0]))
         digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
 
 
-def write_first_ids(
-    files: Sequence[Path], first_ids: FirstIds, out: Path
-) -> tuple[dict[torch.dtype, int], str]:
-    """Writes the text as first ids, in a wider type from the chunk on that needs it.
-
-    Returns the number of characters in each type, in the file's order, and the SHA-256 of the
-    files.
-    """
-    digest = hashlib.sha256()
-    lengths: dict[torch.dtype, int] = {}
-    with out.open("wb") as file:
-        for codes in code_points(files, digest):
-            ids = first_ids(codes)
-            dtype = id_dtype(first_ids.count)
-            file.write(raw_bytes(ids.to(dtype)))
-            lengths[dtype] = lengths.get(dtype, 0) + len(ids)
-    return lengths, digest.hexdigest()
-
-
-def write_ids(draft: Path, lengths: Mapping[torch.dtype, int], places: Tensor, out: Path) -> None:
-    """Writes the place of each first id of a draft with these lengths, as raw integers."""
-    with draft.open("rb") as source, out.open("wb") as file:
-        for dtype, length in lengths.items():
-            for start in range(0, length, CHUNK_BYTES):
-                ids = torch.empty(min(CHUNK_BYTES, length - start), dtype=dtype)
-                source.readinto(raw_bytes(ids))
-                file.write(raw_bytes(places.index_select(0, ids.int())))
+def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
+    """The code points of the next bytes, or of the last if there are none: int32 [n]."""
+    try:
+        text = decoder.decode(data, final=not data)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {offset + error.start})") from None
+    codes = bytearray(text.encode("utf-32-le"))
+    return (
+        torch.frombuffer(codes, dtype=torch.int32) if codes else torch.empty(0, dtype=torch.int32)
+    )
 
 
 def id_dtype(count: int) -> torch.dtype:
@@ -2210,44 +1989,34 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return Corpus(described["vocabulary"], train, val, described["sha256"])
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on this thread alone: on small chunks, waiting for others costs more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def tokenize(container: Container, directory: Path) -> dict[str, Any]:
     """Writes the ids of each channel into the directory and says what it found.
 
-    Decoding takes the most time, and ids are known when all text is: so it is decoded once, to a
-    draft whose ids are in the order of their coming, and these are then replaced.
+    One pass finds the vocabulary, a second one writes the ids.
     """
     channels = [c for c in (container.training, container.validation) if c is not None]
-    files = [text_files(channel) for channel in channels]
-    first_ids = FirstIds()
-    drafts = [directory / f"{index}.draft" for index in range(len(files))]
-    found = [
-        write_first_ids(of_channel, first_ids, draft)
-        for of_channel, draft in zip(files, drafts, strict=True)
-    ]
-    for channel, (lengths, _) in zip(channels, found, strict=True):
-        if not lengths:
+    sha256, seen = hashlib.sha256(), torch.zeros(CODE_POINTS, dtype=torch.bool)
+    for channel in channels:
+        digest, size = hashlib.sha256(), 0
+        for codes in code_points(text_files(channel), digest):
+            if not seen.index_select(0, codes).all():  # cheaper than to mark all of them
+                seen[codes.long()] = True
+            size += len(codes)
+        if not size:
             raise DataError(f"{channel}: no text in it")
-    vocabulary, places = first_ids.in_order()
+        sha256.update(digest.hexdigest().encode())
+    known = seen.nonzero().flatten()
+    ids = torch.zeros(CODE_POINTS, dtype=id_dtype(len(known)))
+    ids[known] = torch.arange(len(known)).to(ids)
     parts = []
-    for draft, (lengths, _) in zip(drafts, found, strict=True):
-        path = draft.with_suffix(".ids")
-        write_ids(draft, lengths, places, path)
-        draft.unlink()
-        parts.append((str(path), sum(lengths.values())))
-    sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
-    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
+    for index, channel in enumerate(channels):
+        path = directory / f"{index}.ids"
+        with path.open("wb") as file:
+            for codes in code_points(text_files(channel), hashlib.sha256()):
+                file.write(raw_bytes(ids.index_select(0, codes)))
+            parts.append((str(path), file.tell() // ids.itemsize))
+    vocabulary = "".join(map(chr, known.tolist()))
+    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256.hexdigest()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3481,9 +3250,7 @@ class Options:
     validation: str = option("", "likewise, for validation alone")
     out: str = option("", "directory for the results (default: a new one in runs/)")
     resume: str = option("", "directory of an earlier training (on every host) to go on with")
-    processes: int = option(
-        0, "processes of a host without GPUs (default: the fastest, or as before)"
-    )
+    processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
     processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
 
@@ -3568,11 +3335,9 @@ def usage() -> str:
     """The text of --help."""
     lines = [__doc__ or "", "options:"]
     lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
-    group = ""
     for f in dataclasses.fields(Config):
-        if f.metadata["group"] != group:
-            group = f.metadata["group"]
-            lines += ["", f"hyperparameters of the {group}:"]
+        if f.metadata["group"]:
+            lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
         kept = "; --resume keeps it" * f.metadata["fixed"]
         lines.append(
             f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
@@ -3589,8 +3354,6 @@ def end_at_once(signum: int, frame: Any) -> NoReturn:
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
     device = rank_device(config, container, ranks)
-    if not threads_said():
-        torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
     checkpoints = Checkpoints(container.checkpoint_dir)
@@ -3604,7 +3367,12 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     group = Group(ranks, device, container, config.hang_seconds)
     if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
         on_stop_signals(end_at_once)
+    threads = torch.get_num_threads()  # OMP_NUM_THREADS, if it is set
+    if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
+        threads = max(1, available_cores() // ranks.local_world_size)
+    torch.set_num_threads(1)  # the chunks of a text are too small to share
     corpus = load_corpus(container, config, group)
+    torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
     trainer = Trainer(config, container, group, corpus)
@@ -3630,10 +3398,6 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 
 
 def main(argv: Sequence[str]) -> int:
-    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:  # `>&-` left it free for any file
-        os.set_inheritable(nowhere, True)
-    os.close(nowhere)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())

@@ -211,9 +211,8 @@ def export_checkpoint(
         FormatError: it is not one that the script can read.
         InputError: that script is not here.
     """
-    with errors_of(train):
-        with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
-            loaded = train.Checkpoints(checkpoint_dir).load_latest()
+    with errors_of(train), contextlib.redirect_stdout(sys.stderr):  # it names what it passes over
+        loaded = train.Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
         raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
     tensors, state = loaded

@@ -158,6 +158,9 @@ class LocalBackend:
         (directory / "code").mkdir()
         (directory / "code" / "train.py").write_bytes(script)
         # The lock is taken here, before the job can be seen, and handed on: held without a gap.
+        from launcher.backends.cpu import cores
+
+        ranks = record["job"]["instance_count"] * record["processes_per_host"]
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             write_json(directory / "job.json", record)
@@ -173,6 +176,8 @@ class LocalBackend:
                 cwd=directory,  # nothing here can be imported by mistake
                 env={
                     **os.environ,
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+                    or str(max(1, cores() // ranks)),
                     "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
@@ -303,6 +308,8 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     """
     import torch
 
+    from launcher.backends.cpu import cpu_processes
+
     config = job.config(1)
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
@@ -310,9 +317,7 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
             return job.processes_per_instance, 0
         # The hosts share this machine's cores, and MPS is one device.
         mps = config.device != "cpu" and torch.backends.mps.is_available()
-        # A script of one's own may be older than the choice.
-        choose = getattr(job.script_module(), "cpu_processes", lambda config: 1)
-        return (1 if mps or job.instance_count > 1 else choose(config)), 0
+        return (1 if mps or job.instance_count > 1 else cpu_processes(config)), 0
     if gpus % job.instance_count:
         raise InputError(
             f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
