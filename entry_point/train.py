@@ -2777,38 +2777,32 @@ class Group:
         began = torch.tensor(time.time_ns(), device=device)
         self.broadcast_([began])
         self.store = dist.PrefixStore(str(int(began)), self.store)
-        if named:
-            self.check_hosts(container)
-        else:
-            self.check_order(ranks)
+        self.check_hosts(container, ranks)
 
-    def check_order(self, ranks: Ranks) -> None:
-        """Raises TopologyError unless the ranks are numbered host by host."""
-        begins_host = torch.zeros(self.world_size, device=self.device)
-        begins_host[self.rank] = self.local_rank == 0
-        begins = [*map(bool, self.sum_(begins_host)), True]
-        first = self.rank - self.local_rank
-        placed = first >= 0 and begins[first]
-        if placed and ranks.local_world_size < self.world_size:  # else it may be a guess
-            placed = begins.index(True, first + 1) == first + ranks.local_world_size
-        if self.sum_(torch.tensor(float(placed), device=self.device)) < self.world_size:
-            example = f": rank {self.rank} is number {self.local_rank} of its host" * (not placed)
-            raise TopologyError(
-                f"the ranks are not numbered host by host{example}"
-                " (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
-            )
+    def check_hosts(self, container: Container, ranks: Ranks) -> None:
+        """Raises TopologyError unless the ranks are numbered host by host.
 
-    def check_hosts(self, container: Container) -> None:
-        """Raises TopologyError unless each host of the job brought the same number of ranks."""
-        ranks_of_host = torch.zeros(len(container.hosts), dtype=torch.int32, device=self.device)
-        ranks_of_host[self.host_index] = 1
-        counts = self.sum_(ranks_of_host).tolist()
-        if len(set(counts)) > 1:
-            named = zip(container.hosts, counts, strict=True)
-            found = ", ".join(f"{host}: {count}" for host, count in named)
-            raise TopologyError(
-                f"the hosts are not equally in the group of ranks: {found}; start as many on each"
-            )
+        Where the container names the hosts, each must have the same number of ranks instead.
+        """
+        places = torch.zeros(self.world_size, 3, dtype=torch.int64, device=self.device)
+        for column, value in enumerate((self.host_index, ranks.local_rank, ranks.local_world_size)):
+            places[self.rank, column] = value
+        hosts, locals_, sizes = self.sum_(places).T.tolist()
+        if len(container.hosts) > 1:
+            counts = [hosts.count(index) for index in range(len(container.hosts))]
+            if len(set(counts)) > 1:
+                named = zip(container.hosts, counts, strict=True)
+                found = ", ".join(f"{host}: {count}" for host, count in named)
+                raise TopologyError(f"the hosts have different numbers of ranks ({found})")
+            return
+        for rank, (local, size) in enumerate(zip(locals_, sizes, strict=True)):
+            first = rank - local
+            known = size if size < self.world_size else local + 1  # else the size may be a guess
+            if first < 0 or locals_[first : first + known] != list(range(known)):
+                raise TopologyError(
+                    f"the ranks are not numbered host by host: rank {rank} is number {local} on its"
+                    " host (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
+                )
 
     def beat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""

@@ -162,7 +162,7 @@ def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_signal_while_tokenising_leaves_no_file_behind(tmp_path: Path, text_file: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    line = '            parts.append((str(path), file.tell() // ids.itemsize))\n'
+    line = "            parts.append((str(path), file.tell() // ids.itemsize))\n"
     command = edited_script(tmp_path / "train.py", (line, "            time.sleep(60)\n"))
     env = environment(TMPDIR=str(temporary))
     arguments = words(**SMALL, data=text_file)
