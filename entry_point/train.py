@@ -684,7 +684,7 @@ def write_artefact(
     """
     directory.mkdir(parents=True, exist_ok=True)
     config, why = model.config, ""
-    weights: dict[str, Tensor] = dict(model.named_parameters())
+    weights: dict[str, Tensor] = model.state_dict()
     document = hugging_face_config(config, len(vocabulary))
     try:
         tensors = to_hugging_face(weights, config)
@@ -734,16 +734,13 @@ def script_sha256() -> str:
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
     """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
     model = GPT(config, vocabulary_size)
-    parameters = dict(model.named_parameters())
-    for name in sorted(parameters.keys() | weights.keys()):
-        own, given = (
-            list(of[name].shape) if name in of else "nothing" for of in (parameters, weights)
-        )
+    live = model.state_dict()
+    for name in sorted(live.keys() | weights.keys()):
+        own, given = (list(of[name].shape) if name in of else "nothing" for of in (live, weights))
         if own != given:
             raise ModelError(f"weight {name} is {given}, where this script has {own}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():  # an edited model may have buffers besides
-            parameter.copy_(weights[name])
+    for name, tensor in live.items():
+        tensor.copy_(weights[name])
     return model.eval()
 
 
@@ -1297,7 +1294,8 @@ class Trainer:
         return {**self.weights(), **optimizer}
 
     def weights(self) -> dict[str, Tensor]:
-        return {f"model.{name}": p for name, p in self.model.named_parameters()}
+        """The model's parameters, and the buffers that an edited one may have."""
+        return {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
 
     def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
         """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
@@ -2023,12 +2021,14 @@ def tokenize(container: Container, directory: Path) -> dict[str, Any]:
 # safetensors files (huggingface.co/docs/safetensors): a length, a JSON header, raw tensors
 
 DTYPES = {
+    "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -47,8 +47,29 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             "        x = x.to(self.compute_dtype)",
         ),
     ],
+    "buffer": [
+        (
+            "        self.blocks = ",
+            '        self.register_buffer("hot", torch.ones(()))\n        self.blocks = ',
+        ),
+        (
+            HEAD,
+            "if self.training:\n            self.hot *= 1.02\n"
+            f"        {HEAD}\n        logits = logits * self.hot",
+        ),
+    ],
+    "norms with weights, and a mask": [
+        (
+            "        self.blocks = ",
+            "        self.final_norm = nn.LayerNorm(config.n_embd)\n"
+            "        mask = torch.full((config.block_size,), float('-inf'))\n"
+            '        self.register_buffer("mask", mask)\n'
+            "        self.blocks = ",
+        ),
+        ("        x = norm(x)\n", "        x = self.final_norm(x.float()).to(x.dtype)\n"),
+    ],
     "hyperparameter": [
-        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits", group="model")\n{FIELD}'),
+        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits")\n{FIELD}'),
         (
             HEAD,
             f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",
