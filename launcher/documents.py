@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
@@ -129,8 +129,8 @@ def reason_of(error: ValidationError) -> str:
     return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. Raises InputError if it cannot be read."""
+def read_toml(path: Path, tables: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a TOML file. Raises InputError if it cannot be read, or has other tables."""
     try:
         values = tomllib.loads(read_file(path).decode())
         json.dumps(values, default=str)  # an integer of 5,000 digits, which no error could show
@@ -138,4 +138,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
+    for name, value in values.items():
+        if isinstance(value, dict) and name not in tables:
+            raise InputError(f"{path}: [{name}]: delete this line; the file has no sections")
     return values

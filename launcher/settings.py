@@ -129,7 +129,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        values = read_toml(config_file()) if config_file().exists() else {}
+        values = read_toml(config_file(), tables=["tags"]) if config_file().exists() else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, values)
 
     def command(self, words: str) -> str:
