@@ -265,7 +265,7 @@ def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: 
         (["--config", "missing.toml"], "missing.toml"),
         (["--config", "unknown.toml"], "did you mean n_layer?"),
         (["--config", "list.toml"], "n_layer=[1]"),
-        (["--config", "table.toml"], "model="),
+        (["--config", "table.toml"], "[model]"),
         (["--config", "type.toml"], "n_layer=1.5"),
         (["--config", "broken.toml"], "not TOML"),
         (["--config", "latin.toml"], "not TOML"),
