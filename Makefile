@@ -35,7 +35,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/mypy
 
 emulator: .venv/installed-for-tests .venv-contract/installed
-	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py
+	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/aws/emulator.py
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2
