@@ -28,6 +28,7 @@ from launching import Finished, Ran
 import launcher
 from launcher import ServiceError, TrainingJob
 from launcher import cli as commands
+from launcher.cli.show import byte_progress
 from launcher.job import LOCAL_FIELDS, option
 
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
@@ -141,7 +142,7 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
 
 def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
     _, _, told = cli("launch", "--help").out.partition("Options for SageMaker alone:\n")
-    found_at_launch = {"affordable_run"}
+    found_at_launch = {"affordable_run", "worst_cost"}
     fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
@@ -549,7 +550,7 @@ class Terminal(io.StringIO):
 
 def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with commands.byte_progress("upload", 2_000_000) as progress:
+    with byte_progress("upload", 2_000_000) as progress:
         time.sleep(0.25)
         progress(1_000_000)
         progress(1_000_000)
