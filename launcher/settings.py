@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
@@ -43,8 +43,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "role": ("launch", "doctor"),
     "stack": ("upload-data", "launch", "doctor", "infra"),
 }
-
-Tell = Callable[[str], object]  # says a line to the person at the terminal
 
 # How a location begins that means the same from every directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")

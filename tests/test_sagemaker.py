@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import botocore.session
 import launching
@@ -49,10 +48,10 @@ from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.aws.instances import (
     INSTANCES,
     check_instance,
+    describe_instance,
     gpus_of,
     has_local_storage,
     looks_like_gpu,
-    remark,
     sagemaker_types,
 )
 from launcher.aws.session import why
@@ -331,9 +330,9 @@ def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: b
 
 
 def test_a_known_type_is_described(home: Path) -> None:
-    assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
+    assert describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
     assert "-gpu-" in training_image("us-east-1", DEFAULT_VERSION, True, home)
-    assert remark("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+    assert describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
 
 def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
@@ -1350,7 +1349,7 @@ def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
 
     monkeypatch.setattr(backend, "news", news)
-    assert list(backend.host_lines("job", True, Mock())) == [("algo-1", "the end")]
+    assert list(backend.host_lines("job", True)) == [("algo-1", "the end")]
 
 
 def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(

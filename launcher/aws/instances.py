@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,14 @@ def check_instances(names: Sequence[str]) -> None:
         raise InputError(f"--instance {','.join(names)}: {problem}")
 
 
-def remark(name: str) -> str:
-    """What a machine is, or a warning about a type that boto3 does not know."""
+def log_instance(name: str) -> None:
+    """Log what a machine has; warn about a type that boto3 does not know."""
+    level = logging.WARNING if gpus_of(name) is None else logging.INFO
+    logger.log(level, describe_instance(name))
+
+
+def describe_instance(name: str) -> str:
+    """The GPUs of an instance type, or why it may not be one."""
     if name in INSTANCES:
         known = INSTANCES[name]
         gpus = f"{known.gpus} {known.gpu} of {known.gpu_memory} GiB"
@@ -202,7 +211,7 @@ def remark(name: str) -> str:
     kind = "GPU" if looks_like_gpu(name) else "CPU"
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"warning: boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
+        f"boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
         f" for a {kind} instance{hint}"
     )
 

@@ -53,9 +53,10 @@ from launcher.job import (
     RUNNING,
     JobDescription,
     TrainingJob,
+    UnreadableJob,
     newest_checkpoint,
 )
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
 
 T = TypeVar("T")
 
@@ -117,13 +118,13 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         if dry_run:
             self.request("", job)  # which is refused
         processes, _ = plan_processes(job)
         return job.config(job.instance_count * processes)
 
-    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         return job
 
     def submit(self, job_id: str, job: TrainingJob) -> None:
@@ -243,7 +244,7 @@ class LocalBackend:
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """It is the copy that was run."""
 
-    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
         names = sorted(
             (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
         )
@@ -251,7 +252,7 @@ class LocalBackend:
             try:
                 description = self.describe(name)
             except ServiceError as error:
-                tell(f"job {name} is left out: {error}")
+                yield UnreadableJob(name, error)
                 continue
             if description is not None:
                 yield description
@@ -266,9 +267,7 @@ class LocalBackend:
     def console_link(self, job_id: str) -> str | None:
         return None
 
-    def logs(
-        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
-    ) -> Iterator[str]:
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position, pending = 0, b""
         while True:

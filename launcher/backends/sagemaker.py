@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import storage
 from launcher.aws import money
-from launcher.aws.images import problem, remark
+from launcher.aws.images import log_image, problem
 from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import check_quotas
@@ -52,9 +52,10 @@ from launcher.job import (
     JobDescription,
     Scalar,
     TrainingJob,
+    UnreadableJob,
     newest_checkpoint,
 )
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -193,7 +194,7 @@ class SageMakerBackend:
 
         return create_request(self.plan(job_id, job), self.settings.home)
 
-    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
         for instance in job.instances:
             if "volume_size" in job.model_fields_set and has_local_storage(instance):
                 raise InputError(
@@ -207,8 +208,7 @@ class SageMakerBackend:
         plan = self.plan("job", job.model_copy(update=anything))
         if unfit := problem(plan.image_uri, job.instance, job.launcher):
             raise InputError(unfit)
-        if said := remark(plan.image_uri, job.instance, job.launcher, date.today()):
-            tell(said)
+        log_image(plan.image_uri, job.instance, job.launcher, date.today())
         if not self.settings.role and not dry_run:
             raise InputError(
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
@@ -224,12 +224,12 @@ class SageMakerBackend:
             )
         return config
 
-    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         prices = Prices(self.settings, self.region, None if dry_run else self.session)
-        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices), tell)
+        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices))
         check_checkpoints(ready)
         if not dry_run:
-            check_quotas(ready, self.settings, self.session, tell)
+            check_quotas(ready, self.settings, self.session)
         return ready
 
     def spent(self, job: TrainingJob, prices: Prices) -> float:
@@ -354,15 +354,13 @@ class SageMakerBackend:
         """The prefix of a job's files, in whichever store it was launched to."""
         return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
-    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
         with service_errors("Search"):
             for raw in self.all_raw():
                 try:
-                    description = describe_job(raw, None)
+                    yield describe_job(raw, None)
                 except ServiceError as error:
-                    tell(f"job {raw['TrainingJobName']} is left out: {error}")
-                else:
-                    yield description
+                    yield UnreadableJob(raw["TrainingJobName"], error)
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
         """What Search says of the jobs, by tag, so that others of the account are left out.
@@ -377,20 +375,18 @@ class SageMakerBackend:
         with service_errors("StopTrainingJob"):
             self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
-    def logs(
-        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
-    ) -> Iterator[str]:
-        lines = self.host_lines(job_id, follow, tell)
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+        lines = self.host_lines(job_id, follow)
         return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)
 
-    def host_lines(self, job_id: str, follow: bool, tell: Tell) -> Iterator[tuple[str, str]]:
+    def host_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
         again = self.settings.command(f"logs {job_id} --follow")
         heard, ended = time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
-            raw, events, seen = patiently(ask, again, tell) if follow else ask()
+            raw, events, seen = patiently(ask, again) if follow else ask()
             for _, host, message in events:
                 yield host, message
             if events or not ended:  # when last asked; the last lines come after the end

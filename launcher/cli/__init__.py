@@ -32,7 +32,7 @@ from launcher.cli.jobs import (
 from launcher.cli.launch import copy_script_command, launch_command
 from launcher.cli.options import Group
 from launcher.cli.sample import fetch_and_sample_command
-from launcher.cli.show import note, silence
+from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.upload import upload_data_command
 from launcher.errors import InputError, ServiceError
 
@@ -108,6 +108,7 @@ def run(arguments: list[str] | None = None) -> int:
         # Not cli.main, which makes a failure of a pipe whose reader has left.
         with (
             signals_as_ctrl_c(),
+            logs_shown(),
             cli.make_context(
                 "sm-nanogpt", [word for word in words if word != "--debug"]
             ) as context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import click
@@ -32,6 +33,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     from launcher.aws.instances import check_instance
     from launcher.doctor import FAILURE, WARNING, examine
 
+    logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings say it all
     settings = settings_of(context)
     check_instance(instance)
 

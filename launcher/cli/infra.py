@@ -47,7 +47,7 @@ def infra_deploy_command(
     from launcher.aws.infra import Deployment
 
     can_ask(yes or dry_run)
-    deployment = Deployment(settings_of(context, stack=stack), note)
+    deployment = Deployment(settings_of(context, stack=stack))
     if left := deployment.left_over():
         note(f"stack {deployment.name} is {left.status}; what is left of it is deleted first")
         if dry_run:
@@ -95,7 +95,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
     """
     from launcher.aws.infra import Deployment
 
-    found = Deployment(settings_of(context, stack=stack), note).show()
+    found = Deployment(settings_of(context, stack=stack)).show()
     if as_json:
         print_json(found)
     else:
@@ -116,7 +116,7 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     from launcher.aws.infra import Deployment
 
     can_ask(yes)
-    deployment = Deployment(settings_of(context, stack=stack), note)
+    deployment = Deployment(settings_of(context, stack=stack))
     removal = deployment.removal()
     if removal is None:
         note(f"there is no stack {deployment.name} in {deployment.region}; nothing to delete")

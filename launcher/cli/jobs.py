@@ -27,23 +27,19 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
     Example:
       sm-nanogpt jobs
     """
-    from launcher.tracking import jobs_and_failure, with_costs
+    from launcher.tracking import list_jobs, with_costs
 
     settings = settings_of(context)
-    unread: list[str] = []
-
-    def tell(line: str) -> None:
-        unread.append(line)
-        note(line)
-
-    found, failure = jobs_and_failure(settings, tell)
+    found, unreadable, failure = list_jobs(settings)
+    for job in unreadable:
+        note(f"job {job.job_id} is left out: {job.error}")
     try:
-        found = with_costs(found, settings, note)
+        found = with_costs(found, settings)
     except (InputError, ServiceError) as error:
         failure = failure or error
     if as_json:
         print_json(found)
-    elif found or not (failure or unread):
+    elif found or not (failure or unreadable):
         print_jobs(found, settings)
     if failure is not None:
         raise failure
@@ -91,7 +87,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     from launcher.tracking import describe, logs, next_step, reason_of, with_costs
 
     settings = settings_of(context)
-    (d,) = with_costs([describe(job_id, settings)], settings, note)
+    (d,) = with_costs([describe(job_id, settings)], settings)
     if as_json:
         print_json(d)
         return
@@ -164,18 +160,26 @@ def logs_command(
       sm-nanogpt logs JOB-ID --follow
       sm-nanogpt logs JOB-ID --tail 20
     """
-    from launcher.tracking import logs
+    from launcher.tracking import describe, logs
 
     if follow and tail is not None:
         raise InputError("--tail does not go with --follow")
+    settings, silent = settings_of(context), tail != 0
     try:
-        lines = logs(job_id, follow, settings_of(context), tell=note, raw=raw)
+        lines = logs(job_id, follow, settings, raw=raw)
         for line in lines if tail is None else deque(lines, maxlen=tail):
             click.echo(line)
+            silent = False
     except KeyboardInterrupt:
         if not follow:
             raise
         note("the job goes on")
+        return
+    if silent and not follow:
+        d = describe(job_id, settings)
+        yet = " yet" * d.is_running
+        more = "; --raw shows all lines" * (not raw and d.instance != "local")
+        note(f"the script printed nothing{yet}; the job is {d.state}{more}")
 
 
 @click.command("wait", cls=Command)
@@ -192,7 +196,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
 
     settings = settings_of(context)
     try:
-        description = wait(job_id, settings, tell=note)
+        description = wait(job_id, settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the waiting alone; the job is not stopped") from None
     if description.status != "Completed":
@@ -215,7 +219,7 @@ def stop_command(context: click.Context, job_id: str) -> None:
     settings = settings_of(context)
     local = stop(job_id, settings).instance == "local"
     note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
-    description = wait(job_id, settings, tell=note)
+    description = wait(job_id, settings)
     if description.status == "Failed":
         raise ServiceError(explain(description, settings))
     note(explain(description, settings))

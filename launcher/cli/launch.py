@@ -194,7 +194,7 @@ def launch_command(
         said.setdefault("instance", "ml.g5.12xlarge")
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
     with byte_progress("upload") as progress:
-        ready, backend, settings = prepare(job, settings, progress, dry_run, tell=note)
+        ready, backend, settings = prepare(job, settings, progress, dry_run)
     local, job_id = ready.instance == "local", new_job_id()
     if dry_run:
         print_json(backend.request(job_id, ready))
@@ -232,7 +232,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     from launcher.tracking import describe, explain, logs, next_step, stop, wait
 
     try:
-        for line in logs(job_id, follow=True, settings=settings, tell=note):
+        for line in logs(job_id, follow=True, settings=settings):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError):
@@ -249,7 +249,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         except KeyboardInterrupt:
             with suppress(ServiceError):  # it has just ended
                 stop(job_id, settings)
-    description = wait(job_id, settings, tell=note)
+    description = wait(job_id, settings)
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
     note(next_step(description, settings))

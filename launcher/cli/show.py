@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -33,6 +34,28 @@ def shown(text: str) -> str:
 def note(text: str) -> None:
     """Something for the person at the terminal."""
     click.echo(shown(text), err=True)
+
+
+class Screen(logging.Handler):
+    """Prints what the library logs, as `note` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warning = "warning: " if record.levelno >= logging.WARNING else ""
+        note(f"{warning}{record.getMessage()}")
+
+
+@contextmanager
+def logs_shown() -> Iterator[None]:
+    """Prints what the library logs, from INFO on."""
+    logger, screen = logging.getLogger("launcher"), Screen()
+    level = logger.level
+    logger.addHandler(screen)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(screen)
+        logger.setLevel(level)
 
 
 @contextmanager

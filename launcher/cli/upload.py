@@ -45,7 +45,7 @@ def upload_data_command(
     source = path_of(path)
     total = sum(file.stat().st_size for _, file in find_text(source))
     with byte_progress("upload", total) as progress:
-        upload = upload_data(source, settings, progress, tell=note)
+        upload = upload_data(source, settings, progress)
     note(
         f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
         f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
