@@ -39,7 +39,7 @@ LOCAL_FIELDS = {
     "resume",
 }
 
-TAG_KEY = "sm-nanogpt"  # marks our jobs
+TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # marks our jobs
 TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")

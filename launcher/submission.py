@@ -39,11 +39,31 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         ServiceError: the store or the service refuses.
         KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
     """
-    ready, backend, settings = prepare(job, settings or load_settings())
+    ready = prepare(job, settings or load_settings())
     job_id = new_job_id()
-    with naming(job_id, settings):
-        backend.submit(job_id, ready)
+    with naming(job_id, ready.settings):
+        ready.submit(job_id)
     return job_id
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that can be submitted: complete, checked, and its text where the job reads it.
+
+    settings have the store and role that the job uses.
+    """
+
+    job: TrainingJob
+    plan: Any
+    backend: Backend
+    settings: Settings
+
+    def submit(self, job_id: str) -> None:
+        self.backend.submit(job_id, self.job, self.plan)
+
+    def request(self, job_id: str) -> dict[str, Any]:
+        """What `submit` would send to SageMaker."""
+        return self.backend.request(job_id, self.job, self.plan)
 
 
 def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
@@ -85,12 +105,10 @@ def prepare(
     settings: Settings,
     progress: storage.Progress = lambda n: None,
     dry_run: bool = False,
-) -> tuple[TrainingJob, Backend, Settings]:
-    """The job with everything filled in: what it takes over from another, and data as URIs.
+) -> Ready:
+    """Completes and checks a job, and uploads its text.
 
-    A dry run sends nothing, and asks nobody whether what it would send is there already.
-
-    Returns it, the place to submit it to, and the settings with the store and role that hold there.
+    A dry run uploads nothing, and does not ask the store what is there already.
 
     Raises:
         InputError, ServiceError: as launch.
@@ -122,7 +140,7 @@ def prepare(
             f"launcher: {launcher}, as the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
         )
     # All is checked before anything is uploaded.
-    config = backend.check(job, dry_run)
+    plan = backend.check(job, dry_run)
     job = backend.afford(job, dry_run)
     # A path given to a local job goes no further than this machine.
     near = settings.model_copy(update={"store": ""}) if local else settings
@@ -130,7 +148,7 @@ def prepare(
     channels = {"data": find_channel(data, near, dry_run)}
     if job.validation is not None:
         channels["validation"] = find_channel(job.validation, near, dry_run)
-    check_length(channels, config)
+    check_length(channels, job.config(1))
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
@@ -143,7 +161,7 @@ def prepare(
             if channel.upload.uploaded and not local:
                 logger.info(f"upload: {channel.named} to {channel.uri}")
             corpus.send(channel.upload, channel.sources, near, progress)
-    return job, backend, settings
+    return Ready(job, plan, backend, settings)
 
 
 def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:

@@ -260,8 +260,8 @@ def test_a_list_in_a_variable_is_json(
 
 def test_a_local_job_takes_nothing_that_is_prescribed(home: Path, text_file: Path) -> None:
     settings = Settings(home=home, network_isolation=True)
-    ready, _, _ = prepare(TrainingJob(data=str(text_file)), settings)
-    assert not ready.network_isolation
+    ready = prepare(TrainingJob(data=str(text_file)), settings)
+    assert not ready.job.network_isolation
 
 
 def test_a_resumed_job_gets_what_is_prescribed_since(
@@ -2025,7 +2025,8 @@ def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another
     monkeypatch.setenv(name, "gone")
     job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/text/")
     settings = Settings(home=home, profile="me", store="s3://bucket/some/prefix")
-    request = SageMakerBackend(settings).request("a-job", job)
+    backend = SageMakerBackend(settings)
+    request = backend.request("a-job", job, backend.check(job, dry_run=True))
     assert request["TrainingJobName"] == "a-job"
     assert os.environ[name] == "gone"
 

@@ -21,15 +21,21 @@ class Backend(Protocol):
         """How often to ask about a job that is waited for."""
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        """The script's Config of the job; tells what it runs in. Raises InputError for what this
-        place cannot do."""
+        """What this place decides about the job, for `submit` and `request`; logs what it runs in.
+
+        Raises:
+            InputError: this place cannot run the job.
+        """
 
     def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
-        """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot
-        be held, or the account may not run such a job."""
+        """The job within its cost ceiling; logs what it may cost.
 
-    def submit(self, job_id: str, job: TrainingJob) -> None:
-        """Starts a job that was checked and whose data is a URI."""
+        Raises:
+            InputError: the ceiling cannot be held, or the account may not run such a job.
+        """
+
+    def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
+        """Starts a job whose data is a URI; plan is from `check`."""
 
     def describe(self, job_id: str) -> JobDescription | None:
         """None when the job is not of this place."""
@@ -49,7 +55,7 @@ class Backend(Protocol):
     def stop(self, job_id: str) -> None:
         """Asks the job to stop, and returns at once."""
 
-    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob, plan: Any) -> dict[str, Any]:
         """What submit sends, without sending it. Raises InputError where none is sent."""
 
     def console_link(self, job_id: str) -> str | None:

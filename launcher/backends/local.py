@@ -118,18 +118,19 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> tuple[int, int]:
+        """Processes and GPUs of each host."""
         if dry_run:
-            self.request("", job)  # which is refused
-        processes, _ = plan_processes(job)
-        return job.config(job.instance_count * processes)
+            self.request("", job, (0, 0))  # which is refused
+        processes, gpus = plan_processes(job)
+        job.config(job.instance_count * processes)
+        return processes, gpus
 
     def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         return job
 
-    def submit(self, job_id: str, job: TrainingJob) -> None:
-        processes, gpus = plan_processes(job)
-        config = job.config(job.instance_count * processes)
+    def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
+        processes, gpus = plan
         directory = self.jobs_dir / job_id
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
@@ -137,7 +138,7 @@ class LocalBackend:
             "created": time.time(),
             "processes_per_host": processes,
             "gpus_per_host": gpus,
-            "max_steps": config.max_steps,
+            "max_steps": job.config(1).max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
         script = job.script.read_bytes()
@@ -261,7 +262,7 @@ class LocalBackend:
         path = self.jobs_dir / job_id / "stop"
         (path.with_name("stop-now") if path.exists() else path).touch()
 
-    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> dict[str, Any]:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
 
     def console_link(self, job_id: str) -> str | None:

@@ -194,16 +194,17 @@ def launch_command(
         said.setdefault("instance", "ml.g5.12xlarge")
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
     with byte_progress("upload") as progress:
-        ready, backend, settings = prepare(job, settings, progress, dry_run)
-    local, job_id = ready.instance == "local", new_job_id()
+        ready = prepare(job, settings, progress, dry_run)
+    job, settings = ready.job, ready.settings
+    local, job_id = job.instance == "local", new_job_id()
     if dry_run:
-        print_json(backend.request(job_id, ready))
+        print_json(ready.request(job_id))
         return
-    costs_much = not local and (ready.worst_cost or math.inf) > settings.ask_above
+    costs_much = not local and (job.worst_cost or math.inf) > settings.ask_above
     if costs_much and sys.stdin.isatty():
         agree("Launch it?", yes)
     with naming(job_id, settings):
-        backend.submit(job_id, ready)
+        ready.submit(job_id)
         try:
             click.echo(job_id)
             sys.stdout.flush()
@@ -213,7 +214,7 @@ def launch_command(
                 f"{error.strerror or error}: the id of the job cannot be printed; it is"
                 f" {job_id}, and `{settings.command(f'stop {job_id}')}` stops it"
             ) from None
-    if link := backend.console_link(job_id):
+    if link := ready.backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and local):
         follow_job(job_id, settings, stops=local)
