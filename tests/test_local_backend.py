@@ -827,7 +827,7 @@ def test_why_a_job_failed_is_told_though_the_disk_is_full(
     write_job(tmp_path, text_file)
     run = LocalRun(tmp_path)
     run.tell(secondary="Training")
-    monkeypatch.setattr("launcher.storage.replacing_file", full)
+    monkeypatch.setattr("launcher.storage.replacing", full)
     run.tell(status="Failed", reason="a reason")
     told = json.loads((tmp_path / "state.json").read_text())
     assert (told["status"], told["reason"]) == ("Failed", "a reason")

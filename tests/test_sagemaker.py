@@ -46,7 +46,7 @@ from entry_point import train
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.aws.instances import (
-    INSTANCES,
+    GPUS,
     check_instance,
     describe_instance,
     gpus_of,
@@ -330,7 +330,7 @@ def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: b
 
 
 def test_a_known_type_is_described(home: Path) -> None:
-    assert describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
+    assert describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
     assert "-gpu-" in training_image("us-east-1", DEFAULT_VERSION, True, home)
     assert describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
@@ -356,11 +356,11 @@ def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
 
 
 def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
-    assert set(INSTANCES) <= set(sagemaker_types())
+    assert set(GPUS) <= set(sagemaker_types())
 
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
-    assert INSTANCES["ml.p6-b200.48xlarge"].gpus == 8
+    assert GPUS["ml.p6-b200.48xlarge"] == (8, "B200")
     assert "-gpu-" in training_image("eu-west-1", DEFAULT_VERSION, True, home)
 
 

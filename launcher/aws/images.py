@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from datetime import date
 
-from launcher.aws.instances import INSTANCES, looks_like_gpu, types_of
+from launcher.aws.instances import GPUS, looks_like_gpu, types_of
 from launcher.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,8 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
         )
     image = image_of(uri)
     for name in types_of(instance):
-        machine = INSTANCES.get(name)
-        if image and machine and machine.gpu == "V100" and not image.cuda.startswith("12."):
+        _, gpu = GPUS.get(name, (0, ""))
+        if image and gpu == "V100" and not image.cuda.startswith("12."):
             return (
                 f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {name};"
                 " --pytorch-version 2.8.0 does"

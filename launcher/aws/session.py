@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, did_you_mean
 
 if TYPE_CHECKING:
     from launcher.settings import Settings
@@ -160,8 +159,7 @@ def check_region(session: Any) -> str:
         for name in session.get_available_regions("sagemaker", partition)
     ]
     if region not in known:
-        near = difflib.get_close_matches(region, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        hint = did_you_mean(region, known) or f"there are {', '.join(known)}"
         raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
     return region
 

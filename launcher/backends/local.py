@@ -397,5 +397,5 @@ def read_document(path: Path, kind: type[T]) -> T | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all, as somebody may be reading."""
-    with storage.replacing_file(path) as file:
+    with storage.replacing(path) as file:
         file.write(storage.json_bytes(value))
