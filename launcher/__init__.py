@@ -10,7 +10,9 @@
 `jobs`, `describe`, `logs` and `stop` look after jobs that exist, and `fetch_model` gives the
 directory of a trained model, which `transformers` loads too. Each takes a `Settings` where the
 defaults (environment, then config file) are not wanted. What the caller got wrong raises
-`InputError`; what failed on the way raises `ServiceError`. Nothing here prints.
+`InputError`; what failed on the way raises `ServiceError`. Nothing here prints: what a launch finds
+out (image, price, text) is logged at level INFO below the logger `launcher`, so
+`logging.basicConfig(level=logging.INFO)` shows it.
 
 Names are imported when they are first used, so importing this package costs nothing.
 Importing it raises ImportError where another project's `entry_point` or `infra` would be taken for
@@ -20,6 +22,7 @@ the one of this project.
 from __future__ import annotations
 
 import importlib
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,8 @@ for _name in ("entry_point", "infra"):  # names that other projects may have too
             f"package {_name} is {_places[0] if _places else 'missing'}, not that of sm-nanogpt;"
             " install sm-nanogpt into an environment of its own"
         )
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from launcher.artefacts import fetch_model

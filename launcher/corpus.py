@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import http.client
+import logging
 import os
 import re
 import urllib.request
@@ -26,8 +27,10 @@ from launcher.aws.session import Missing
 from launcher.aws.stack import with_stack
 from launcher.documents import Count, Damaged, Document
 from launcher.errors import InputError, ServiceError
-from launcher.settings import Settings, Tell, load_settings
+from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
+
+logger = logging.getLogger(__name__)
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -73,7 +76,6 @@ def upload_data(
     path: str | Path,
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
-    tell: Tell = lambda line: None,
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
 
@@ -85,7 +87,7 @@ def upload_data(
         InputError: it is not text, or too short to train on.
         ServiceError: the store refuses.
     """
-    settings = stack_store(settings or load_settings(), tell)
+    settings = stack_store(settings or load_settings())
     upload, sources = survey(path, settings)
     send(upload, sources, settings, progress)
     storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
@@ -96,7 +98,7 @@ def upload_data(
     return upload
 
 
-def stack_store(settings: Settings, tell: Tell) -> Settings:
+def stack_store(settings: Settings) -> Settings:
     """The settings with the stack's store where none is set; as they are if there is none.
 
     Where AWS cannot be asked, that is told, and the text stays here: a launch sends it later.
@@ -107,11 +109,11 @@ def stack_store(settings: Settings, tell: Tell) -> Settings:
     if settings.store or not settings.reaches_aws:
         return settings
     try:
-        return with_stack(settings, names=("store",), tell=tell)
+        return with_stack(settings, names=("store",))
     except Missing:  # the stack that was named
         raise
     except (InputError, ServiceError) as error:
-        tell(f"no stack can be asked for a store ({error}); the text stays on this machine")
+        logger.info(f"no stack can be asked for a store ({error}); the text stays on this machine")
         return settings
 
 
@@ -216,7 +218,6 @@ def last_upload(
     settings: Settings,
     offline: bool = False,
     local: bool = False,
-    tell: Tell = lambda line: None,
 ) -> str:
     """The URI of the data set that a launch without --data takes.
 
@@ -259,7 +260,7 @@ def last_upload(
     except (InputError, ServiceError) as error:
         if not local or here not in noted:
             raise
-        tell(f"{error}; so the last upload on this machine is taken")
+        logger.info(f"{error}; so the last upload on this machine is taken")
         uri = noted[here]
         whole = find_upload(uri, settings) is not None
     if not whole:

@@ -31,7 +31,7 @@ from launcher.aws.images import (
     no_patches,
     problem,
 )
-from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu, remark
+from launcher.aws.instances import describe_instance, gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.money import usd
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, read_quota
@@ -458,9 +458,9 @@ def check_data(patient: Patient) -> str:
 
 
 def check_instance_type(patient: Patient) -> str:
-    said = remark(patient.instance)
+    said = describe_instance(patient.instance)
     if gpus_of(patient.instance) is None:
-        raise Doubt(said.removeprefix("warning: "))
+        raise Doubt(said)
     return said
 
 

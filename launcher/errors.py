@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 # How pydantic says it, and how we do.
 WORDS = {
     "Value error, ": "",
@@ -18,6 +21,12 @@ class InputError(Exception):
 
 class ServiceError(Exception):
     """A job, a store or a service failed: exit code 1. The text says what to do next."""
+
+
+def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> str:
+    """`did you mean A or B?` for up to n known words that are close; '' if none is."""
+    near = difflib.get_close_matches(word, list(known), n, cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def must_be(message: str) -> str:

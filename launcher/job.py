@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from launcher.aws.images import DEFAULT_VERSION
 from launcher.aws.instances import check_instances, types_of
 from launcher.documents import Scalar, read_file
-from launcher.errors import InputError, must_be
+from launcher.errors import InputError, ServiceError, must_be
 
 if TYPE_CHECKING:
     from launcher.aws.prices import Price
@@ -39,7 +39,7 @@ LOCAL_FIELDS = {
     "resume",
 }
 
-TAG_KEY = "sm-nanogpt"  # marks our jobs
+TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # marks our jobs
 TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
@@ -375,6 +375,14 @@ class JobDescription:
         if self.started is None:
             return 0.0
         return max(0.0, (self.ended or now) - self.started) + warm
+
+
+@dataclass(frozen=True)
+class UnreadableJob:
+    """A job whose record is damaged or of another version, and the error that says so."""
+
+    job_id: str
+    error: ServiceError
 
 
 def newest_checkpoint(names: Iterable[str]) -> int | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
@@ -19,7 +18,7 @@ from pydantic_settings import (
 )
 
 from launcher.documents import read_toml
-from launcher.errors import InputError, must_be
+from launcher.errors import InputError, did_you_mean, must_be
 
 
 def default_home() -> Path:
@@ -43,8 +42,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "role": ("launch", "doctor"),
     "stack": ("upload-data", "launch", "doctor", "infra"),
 }
-
-Tell = Callable[[str], object]  # says a line to the person at the terminal
 
 # How a location begins that means the same from every directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
@@ -245,8 +242,8 @@ def load_settings(**said: str | None) -> Settings:
         first = error.errors()[0]
         name = str(first["loc"][0])
         unknown = first["type"] == "extra_forbidden"
-        meant = f"there is no such setting; did you mean {nearest(name)}?"
-        reason = meant if unknown else must_be(first["msg"])
+        meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
+        reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
         raise InputError(f"{said_by(name, words)}={first['input']!r}: {reason}") from None
     except SettingsError as error:
         named = re.search(r'field "(\w+)"', str(error))
@@ -272,14 +269,9 @@ def said_by(name: str, words: Mapping[str, str]) -> str:
 
 def check_variables() -> None:
     """Raises InputError for a variable that looks like a setting and is none, as a misspelt one."""
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
     for name, value in sorted(os.environ.items()):
-        odd = name.upper().startswith(PREFIX) and name.upper() not in known | NO_SETTINGS
+        odd = name.upper().startswith(PREFIX) and name.upper() not in {*known, *NO_SETTINGS}
         if odd and value:
-            meant = PREFIX + nearest(name[len(PREFIX) :]).upper()
-            raise InputError(f"{name}: there is no such setting; did you mean {meant}?")
-
-
-def nearest(name: str) -> str:
-    """The setting that a misspelt one may be meant for."""
-    return difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0)[0]
+            meant = did_you_mean(name.upper(), known, n=1, cutoff=0)
+            raise InputError(f"{name}: there is no such setting; {meant}")

@@ -151,21 +151,15 @@ def s3_options(settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """As replacing_file, in a directory that is made where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_file(path) as file:
-        yield file
+def replacing(path: Path, make_directory: bool = False) -> Iterator[BinaryIO]:
+    """Open a local file to write atomically.
 
-
-@contextmanager
-def replacing_file(path: Path) -> Iterator[BinaryIO]:
-    """A local file to write, in a directory that exists: it appears whole, or not at all.
-
-    It is on the disk before it has its name: after a loss of power it would be there and empty.
+    The content is on the disk before the file gets its name: a power loss leaves no empty file.
     """
-    # Beside its place, as a rename from another file system would be a copy; and of this call
-    # alone, as threads share a process's number, and containers may.
+    # In the same directory, since a rename across file systems would copy; with a random name,
+    # since threads share a process id, and containers may.
+    if make_directory:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -194,7 +188,11 @@ def write_file(
         ServiceError: the store refuses, or what arrived is not what was sent.
     """
     if (place := local_path(uri)) is not None:
-        with reported(uri), open_file(source) as file, replacing(place) as target:
+        with (
+            reported(uri),
+            open_file(source) as file,
+            replacing(place, make_directory=True) as target,
+        ):
             while chunk := file.read(CHUNK_BYTES):
                 target.write(chunk)
                 progress(len(chunk))
@@ -248,7 +246,7 @@ def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> N
     """Writes a small document, whole or not at all."""
     with reported(uri):
         if (place := local_path(uri)) is not None:
-            with replacing(place) as file:
+            with replacing(place, make_directory=True) as file:
                 file.write(content)
         else:
             fs, path = file_system(uri, settings)

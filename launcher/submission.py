@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -13,14 +14,16 @@ from typing import Any
 
 from launcher import corpus, storage
 from launcher.aws.images import TORCHRUN_ALONE, default_launcher
-from launcher.aws.instances import has_local_storage, looks_like_gpu, remark
+from launcher.aws.instances import has_local_storage, log_instance, looks_like_gpu
 from launcher.aws.stack import with_stack
 from launcher.backends import Backend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob
-from launcher.settings import Settings, Tell, load_settings
+from launcher.settings import Settings, load_settings
 from launcher.tracking import backend_for, find
+
+logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
 
@@ -36,16 +39,34 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         ServiceError: the store or the service refuses.
         KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
     """
-    ready, backend, settings = prepare(job, settings or load_settings())
+    ready = prepare(job, settings or load_settings())
     job_id = new_job_id()
-    with naming(job_id, settings):
-        backend.submit(job_id, ready)
+    with naming(job_id, ready.settings):
+        ready.submit(job_id)
     return job_id
 
 
-def cloud_settings(
-    settings: Settings, dry_run: bool = False, tell: Tell = lambda line: None
-) -> Settings:
+@dataclass(frozen=True)
+class Ready:
+    """A job that can be submitted: complete, checked, and its text where the job reads it.
+
+    settings have the store and role that the job uses.
+    """
+
+    job: TrainingJob
+    plan: Any
+    backend: Backend
+    settings: Settings
+
+    def submit(self, job_id: str) -> None:
+        self.backend.submit(job_id, self.job, self.plan)
+
+    def request(self, job_id: str) -> dict[str, Any]:
+        """What `submit` would send to SageMaker."""
+        return self.backend.request(job_id, self.job, self.plan)
+
+
+def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
     """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
 
     Without a stack, the role is that of the SageMaker notebook that this runs in, if any, and the
@@ -55,10 +76,10 @@ def cloud_settings(
         InputError: no store is set, and none is there; none is created.
         ServiceError: AWS cannot be asked.
     """
-    settings = with_stack(settings, offline=dry_run, tell=tell)
+    settings = with_stack(settings, offline=dry_run)
     backend = SageMakerBackend(settings)
     if not settings.role and not dry_run and (role := backend.notebook_role()):
-        tell(f"role: {role} (of this SageMaker notebook)")
+        logger.info(f"role: {role} (of this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
@@ -75,7 +96,7 @@ def cloud_settings(
             f" `{settings.command('infra deploy')}` makes one, or {how}"
         )
     store = f"s3://{bucket}/sm-nanogpt"
-    tell(f"store: {store} (the account's default bucket of SageMaker)")
+    logger.info(f"store: {store} (the account's default bucket of SageMaker)")
     return settings.model_copy(update={"store": store})
 
 
@@ -84,13 +105,10 @@ def prepare(
     settings: Settings,
     progress: storage.Progress = lambda n: None,
     dry_run: bool = False,
-    tell: Tell = lambda line: None,
-) -> tuple[TrainingJob, Backend, Settings]:
-    """The job with everything filled in: what it takes over from another, and data as URIs.
+) -> Ready:
+    """Completes and checks a job, and uploads its text.
 
-    A dry run sends nothing, and asks nobody whether what it would send is there already.
-
-    Returns it, the place to submit it to, and the settings with the store and role that hold there.
+    A dry run uploads nothing, and does not ask the store what is there already.
 
     Raises:
         InputError, ServiceError: as launch.
@@ -101,15 +119,15 @@ def prepare(
         job = ready_to_resume(job, home, earlier, settings)
     local = job.instance == "local"
     if not local:
-        settings = cloud_settings(settings, dry_run, tell)
+        settings = cloud_settings(settings, dry_run)
     backend = backend_for(job.instance, settings)
     if not local:
         for instance in job.instances:
-            tell(remark(instance))
+            log_instance(instance)
     if job.resume is not None:
-        job, before = take_over(job, home, earlier, tell)
+        job, before = take_over(job, home, earlier)
     if not local:
-        job = with_prescribed(job, settings, tell)
+        job = with_prescribed(job, settings)
     if job.entry_point is not None:
         script = storage.path_of(job.entry_point).absolute()
         job = job.model_copy(update={"entry_point": script})
@@ -118,35 +136,35 @@ def prepare(
     launcher = default_launcher(job.instance)
     if "launcher" not in job.model_fields_set and job.launcher != launcher:
         job = job.model_copy(update={"launcher": launcher})
-        tell(f"launcher: {launcher}, as the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}")
+        logger.info(
+            f"launcher: {launcher}, as the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
+        )
     # All is checked before anything is uploaded.
-    config = backend.check(job, dry_run, tell)
-    job = backend.afford(job, dry_run, tell)
+    plan = backend.check(job, dry_run)
+    job = backend.afford(job, dry_run)
     # A path given to a local job goes no further than this machine.
     near = settings.model_copy(update={"store": ""}) if local else settings
-    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local, tell)
+    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
     channels = {"data": find_channel(data, near, dry_run)}
     if job.validation is not None:
         channels["validation"] = find_channel(job.validation, near, dry_run)
-    check_length(channels, config)
+    check_length(channels, job.config(1))
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
     last = asked.data is None and asked.resume is None
-    tell(f"data: {job.data}{' (the last upload)' if last else ''}")
+    logger.info(f"data: {job.data}{' (the last upload)' if last else ''}")
     if job.preset and not asked.preset:
-        tell(f"preset: {job.preset}")
+        logger.info(f"preset: {job.preset}")
     for channel in channels.values():
         if channel.upload is not None and not dry_run:
             if channel.upload.uploaded and not local:
-                tell(f"upload: {channel.named} to {channel.uri}")
+                logger.info(f"upload: {channel.named} to {channel.uri}")
             corpus.send(channel.upload, channel.sources, near, progress)
-    return job, backend, settings
+    return Ready(job, plan, backend, settings)
 
 
-def with_prescribed(
-    job: TrainingJob, settings: Settings, tell: Tell = lambda line: None
-) -> TrainingJob:
+def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
     """The job with what the settings prescribe, where it says nothing itself; tags one by one.
 
     Raises:
@@ -157,7 +175,7 @@ def with_prescribed(
     added = sorted(prescribed.keys() - said.keys() | prescribed.keys() & {"tags"})
     if not added:
         return job
-    tell(f"configured: {', '.join(added)}")
+    logger.info(f"configured: {', '.join(added)}")
     tags = {**settings.tags, **job.tags}
     try:
         ready = TrainingJob(**{**prescribed, **said, "tags": tags})
@@ -197,7 +215,7 @@ def ready_to_resume(
 
 
 def take_over(
-    job: TrainingJob, home: Backend, earlier: JobDescription, tell: Tell = lambda line: None
+    job: TrainingJob, home: Backend, earlier: JobDescription
 ) -> tuple[TrainingJob, TrainingJob]:
     """The job on top of the one it resumes: what it does not say itself is as it was there, each
     hyperparameter, variable and tag by itself.
@@ -216,7 +234,9 @@ def take_over(
         job = job.model_copy(update={"entry_point": before.entry_point})
     sent, known = earlier.hyperparameters, job.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):
-        tell(f"{job.script} has no {', '.join(unknown)}; the earlier job's values are left out")
+        logger.info(
+            f"{job.script} has no {', '.join(unknown)}; the earlier job's values are left out"
+        )
     sent = {name: value for name, value in sent.items() if name in known}
     before = before.model_copy(
         update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}

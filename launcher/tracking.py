@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -18,8 +19,10 @@ from launcher.backends import Backend
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
-from launcher.job import JOB_ID, JobDescription
-from launcher.settings import Settings, Tell, load_settings
+from launcher.job import JOB_ID, JobDescription, UnreadableJob
+from launcher.settings import Settings, load_settings
+
+logger = logging.getLogger(__name__)
 
 FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}")  # as submission.new_job_id makes it
 
@@ -93,7 +96,7 @@ def full_id(word: str, settings: Settings) -> str:
     """
     if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
         return word
-    described, _ = jobs_and_failure(settings, lambda line: None)
+    described, _, _ = list_jobs(settings)
     found = [description.job_id for description in described]
     if word == "latest":
         return found[0] if found else word
@@ -113,36 +116,39 @@ def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
     return find(job_id, settings or load_settings())[1]
 
 
-def jobs(settings: Settings | None = None, tell: Tell = lambda line: None) -> list[JobDescription]:
-    """All jobs, newest first; tells which on this machine cannot be read.
-
-    Warns where SageMaker cannot be asked, and lists the others.
-    """
-    found, failure = jobs_and_failure(settings or load_settings(), tell)
+def jobs(settings: Settings | None = None) -> list[JobDescription]:
+    """All jobs, newest first. Warns if SageMaker or the record of a job cannot be read."""
+    found, unreadable, failure = list_jobs(settings or load_settings())
+    for job in unreadable:
+        warnings.warn(f"job {job.job_id} is left out: {job.error}", stacklevel=2)
     if failure is not None:
         warnings.warn(f"not all jobs are listed: {failure}", stacklevel=2)
     return found
 
 
-def jobs_and_failure(
-    settings: Settings, tell: Tell
-) -> tuple[list[JobDescription], InputError | ServiceError | None]:
-    """The jobs of all places up to one that cannot be asked, and why that cannot."""
+def list_jobs(
+    settings: Settings,
+) -> tuple[list[JobDescription], list[UnreadableJob], InputError | ServiceError | None]:
+    """The jobs, newest first, those that cannot be read, and why a backend did not answer."""
     found: list[JobDescription] = []
+    unreadable: list[UnreadableJob] = []
     failure: InputError | ServiceError | None = None
     try:
         for backend in all_backends(settings):
-            found += backend.list(tell)
+            for job in backend.list():
+                if isinstance(job, UnreadableJob):
+                    unreadable.append(job)
+                else:
+                    found.append(job)
     except InputError as error:  # which says nothing of SageMaker, as that no region is known
         failure = InputError(f"{error}; so jobs on SageMaker are missing from the list")
     except ServiceError as error:
         failure = error
-    return sorted(found, key=lambda description: description.created, reverse=True), failure
+    found.sort(key=lambda description: description.created, reverse=True)
+    return found, unreadable, failure
 
 
-def with_costs(
-    found: Sequence[JobDescription], settings: Settings, tell: Tell
-) -> list[JobDescription]:
+def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
     """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
     if all(description.instance == "local" for description in found):
         return list(found)
@@ -159,10 +165,10 @@ def with_costs(
             description = replace(description, cost=cost, price=price)
         told.append(description)
     if prices.trouble:
-        tell(prices.trouble)
+        logger.info(prices.trouble)
     unknown = sorted(name for name, price in known.items() if price is None and name != "local")
     if unknown:
-        tell(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
+        logger.info(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
     return told
 
 
@@ -170,7 +176,6 @@ def logs(
     job_id: str,
     follow: bool = False,
     settings: Settings | None = None,
-    tell: Tell = lambda line: None,
     raw: bool = False,
 ) -> Iterator[str]:
     """What the script of a job printed, by lines; raw adds what its container printed besides.
@@ -180,19 +185,8 @@ def logs(
     Raises:
         ServiceError: there is no such job.
     """
-    backend, description = find(job_id, settings or load_settings())
-
-    def lines() -> Iterator[str]:
-        silent = True
-        for line in backend.logs(job_id, follow, tell, raw):
-            silent = False
-            yield line
-        if silent and not follow:
-            yet = " yet" * description.is_running
-            more = "; --raw shows all lines" * (not raw and description.instance != "local")
-            tell(f"the script printed nothing{yet}; the job is {description.state}{more}")
-
-    return lines()
+    backend, _ = find(job_id, settings or load_settings())
+    return backend.logs(job_id, follow, raw)
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
@@ -215,7 +209,6 @@ def wait(
     job_id: str,
     settings: Settings | None = None,
     timeout: float | None = None,
-    tell: Tell = lambda line: None,
 ) -> JobDescription:
     """Waits for a job's end and returns what became of it; tells of an outage of the network.
 
@@ -233,7 +226,7 @@ def wait(
         ask = partial(backend.describe, job_id)
         local = description.instance == "local"
         again = settings.command(f"logs {job_id} --follow")
-        now = ask() if local else patiently(ask, again, tell, deadline)
+        now = ask() if local else patiently(ask, again, deadline)
         if now is None:
             raise ServiceError(
                 f"job {job_id} was deleted before its end: `{settings.command('jobs')}` lists those"

@@ -28,6 +28,7 @@ from launching import Finished, Ran
 import launcher
 from launcher import ServiceError, TrainingJob
 from launcher import cli as commands
+from launcher.cli.show import byte_progress
 from launcher.job import LOCAL_FIELDS, option
 
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
@@ -549,7 +550,7 @@ class Terminal(io.StringIO):
 
 def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with commands.byte_progress("upload", 2_000_000) as progress:
+    with byte_progress("upload", 2_000_000) as progress:
         time.sleep(0.25)
         progress(1_000_000)
         progress(1_000_000)

@@ -351,7 +351,11 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
 
 
 def test_without_s3_a_local_job_takes_the_last_upload_here(
-    home: Path, source: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
+    home: Path,
+    source: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = upload_data(source).uri
     noted = {
@@ -367,10 +371,10 @@ def test_without_s3_a_local_job_takes_the_last_upload_here(
         return find(uri, settings)
 
     monkeypatch.setattr(corpus, "find_upload", refuse)
-    said: list[str] = []
+    caplog.set_level("INFO")
     settings = launching.settings_of(home)
-    assert last_upload(settings, local=True, tell=said.append) == here
-    assert said == ["no AWS credentials; so the last upload on this machine is taken"]
+    assert last_upload(settings, local=True) == here
+    assert caplog.messages == ["no AWS credentials; so the last upload on this machine is taken"]
     with pytest.raises(ServiceError):
         last_upload(settings)
 

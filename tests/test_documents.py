@@ -27,7 +27,8 @@ from launcher.aws.prices import Prices
 from launcher.aws.quotas import Listed
 from launcher.aws.stack import remembered
 from launcher.backends.local import LocalBackend
-from launcher.cli import print_jobs, shown
+from launcher.cli.jobs import print_jobs
+from launcher.cli.show import shown
 from launcher.documents import LARGEST, open_file, parse, read_toml
 from launcher.job import load_script
 from launcher.model import export_checkpoint, load_artefact

@@ -14,9 +14,9 @@ from launcher.aws.images import (
     default_launcher,
     find_image,
     image_of,
+    log_image,
     no_patches,
     problem,
-    remark,
 )
 
 G5 = "ml.g5.12xlarge"
@@ -52,7 +52,6 @@ def test_long_tags_of_aws_are_known_and_own_images_are_not() -> None:
     assert image_of(f"{REGISTRY}/{long}") is find_image("2.10")
     for uri in ("mine:1", "mine/pytorch:latest", "pytorch-inference:2.8.0-gpu-py312"):
         assert image_of(uri) is None
-        assert remark(uri, G5, "pytorchddp", TODAY) is None
 
 
 def test_a_version_without_an_image_is_refused_with_those_that_have_one() -> None:
@@ -99,11 +98,17 @@ def test_torchrun_is_the_default_launcher_where_the_sdk_refuses_pytorchddp() -> 
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_patches_are_over_on_the_day_after_the_last(image: Image) -> None:
+def test_patches_are_over_on_the_day_after_the_last(
+    caplog: pytest.LogCaptureFixture, image: Image
+) -> None:
     last, uri = image.patched_until, image.name(gpu=True)
-    assert f"patched until {last}" in (remark(uri, G5, "torchrun", last) or "")
-    after = remark(uri, G5, "torchrun", last + timedelta(days=1)) or ""
-    assert after.startswith(f"warning: AWS ended the patches of {uri} on {last}")
+    caplog.set_level("INFO")
+    for day in (last, last + timedelta(days=1)):
+        log_image(uri, G5, "torchrun", day)
+    before, after = caplog.records
+    assert (before.levelname, after.levelname) == ("INFO", "WARNING")
+    assert f"patched until {last}" in before.getMessage()
+    assert after.getMessage().startswith(f"AWS ended the patches of {uri} on {last}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from entry_point import train
 from launcher import InputError, TrainingJob
 from launcher.backends.local_runner import command_line
 from launcher.backends.sagemaker import sendable_hyperparameters
-from launcher.cli import pairs
+from launcher.cli.options import pairs
 from launcher.documents import read_toml
 
 

@@ -284,11 +284,15 @@ def test_no_ceiling_holds_if_the_price_of_one_of_several_types_is_unknown(
     assert "5.00 USD (--max-cost) cannot be held" in cli(*LAUNCH, *types, "--max-cost", "5").error
 
 
-def test_a_disk_makes_a_type_more_expensive_than_its_price_says() -> None:
+def test_a_disk_makes_a_type_more_expensive_than_its_price_says(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
     known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
-    two, told = job(instance=",".join(prices), volume_size=1000), list[str]()
-    ready = afford(two, Settings(), cast("Prices", known), lambda: 0.0, told.append)
+    two = job(instance=",".join(prices), volume_size=1000)
+    caplog.set_level("INFO")
+    ready = afford(two, Settings(), cast("Prices", known), lambda: 0.0)
+    told = caplog.messages
     assert ready.instance == two.instance
     assert told[0] == "price: 0.90 USD an hour, by B (ml.r5.large, the most expensive)"
     assert "disks" in told[1]

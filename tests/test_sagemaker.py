@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import botocore.session
 import launching
@@ -47,12 +46,12 @@ from entry_point import train
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
 from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.aws.instances import (
-    INSTANCES,
+    GPUS,
     check_instance,
+    describe_instance,
     gpus_of,
     has_local_storage,
     looks_like_gpu,
-    remark,
     sagemaker_types,
 )
 from launcher.aws.session import why
@@ -261,8 +260,8 @@ def test_a_list_in_a_variable_is_json(
 
 def test_a_local_job_takes_nothing_that_is_prescribed(home: Path, text_file: Path) -> None:
     settings = Settings(home=home, network_isolation=True)
-    ready, _, _ = prepare(TrainingJob(data=str(text_file)), settings)
-    assert not ready.network_isolation
+    ready = prepare(TrainingJob(data=str(text_file)), settings)
+    assert not ready.job.network_isolation
 
 
 def test_a_resumed_job_gets_what_is_prescribed_since(
@@ -331,9 +330,9 @@ def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: b
 
 
 def test_a_known_type_is_described(home: Path) -> None:
-    assert remark("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G of 24 GiB, 40 Gbit/s"
+    assert describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
     assert "-gpu-" in training_image("us-east-1", DEFAULT_VERSION, True, home)
-    assert remark("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+    assert describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
 
 def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
@@ -357,11 +356,11 @@ def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
 
 
 def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
-    assert set(INSTANCES) <= set(sagemaker_types())
+    assert set(GPUS) <= set(sagemaker_types())
 
 
 def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
-    assert INSTANCES["ml.p6-b200.48xlarge"].gpus == 8
+    assert GPUS["ml.p6-b200.48xlarge"] == (8, "B200")
     assert "-gpu-" in training_image("eu-west-1", DEFAULT_VERSION, True, home)
 
 
@@ -1350,7 +1349,7 @@ def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
 
     monkeypatch.setattr(backend, "news", news)
-    assert list(backend.host_lines("job", True, Mock())) == [("algo-1", "the end")]
+    assert list(backend.host_lines("job", True)) == [("algo-1", "the end")]
 
 
 def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
@@ -2026,7 +2025,8 @@ def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another
     monkeypatch.setenv(name, "gone")
     job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/text/")
     settings = Settings(home=home, profile="me", store="s3://bucket/some/prefix")
-    request = SageMakerBackend(settings).request("a-job", job)
+    backend = SageMakerBackend(settings)
+    request = backend.request("a-job", job, backend.check(job, dry_run=True))
     assert request["TrainingJobName"] == "a-job"
     assert os.environ[name] == "gone"
 

@@ -103,7 +103,7 @@ def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
 def test_threads_that_write_one_file_do_not_meet_in_a_half_written_one(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for letter in (b"a", b"b"):  # both are open at once
-            file = stack.enter_context(storage.replacing_file(tmp_path / "there"))
+            file = stack.enter_context(storage.replacing(tmp_path / "there"))
             file.write(letter * 3)
     assert (tmp_path / "there").read_bytes() == b"aaa"  # whose body ended last
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

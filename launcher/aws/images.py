@@ -6,12 +6,15 @@ The facts are those of github.com/aws/deep-learning-containers (docs/src/data, d
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from datetime import date
 
-from launcher.aws.instances import INSTANCES, looks_like_gpu, types_of
+from launcher.aws.instances import GPUS, looks_like_gpu, types_of
 from launcher.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
         )
     image = image_of(uri)
     for name in types_of(instance):
-        machine = INSTANCES.get(name)
-        if image and machine and machine.gpu == "V100" and not image.cuda.startswith("12."):
+        _, gpu = GPUS.get(name, (0, ""))
+        if image and gpu == "V100" and not image.cuda.startswith("12."):
             return (
                 f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {name};"
                 " --pytorch-version 2.8.0 does"
@@ -117,14 +120,16 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
     return None
 
 
-def remark(uri: str, instance: str, launcher: str, today: date) -> str | None:
-    """What a launch says of its image; None if nothing is known of it."""
+def log_image(uri: str, instance: str, launcher: str, today: date) -> None:
+    """Log the release of a known image; warn if AWS no longer patches it."""
     image = image_of(uri)
     if image is None:
-        return None
+        return
     if image.patched_until < today:
-        return f"warning: {no_patches(image, uri, instance, launcher, today)}"
-    return f"image: {name_of(uri)} (Python {image.python}, patched until {image.patched_until})"
+        logger.warning(no_patches(image, uri, instance, launcher, today))
+    else:
+        until = f"patched until {image.patched_until}"
+        logger.info(f"image: {name_of(uri)} (Python {image.python}, {until})")
 
 
 def no_patches(image: Image, uri: str, instance: str, launcher: str, today: date) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +28,9 @@ from launcher.aws.stack import (
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.errors import InputError, ServiceError
 from launcher.job import RUNNING
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # a wheel holds it there too
 POLL_SECONDS = 2.0
@@ -74,13 +77,10 @@ class Removal:
 
 
 class Deployment:
-    """The stack that the settings name, for those who make and delete it.
+    """The stack that the settings name, to create, update and delete. Logs each event in AWS."""
 
-    `tell` is told what happens in AWS, line by line.
-    """
-
-    def __init__(self, settings: Settings, tell: Tell = lambda line: None) -> None:
-        self.settings, self.name, self.tell = settings, settings.stack, tell
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.name = settings, settings.stack
         session = aws_session(settings)
         self.region = check_region(session)
         self.client = steady_client(session, "cloudformation", self.region)
@@ -211,7 +211,7 @@ class Deployment:
                     more = (self.newest_event if well else self.failure)(raw["StackId"])
                 except ServiceError as error:
                     more = f"{'more' if well else 'why'} is not known here ({error})"
-                self.tell(f"stack {self.name} is {status}: {more}")
+                logger.info(f"stack {self.name} is {status}: {more}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
             raise no_stack(self.settings, self.region)
@@ -297,7 +297,7 @@ class Deployment:
             with service_errors(f"Detach{kind}Policy"):
                 take = getattr(self.iam, f"detach_{kind.lower()}_policy")
                 take(PolicyArn=removal.policy, **{f"{kind}Name": name})
-            self.tell(f"the launcher policy is taken from {kind.lower()} {name}")
+            logger.info(f"the launcher policy is taken from {kind.lower()} {name}")
         seen = {event["EventId"] for event in self.events(removal.stack_id)}
         with service_errors("DeleteStack"):
             self.client.delete_stack(StackName=removal.stack_id)
@@ -321,14 +321,14 @@ class Deployment:
                 fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
                 for event in reversed(fresh):  # the newest comes first
                     seen.add(event["EventId"])
-                    self.tell(f"{event['ResourceStatus']:<20} {resource_of(event)}")
+                    logger.info(f"{event['ResourceStatus']:<20} {resource_of(event)}")
                 status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
                 if not status.endswith("_IN_PROGRESS"):
                     return str(status)
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
             how = self.settings.command("infra show")
-            self.tell(f"CloudFormation goes on by itself; `{how}` tells how far it is")
+            logger.info(f"CloudFormation goes on by itself; `{how}` tells how far it is")
             raise
 
     def failure(self, stack_id: str) -> str:

@@ -6,111 +6,42 @@ that SageMaker trains on, and that no GPU family holds, has none.
 
 from __future__ import annotations
 
-import difflib
 import functools
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from launcher.errors import InputError
+from launcher.errors import InputError, did_you_mean
 
-
-@dataclass(frozen=True)
-class Instance:
-    """A machine with GPUs. gpu_memory is in GiB for each GPU, network in Gbit/s."""
-
-    gpus: int
-    gpu: str
-    gpu_memory: int
-    network: float
+logger = logging.getLogger(__name__)
 
 
-def _gpu_family(
-    family: str, gpu: str, gpu_memory: int, sizes: Mapping[str, tuple[int, float]]
-) -> dict[str, Instance]:
-    return {
-        f"ml.{family}.{size}": Instance(gpus, gpu, gpu_memory, network)
-        for size, (gpus, network) in sizes.items()
-    }
+_ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
+_ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+_G7 = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
 
-
-_ONE_TO_EIGHT = {
-    "xlarge": (1, 10),
-    "2xlarge": (1, 10),
-    "4xlarge": (1, 25),
-    "8xlarge": (1, 25),
-    "16xlarge": (1, 25),
-    "12xlarge": (4, 40),
-    "24xlarge": (4, 50),
-    "48xlarge": (8, 100),
+# (GPU, how many the sizes have) by family.
+_FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "g4dn": ("T4", {**_ONE_GPU, "12xlarge": 4}),
+    "g5": ("A10G", _ONE_TO_EIGHT),
+    "g6": ("L4", _ONE_TO_EIGHT),
+    "g6e": ("L40S", _ONE_TO_EIGHT),
+    "g7": ("RTX PRO 4500", _G7),
+    "g7e": ("RTX PRO 6000", _G7),
+    "p3": ("V100", {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
+    "p3dn": ("V100", {"24xlarge": 8}),
+    "p4d": ("A100", {"24xlarge": 8}),
+    "p4de": ("A100", {"24xlarge": 8}),
+    "p5": ("H100", {"4xlarge": 1, "48xlarge": 8}),
+    "p5e": ("H200", {"48xlarge": 8}),
+    "p5en": ("H200", {"48xlarge": 8}),
+    "p6-b200": ("B200", {"48xlarge": 8}),
+    "p6-b300": ("B300", {"48xlarge": 8}),
 }
-
-INSTANCES: dict[str, Instance] = {
-    **_gpu_family("g5", "A10G", 24, _ONE_TO_EIGHT),
-    **_gpu_family("g6", "L4", 24, _ONE_TO_EIGHT),
-    **_gpu_family(
-        "g6e",
-        "L40S",
-        48,
-        {
-            "xlarge": (1, 20),
-            "2xlarge": (1, 20),
-            "4xlarge": (1, 20),
-            "8xlarge": (1, 25),
-            "16xlarge": (1, 35),
-            "12xlarge": (4, 100),
-            "24xlarge": (4, 200),
-            "48xlarge": (8, 400),
-        },
-    ),
-    **_gpu_family(
-        "g4dn",
-        "T4",
-        16,
-        {
-            "xlarge": (1, 25),
-            "2xlarge": (1, 25),
-            "4xlarge": (1, 25),
-            "8xlarge": (1, 50),
-            "16xlarge": (1, 50),
-            "12xlarge": (4, 50),
-        },
-    ),
-    **_gpu_family("p3", "V100", 16, {"2xlarge": (1, 10), "8xlarge": (4, 10), "16xlarge": (8, 25)}),
-    **_gpu_family("p3dn", "V100", 32, {"24xlarge": (8, 100)}),
-    **_gpu_family("p4d", "A100", 40, {"24xlarge": (8, 400)}),
-    **_gpu_family("p4de", "A100", 80, {"24xlarge": (8, 400)}),
-    **_gpu_family("p5", "H100", 80, {"4xlarge": (1, 100), "48xlarge": (8, 3200)}),
-    **_gpu_family("p5e", "H200", 141, {"48xlarge": (8, 3200)}),
-    **_gpu_family("p5en", "H200", 141, {"48xlarge": (8, 3200)}),
-    **_gpu_family("p6-b200", "B200", 179, {"48xlarge": (8, 3200)}),
-    **_gpu_family("p6-b300", "B300", 268, {"48xlarge": (8, 6400)}),
-    **_gpu_family(
-        "g7",
-        "RTX PRO 4500",
-        32,
-        {
-            "2xlarge": (1, 60),
-            "4xlarge": (1, 60),
-            "8xlarge": (1, 80),
-            "12xlarge": (2, 175),
-            "24xlarge": (4, 350),
-            "48xlarge": (8, 700),
-        },
-    ),
-    **_gpu_family(
-        "g7e",
-        "RTX PRO 6000",
-        96,
-        {
-            "2xlarge": (1, 50),
-            "4xlarge": (1, 50),
-            "8xlarge": (1, 100),
-            "12xlarge": (2, 400),
-            "24xlarge": (4, 800),
-            "48xlarge": (8, 1600),
-        },
-    ),
+GPUS: dict[str, tuple[int, str]] = {
+    f"ml.{family}.{size}": (count, gpu)
+    for family, (gpu, sizes) in _FAMILIES.items()
+    for size, count in sizes.items()
 }
 
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
@@ -137,9 +68,8 @@ def size_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def nearest_instances(name: str) -> list[str]:
-    """Up to three known types that look like `name`."""
-    return difflib.get_close_matches(name, sagemaker_types(), n=3, cutoff=0.5)
+def nearest(name: str) -> str:
+    return did_you_mean(name, sagemaker_types(), cutoff=0.5)
 
 
 def check_instance(name: str) -> None:
@@ -155,9 +85,8 @@ def check_instance(name: str) -> None:
         return
     if PATTERN.fullmatch(name) and size_of(name) in map(size_of, sagemaker_types()):
         return
-    near = difflib.get_close_matches(name, ["local"])
-    near = near or nearest_instances(f"ml.{name.removeprefix('ml.')}")
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    known = did_you_mean(name, ["local"]) or nearest(f"ml.{name.removeprefix('ml.')}")
+    hint = f"; {known}" if known else ""
     raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
 
 
@@ -190,27 +119,31 @@ def check_instances(names: Sequence[str]) -> None:
         raise InputError(f"--instance {','.join(names)}: {problem}")
 
 
-def remark(name: str) -> str:
-    """What a machine is, or a warning about a type that boto3 does not know."""
-    if name in INSTANCES:
-        known = INSTANCES[name]
-        gpus = f"{known.gpus} {known.gpu} of {known.gpu_memory} GiB"
-        return f"{name}: {gpus}, {known.network:g} Gbit/s"
+def log_instance(name: str) -> None:
+    """Log what a machine has; warn about a type that boto3 does not know."""
+    level = logging.WARNING if gpus_of(name) is None else logging.INFO
+    logger.log(level, describe_instance(name))
+
+
+def describe_instance(name: str) -> str:
+    """The GPUs of an instance type, or why it may not be one."""
+    if name in GPUS:
+        count, gpu = GPUS[name]
+        return f"{name}: {count} {gpu}"
     if name in sagemaker_types():
         return f"{name}: no GPU"
-    near = nearest_instances(name)
     kind = "GPU" if looks_like_gpu(name) else "CPU"
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; {near}" if (near := nearest(name)) else ""
     return (
-        f"warning: boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
+        f"boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
         f" for a {kind} instance{hint}"
     )
 
 
 def gpus_of(name: str) -> int | None:
     """How many GPUs a machine has; None where the type is not known."""
-    if name in INSTANCES:
-        return INSTANCES[name].gpus
+    if name in GPUS:
+        return GPUS[name][0]
     return 0 if name in sagemaker_types() else None
 
 

@@ -11,6 +11,7 @@ allowance, and left to that difference.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from launcher.aws.instances import has_local_storage
 from launcher.aws.prices import Price, Prices
 from launcher.errors import InputError
 from launcher.job import JobDescription, TrainingJob
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 # Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,
 # generous (the default image is some 10 GB), and no promise. Very large data takes longer.
@@ -121,7 +124,6 @@ def afford(
     settings: Settings,
     prices: Prices,
     spent: Callable[[], float],
-    tell: Tell,
 ) -> TrainingJob:
     """The job with a time limit that keeps it below its ceiling; tells what it may cost.
 
@@ -131,14 +133,14 @@ def afford(
     ceiling = ceiling_of(job, settings)
     found = {instance: prices.of(instance) for instance in job.instances}
     if prices.trouble:
-        tell(prices.trouble)
+        logger.info(prices.trouble)
     if lacking := [instance for instance, price in found.items() if price is None]:
         unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known here"
         if ceiling is not None:
             raise InputError(
                 f"{unknown}, so {usd(ceiling.amount)} ({ceiling.said_by}) cannot be held"
             )
-        tell(f"price: {unknown}")
+        logger.info(f"price: {unknown}")
         return job
     # Whichever type is chosen, the job costs no more than on the most expensive one.
     on_each = [
@@ -152,10 +154,10 @@ def afford(
     ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, earlier)
     worst = earlier + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
     of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
-    tell(f"price: {price_words(dearest, price)}{of_which}")
-    tell(f"cost: {cost_words(ready, worst, earlier)}")
+    logger.info(f"price: {price_words(dearest, price)}{of_which}")
+    logger.info(f"cost: {cost_words(ready, worst, earlier)}")
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
-        tell(f"time limit: {ready.time_limit} s, as {reason}")
+        logger.info(f"time limit: {ready.time_limit} s, as {reason}")
     return ready.model_copy(update={"instance": job.instance, "worst_cost": worst})
 
 

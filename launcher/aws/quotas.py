@@ -8,6 +8,7 @@ HOME/quota-codes.json. A type that the list lacks is looked up once a day.
 
 from __future__ import annotations
 
+import logging
 from datetime import date
 from typing import Any
 
@@ -16,7 +17,9 @@ from launcher.aws.session import quick_client, service_errors
 from launcher.documents import Document
 from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 TRAINING = "training job usage"
 SPOT = "spot training job usage"
@@ -29,7 +32,7 @@ NO_QUOTA = "ListServiceQuotas: the account has no quota of that name"
 CONSOLE = "the Service Quotas console (Amazon SageMaker)"
 
 
-def check_quotas(job: TrainingJob, settings: Settings, session: Any, tell: Tell) -> None:
+def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
     """Tells if a quota cannot be read; SageMaker refuses then what it has to.
 
     Raises:
@@ -52,7 +55,7 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any, tell: Tell)
         try:
             allowed = read_quota(name, settings, session)
         except ServiceError as error:
-            tell(f"quota: {name!r} is not checked: {error}")
+            logger.info(f"quota: {name!r} is not checked: {error}")
             if str(error) == NO_QUOTA:
                 continue
             return

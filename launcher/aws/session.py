@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import logging
 import math
 import os
 import time
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, did_you_mean
 
 if TYPE_CHECKING:
-    from launcher.settings import Settings, Tell
+    from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -157,8 +159,7 @@ def check_region(session: Any) -> str:
         for name in session.get_available_regions("sagemaker", partition)
     ]
     if region not in known:
-        near = difflib.get_close_matches(region, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+        hint = did_you_mean(region, known) or f"there are {', '.join(known)}"
         raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
     return region
 
@@ -206,7 +207,7 @@ def is_foreign(error: BaseException) -> bool:
     return code_and_message(cause)[0].isdigit() and not is_head
 
 
-def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = math.inf) -> T:
+def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> T:
     """What `ask` answers about a job on SageMaker that is watched: an outage of minutes ends no
     watching. follow is the command that watches it again.
 
@@ -222,7 +223,7 @@ def patiently(ask: Callable[[], T], follow: str, tell: Tell, deadline: float = m
         except Unreachable as error:
             if until is None:
                 until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-                tell(f"{error}; a job that runs goes on meanwhile, and it is tried again")
+                logger.info(f"{error}; a job that runs goes on meanwhile, and it is tried again")
             if time.monotonic() >= until:
                 raise ServiceError(f"{error}; {goes_on}") from None
         except ServiceError as error:  # credentials have expired, for one

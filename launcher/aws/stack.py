@@ -6,6 +6,7 @@ was last seen of a stack, by whom, lies in HOME/stacks.json, for a dry run, whic
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ from launcher.aws.session import (
     service_errors,
 )
 from launcher.errors import ServiceError
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = (
     "Where sm-nanogpt keeps texts and models"  # begins the template's, so marks our stacks
@@ -47,7 +50,6 @@ def with_stack(
     settings: Settings,
     names: tuple[str, ...] = ("store", "role", "kms_key"),
     offline: bool = False,
-    tell: Tell = lambda line: None,
 ) -> Settings:
     """The settings, with what they leave open taken from the stack, if there is one.
 
@@ -69,12 +71,12 @@ def with_stack(
         missing = isinstance(error, Missing)
         if known or missing or not settings.role or "role" not in names:
             raise
-        tell(f"no stack is used: {error}")
+        logger.info(f"no stack is used: {error}")
         return settings
     if stack is None:
         return settings
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
-        tell(f"the role of stack {stack.name} is not taken: it reaches {stack.store} alone")
+        logger.info(f"the role of stack {stack.name} is not taken: it reaches {stack.store} alone")
         return settings
     found = {
         name: getattr(stack, name)
@@ -83,7 +85,7 @@ def with_stack(
     }
     source = f"stack {stack.name}{', as last seen' if offline else ''}"
     for name, value in found.items():
-        tell(f"{name.replace('_', ' ')}: {value} ({source})")
+        logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
     return settings.model_copy(update=found)
 
 

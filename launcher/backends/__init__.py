@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher.job import JobDescription, TrainingJob
-from launcher.settings import Tell
+from launcher.job import JobDescription, TrainingJob, UnreadableJob
 
 
 class Backend(Protocol):
@@ -21,16 +20,22 @@ class Backend(Protocol):
     def poll_seconds(self) -> float:
         """How often to ask about a job that is waited for."""
 
-    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
-        """The script's Config of the job; tells what it runs in. Raises InputError for what this
-        place cannot do."""
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
+        """What this place decides about the job, for `submit` and `request`; logs what it runs in.
 
-    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
-        """The job within its cost ceiling; tells what it may cost. Raises InputError if it cannot
-        be held, or the account may not run such a job."""
+        Raises:
+            InputError: this place cannot run the job.
+        """
 
-    def submit(self, job_id: str, job: TrainingJob) -> None:
-        """Starts a job that was checked and whose data is a URI."""
+    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
+        """The job within its cost ceiling; logs what it may cost.
+
+        Raises:
+            InputError: the ceiling cannot be held, or the account may not run such a job.
+        """
+
+    def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
+        """Starts a job whose data is a URI; plan is from `check`."""
 
     def describe(self, job_id: str) -> JobDescription | None:
         """None when the job is not of this place."""
@@ -44,21 +49,19 @@ class Backend(Protocol):
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """Raises InputError unless the entry_point of a job that was submitted is as it was run."""
 
-    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
-        """Newest first; tells which cannot be read."""
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
+        """Yield the jobs, newest first."""
 
     def stop(self, job_id: str) -> None:
         """Asks the job to stop, and returns at once."""
 
-    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob, plan: Any) -> dict[str, Any]:
         """What submit sends, without sending it. Raises InputError where none is sent."""
 
     def console_link(self, job_id: str) -> str | None:
         """Where a browser shows the job, if one can."""
 
-    def logs(
-        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
-    ) -> Iterator[str]:
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         """What the script printed, by lines, without line ends; with follow, until the job ends.
 
         Outages of the network are reported meanwhile. raw adds what the container printed besides.

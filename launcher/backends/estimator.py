@@ -20,37 +20,33 @@ from launcher import storage
 from launcher.aws.images import find_image
 from launcher.aws.session import service_errors
 from launcher.errors import InputError
+from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, TrainingJob
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A SageMaker training job with every decision made."""
+    """What the backend decides about a job; the job itself says the rest.
 
-    job_name: str
+    store is `s3://bucket/prefix`. kms_key encrypts the output, volume_kms_key the disks.
+    """
+
     region: str
     role: str
-    instance_types: tuple[str, ...]  # the first with capacity is taken
-    instance_count: int
-    launcher: str
     image_uri: str
-    source_uri: str
-    output_uri: str
-    checkpoint_uri: str
-    channels: Mapping[str, str]
+    store: str
     hyperparameters: Mapping[str, Any]
-    metric_definitions: list[dict[str, str]]
-    tags: Mapping[str, str]
-    max_run: int
-    max_wait: int | None
-    keep_alive: int | None
-    volume_size: int
-    environment: Mapping[str, str]
     kms_key: str | None
     volume_kms_key: str | None
-    subnets: tuple[str, ...]
-    security_group_ids: tuple[str, ...]
-    network_isolation: bool
-    encrypt_traffic: bool
+
+    def file_uri(self, job_id: str, *parts: str) -> str:
+        return storage.join(self.store, "jobs", job_id, *parts)
+
+    def source_uri(self, job_id: str) -> str:
+        return self.file_uri(job_id, "source", "sourcedir.tar.gz")
+
+    def checkpoint_uri(self, job_id: str) -> str:
+        """The S3 prefix of a job's checkpoints. Ids have one length: no prefix begins another."""
+        return storage.join(self.store, "checkpoints", job_id)
 
 
 # The environment is the whole process's: two that change it at once would each put back what the
@@ -202,14 +198,31 @@ def trusted_config() -> Iterator[None]:
             module.validate_sagemaker_config = validate
 
 
-def create_request(plan: Plan, home: Path) -> dict[str, Any]:
-    """The CreateTrainingJob request that the SDK makes of a plan; sends nothing."""
+def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dict[str, Any]:
+    """The CreateTrainingJob request that the SDK makes for a job. Sends nothing.
+
+    Raises:
+        InputError: the text is not on S3, or the SDK refuses the job.
+    """
     with quiet_sdk(home), trusted_config(), no_tensorboard():
-        return record_request(plan)
+        return record_request(job_id, job, plan)
 
 
-def record_request(plan: Plan) -> dict[str, Any]:
-    """The request, kept just before it would be sent."""
+def channels_of(job: TrainingJob) -> dict[str, str]:
+    """The S3 prefix, or `*.txt` object, of each channel."""
+    channels = {}
+    for name, uri in (("training", job.data), ("validation", job.validation)):
+        if uri is None:
+            continue
+        if not uri.startswith("s3://"):
+            raise InputError(f"{uri}: SageMaker reads from s3:// alone")
+        # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
+        channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
+    return channels
+
+
+def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+    """The request, recorded just before the SDK would send it."""
     import boto3
     import sagemaker
     from sagemaker.inputs import TrainingInput
@@ -228,46 +241,48 @@ def record_request(plan: Plan) -> dict[str, Any]:
     # Nothing is signed, and with these nobody goes looking for credentials.
     unsigned = boto3.Session("none", "none", region_name=plan.region)
     session = Recorder(boto_session=unsigned)
-    spot = plan.max_wait is not None
+    max_wait = job.max_wait or min(2 * job.time_limit, LONGEST_RUN)
+    output_uri = storage.join(plan.store, "jobs")
+    tags = {TAG_KEY: TAG_VALUE, **job.tags}
     try:
         estimator = PyTorch(
             entry_point="train.py",
-            source_dir=plan.source_uri,
+            source_dir=plan.source_uri(job_id),
             image_uri=plan.image_uri,  # with framework_version, pytorchddp ends at PyTorch 2.2
-            distribution=distribution(plan.launcher, plan.environment),
+            distribution=distribution(job.launcher, job.environment),
             role=plan.role,
-            instance_type=plan.instance_types[0],
-            instance_count=plan.instance_count,
+            instance_type=job.instances[0],
+            instance_count=job.instance_count,
             hyperparameters=dict(plan.hyperparameters),
-            metric_definitions=plan.metric_definitions,
-            output_path=plan.output_uri,
-            code_location=plan.output_uri,
-            checkpoint_s3_uri=plan.checkpoint_uri,
-            use_spot_instances=spot,
-            max_run=plan.max_run,
-            max_wait=plan.max_wait,
-            keep_alive_period_in_seconds=plan.keep_alive,
-            volume_size=plan.volume_size,
-            environment=dict(plan.environment) or None,
-            tags=[{"Key": key, "Value": value} for key, value in plan.tags.items()],
+            metric_definitions=job.script_module().metric_definitions(),
+            output_path=output_uri,
+            code_location=output_uri,
+            checkpoint_s3_uri=plan.checkpoint_uri(job_id),
+            use_spot_instances=job.spot,
+            max_run=job.time_limit,
+            max_wait=max_wait if job.spot else None,
+            keep_alive_period_in_seconds=job.keep_alive,
+            volume_size=job.volume_size,
+            environment=dict(job.environment) or None,
+            tags=[{"Key": key, "Value": value} for key, value in tags.items()],
             output_kms_key=plan.kms_key,
             volume_kms_key=plan.volume_kms_key,
-            subnets=list(plan.subnets) or None,
-            security_group_ids=list(plan.security_group_ids) or None,
-            enable_network_isolation=plan.network_isolation,
-            encrypt_inter_container_traffic=plan.encrypt_traffic,
+            subnets=list(job.subnets) or None,
+            security_group_ids=list(job.security_group_ids) or None,
+            enable_network_isolation=job.network_isolation,
+            encrypt_inter_container_traffic=job.encrypt_traffic,
             disable_profiler=True,
             debugger_hook_config=False,
             sagemaker_session=session,
         )
-        inputs = {name: TrainingInput(uri) for name, uri in plan.channels.items()}
-        estimator.fit(inputs, job_name=plan.job_name, wait=False)
+        inputs = {name: TrainingInput(uri) for name, uri in channels_of(job).items()}
+        estimator.fit(inputs, job_name=job_id, wait=False)
     except ValueError as error:  # the SDK's own table of what goes together
         raise InputError(
             f"the SageMaker SDK refuses this job: {' '.join(str(error).split())}"
         ) from None
-    if len(plan.instance_types) > 1:
-        prefer(plan.instance_types, session.request)
+    if len(job.instances) > 1:
+        prefer(job.instances, session.request)
     return session.request
 
 

@@ -53,9 +53,10 @@ from launcher.job import (
     RUNNING,
     JobDescription,
     TrainingJob,
+    UnreadableJob,
     newest_checkpoint,
 )
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
 
 T = TypeVar("T")
 
@@ -117,18 +118,19 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
+    def check(self, job: TrainingJob, dry_run: bool = False) -> tuple[int, int]:
+        """Processes and GPUs of each host."""
         if dry_run:
-            self.request("", job)  # which is refused
-        processes, _ = plan_processes(job)
-        return job.config(job.instance_count * processes)
+            self.request("", job, (0, 0))  # which is refused
+        processes, gpus = plan_processes(job)
+        job.config(job.instance_count * processes)
+        return processes, gpus
 
-    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         return job
 
-    def submit(self, job_id: str, job: TrainingJob) -> None:
-        processes, gpus = plan_processes(job)
-        config = job.config(job.instance_count * processes)
+    def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
+        processes, gpus = plan
         directory = self.jobs_dir / job_id
         record = {
             "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
@@ -136,7 +138,7 @@ class LocalBackend:
             "created": time.time(),
             "processes_per_host": processes,
             "gpus_per_host": gpus,
-            "max_steps": config.max_steps,
+            "max_steps": job.config(1).max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
         script = job.script.read_bytes()
@@ -248,7 +250,7 @@ class LocalBackend:
     def check_script(self, job_id: str, job: TrainingJob) -> None:
         """It is the copy that was run."""
 
-    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
         names = sorted(
             (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
         )
@@ -256,7 +258,7 @@ class LocalBackend:
             try:
                 description = self.describe(name)
             except ServiceError as error:
-                tell(f"job {name} is left out: {error}")
+                yield UnreadableJob(name, error)
                 continue
             if description is not None:
                 yield description
@@ -265,15 +267,13 @@ class LocalBackend:
         path = self.jobs_dir / job_id / "stop"
         (path.with_name("stop-now") if path.exists() else path).touch()
 
-    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
+    def request(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> dict[str, Any]:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
 
     def console_link(self, job_id: str) -> str | None:
         return None
 
-    def logs(
-        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
-    ) -> Iterator[str]:
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position, pending = 0, b""
         while True:
@@ -402,5 +402,5 @@ def read_document(path: Path, kind: type[T]) -> T | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all, as somebody may be reading."""
-    with storage.replacing_file(path) as file:
+    with storage.replacing(path) as file:
         file.write(storage.json_bytes(value))

@@ -346,7 +346,7 @@ class LocalRun:
         for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
             target = self.directory / "output" / f"{name}.tar.gz"
             with (
-                storage.replacing_file(target) as file,
+                storage.replacing(target) as file,
                 tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
             ):
                 for path in sorted(source.rglob("*")):

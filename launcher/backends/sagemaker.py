@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import storage
 from launcher.aws import money
-from launcher.aws.images import problem, remark
+from launcher.aws.images import log_image, problem
 from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import check_quotas
@@ -46,22 +46,22 @@ from launcher.backends.toolkit import script_lines
 from launcher.documents import read_file
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
-    LONGEST_RUN,
     RUNNING,
     TAG_KEY,
+    TAG_VALUE,
     JobDescription,
     Scalar,
     TrainingJob,
+    UnreadableJob,
     newest_checkpoint,
 )
-from launcher.settings import Settings, Tell
+from launcher.settings import Settings
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # of a dry run
-TAG_VALUE = "job"
 CONSOLES = {
     "aws": "console.aws.amazon.com",
     "aws-cn": "console.amazonaws.cn",
@@ -120,80 +120,15 @@ class SageMakerBackend:
 
         return notebook_role(self.session, self.settings.home)
 
-    def job_uri(self, job_id: str, *parts: str) -> str:
-        return storage.join(self.settings.data_store, "jobs", job_id, *parts)
-
-    def checkpoint_uri(self, job_id: str) -> str:
-        """A prefix to S3. As ids are of one length, it begins that of no other job."""
-        return storage.join(self.settings.data_store, "checkpoints", job_id)
-
-    def plan(self, job_id: str, job: TrainingJob) -> Plan:
-        """The job with every decision made.
+    def check(self, job: TrainingJob, dry_run: bool = False) -> Plan:
+        """The role, image and keys of a job.
 
         Raises:
-            InputError: the job asks for what AWS refuses, or something that it needs is not known.
+            InputError: AWS would refuse the job, or something that it needs is not known.
         """
         from launcher.backends.estimator import Plan, training_image
 
-        if not self.settings.data_store.startswith("s3://"):
-            raise InputError(
-                f"SageMaker cannot read {self.settings.data_store}: set --store or SM_NANOGPT_STORE"
-                " to s3://bucket/prefix"
-            )
-        gpu, home = looks_like_gpu(job.instance), self.settings.home
-        key = job.kms_key or self.settings.kms_key or None
-        own_disks = {has_local_storage(instance) for instance in job.instances}
-        if key and len(own_disks) > 1:
-            raise InputError(
-                f"--instance {job.instance}: with a KMS key, all types or none may have disks of"
-                " their own, for which AWS refuses one"
-            )
-        assert job.data is not None
-        channels = {"training": job.data}
-        if job.validation is not None:
-            channels["validation"] = job.validation
-        for name, uri in channels.items():
-            if not uri.startswith("s3://"):
-                raise InputError(f"{uri}: SageMaker reads from s3:// alone")
-            if not uri.endswith(".txt"):
-                # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
-                channels[name] = uri.rstrip("/") + "/"
-        return Plan(
-            job_name=job_id,
-            region=self.region,
-            role=self.settings.role or ROLE_PLACEHOLDER,
-            instance_types=job.instances,
-            instance_count=job.instance_count,
-            launcher=job.launcher,
-            image_uri=job.image_uri or training_image(self.region, job.pytorch_version, gpu, home),
-            source_uri=self.job_uri(job_id, "source", "sourcedir.tar.gz"),
-            output_uri=storage.join(self.settings.data_store, "jobs"),
-            checkpoint_uri=self.checkpoint_uri(job_id),
-            channels=channels,
-            hyperparameters=sendable_hyperparameters(job),
-            metric_definitions=job.script_module().metric_definitions(),
-            tags={TAG_KEY: TAG_VALUE, **job.tags},
-            max_run=job.time_limit,
-            max_wait=(job.max_wait or min(2 * job.time_limit, LONGEST_RUN)) if job.spot else None,
-            keep_alive=job.keep_alive,
-            volume_size=job.volume_size,
-            environment=job.environment,
-            kms_key=key,
-            # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
-            volume_kms_key=None if True in own_disks else key,
-            subnets=job.subnets,
-            security_group_ids=job.security_group_ids,
-            network_isolation=job.network_isolation,
-            encrypt_traffic=job.encrypt_traffic,
-        )
-
-    def request(self, job_id: str, job: TrainingJob) -> dict[str, Any]:
-        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials."""
-        from launcher.backends.estimator import create_request
-
-        return create_request(self.plan(job_id, job), self.settings.home)
-
-    def check(self, job: TrainingJob, dry_run: bool = False, tell: Tell = lambda line: None) -> Any:
+        store, home = self.settings.data_store, self.settings.home
         for instance in job.instances:
             if "volume_size" in job.model_fields_set and has_local_storage(instance):
                 raise InputError(
@@ -202,13 +137,25 @@ class SageMakerBackend:
                 )
         # A batch that the processes share on each type; how many an unknown one has is not known.
         gpus = [n for instance in job.instances if (n := gpus_of(instance)) is not None]
-        config = job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
-        anything = {"data": "s3://bucket/data", "validation": None}
-        plan = self.plan("job", job.model_copy(update=anything))
-        if unfit := problem(plan.image_uri, job.instance, job.launcher):
+        job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
+        if not store.startswith("s3://"):
+            raise InputError(
+                f"SageMaker cannot read {store}: set --store or SM_NANOGPT_STORE to"
+                " s3://bucket/prefix"
+            )
+        key = job.kms_key or self.settings.kms_key or None
+        own_disks = {has_local_storage(instance) for instance in job.instances}
+        if key and len(own_disks) > 1:
+            raise InputError(
+                f"--instance {job.instance}: with a KMS key, all types or none may have disks of"
+                " their own, for which AWS refuses one"
+            )
+        gpu = looks_like_gpu(job.instance)
+        image = job.image_uri or training_image(self.region, job.pytorch_version, gpu, home)
+        hyperparameters = sendable_hyperparameters(job)
+        if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
-        if said := remark(plan.image_uri, job.instance, job.launcher, date.today()):
-            tell(said)
+        log_image(image, job.instance, job.launcher, date.today())
         if not self.settings.role and not dry_run:
             raise InputError(
                 f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
@@ -222,14 +169,29 @@ class SageMakerBackend:
                 f" VPC: `{self.settings.command('infra deploy --vpc')}` lets it, or name another"
                 " with --role"
             )
-        return config
+        return Plan(
+            region=self.region,
+            role=self.settings.role or ROLE_PLACEHOLDER,
+            image_uri=image,
+            store=store,
+            hyperparameters=hyperparameters,
+            kms_key=key,
+            # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
+            volume_kms_key=None if True in own_disks else key,
+        )
 
-    def afford(self, job: TrainingJob, dry_run: bool, tell: Tell) -> TrainingJob:
+    def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials."""
+        from launcher.backends.estimator import create_request
+
+        return create_request(job_id, job, plan, self.settings.home)
+
+    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         prices = Prices(self.settings, self.region, None if dry_run else self.session)
-        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices), tell)
+        ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices))
         check_checkpoints(ready)
         if not dry_run:
-            check_quotas(ready, self.settings, self.session, tell)
+            check_quotas(ready, self.settings, self.session)
         return ready
 
     def spent(self, job: TrainingJob, prices: Prices) -> float:
@@ -250,18 +212,16 @@ class SageMakerBackend:
             job = self.job(job_id)
         return total
 
-    def submit(self, job_id: str, job: TrainingJob) -> None:
-        assert self.settings.role, "a job is checked before it is submitted"
-        request = self.request(job_id, job)
+    def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+        request = self.request(job_id, job, plan)
         archive = source_archive(job.script.read_bytes())
-        place = self.job_uri(job_id, "source", "sourcedir.tar.gz")
-        storage.write_bytes(place, archive, self.settings)
+        storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
             source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
-            if not storage.copy(source, self.checkpoint_uri(job_id), self.settings):
+            if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
                 raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
         record = job.model_dump(mode="json", exclude_defaults=True)
-        storage.write_json(self.job_uri(job_id, "job.json"), record, self.settings)
+        storage.write_json(plan.file_uri(job_id, "job.json"), record, self.settings)
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**request)
@@ -354,15 +314,13 @@ class SageMakerBackend:
         """The prefix of a job's files, in whichever store it was launched to."""
         return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
-    def list(self, tell: Tell = lambda line: None) -> Iterator[JobDescription]:
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
         with service_errors("Search"):
             for raw in self.all_raw():
                 try:
-                    description = describe_job(raw, None)
+                    yield describe_job(raw, None)
                 except ServiceError as error:
-                    tell(f"job {raw['TrainingJobName']} is left out: {error}")
-                else:
-                    yield description
+                    yield UnreadableJob(raw["TrainingJobName"], error)
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
         """What Search says of the jobs, by tag, so that others of the account are left out.
@@ -377,20 +335,18 @@ class SageMakerBackend:
         with service_errors("StopTrainingJob"):
             self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
 
-    def logs(
-        self, job_id: str, follow: bool, tell: Tell = lambda line: None, raw: bool = False
-    ) -> Iterator[str]:
-        lines = self.host_lines(job_id, follow, tell)
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+        lines = self.host_lines(job_id, follow)
         return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)
 
-    def host_lines(self, job_id: str, follow: bool, tell: Tell) -> Iterator[tuple[str, str]]:
+    def host_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
         seen: dict[str, str] = {}
         again = self.settings.command(f"logs {job_id} --follow")
         heard, ended = time.monotonic(), False
         while True:
             ask = partial(self.news, job_id, seen)
-            raw, events, seen = patiently(ask, again, tell) if follow else ask()
+            raw, events, seen = patiently(ask, again) if follow else ask()
             for _, host, message in events:
                 yield host, message
             if events or not ended:  # when last asked; the last lines come after the end

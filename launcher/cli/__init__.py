@@ -1,0 +1,175 @@
+"""The command line: words, progress, exit codes. Each command is a few lines over the library.
+
+stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job or a service failed,
+2 the user's words are off. A module holds one command or a family; what they need of the library is
+imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import click
+
+from launcher.cli.doctor import doctor_command
+from launcher.cli.infra import infra_group
+from launcher.cli.jobs import (
+    jobs_command,
+    logs_command,
+    status_command,
+    stop_command,
+    wait_command,
+)
+from launcher.cli.launch import copy_script_command, launch_command
+from launcher.cli.options import Group
+from launcher.cli.sample import fetch_and_sample_command
+from launcher.cli.show import logs_shown, note, silence
+from launcher.cli.upload import upload_data_command
+from launcher.errors import InputError, ServiceError
+
+COMMANDS = [
+    copy_script_command,
+    doctor_command,
+    fetch_and_sample_command,
+    infra_group,
+    jobs_command,
+    launch_command,
+    logs_command,
+    status_command,
+    stop_command,
+    upload_data_command,
+    wait_command,
+]
+
+
+@click.group(
+    cls=Group,
+    commands=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="sm-nanogpt")
+@click.option(
+    "--store",
+    metavar="URL",
+    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else config.toml's, else"
+    " the stack's, else ~/.sm-nanogpt/store, or for SageMaker the account's default bucket).",
+)
+@click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
+@click.option("--profile", metavar="NAME", help="AWS profile.")
+@click.option(
+    "--role", metavar="ARN", help="The role that SageMaker acts as (default: the stack's)."
+)
+@click.option(
+    "--stack",
+    metavar="NAME",
+    help="What `infra deploy` made, with store and role (default: sm-nanogpt).",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
+    """Train a GPT of your own, and sample from it, in three commands.
+
+    \b
+    Example:
+      sm-nanogpt upload-data input.txt
+      sm-nanogpt launch                      (on SageMaker; --instance local: here)
+      sm-nanogpt fetch-and-sample JOB-ID
+
+    A JOB-ID may be given by its beginning or its end, if no other job has that, or as `latest`.
+    """
+    context.obj = settings
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell that completes a word
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
+    words = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in words  # wherever it stands
+    try:
+        if sys.stdout is None:  # as `>&-` leaves it
+            raise InputError(
+                "stdout is closed, so that no id or result can be told; `>/dev/null` drops them"
+            )
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Of a text that the terminal cannot show, what it can: not its beginning alone.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        # Not cli.main, which makes a failure of a pipe whose reader has left.
+        with (
+            signals_as_ctrl_c(),
+            logs_shown(),
+            cli.make_context(
+                "sm-nanogpt", [word for word in words if word != "--debug"]
+            ) as context,
+        ):
+            cli.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except (KeyboardInterrupt, click.Abort) as error:
+        note(": ".join(["interrupted", *map(str, error.args)]))
+        return 1
+    except BrokenPipeError:
+        silence(sys.stdout)  # that is no failure
+        return 0
+    except Exception as error:
+        if debug and not isinstance(error, click.ClickException):
+            traceback.print_exc()
+        note(f"error: {' '.join(told(error).splitlines())}")
+        return 2 if isinstance(error, (InputError, click.ClickException)) else 1
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """What `timeout`, a CI, or a terminal that closes sends would end this process without a word,
+    and leave behind what it was about. What is ignored stays so, as `nohup` has it."""
+    if threading.current_thread() is not threading.main_thread():  # signals are for that alone
+        yield
+        return
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupt(*_: object) -> NoReturn:
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
+        raise KeyboardInterrupt
+
+    for sign, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(sign, interrupt)
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def told(error: Exception) -> str:
+    if isinstance(error, click.ClickException):
+        text = " ".join(error.format_message().split())
+        if context := getattr(error, "ctx", None):
+            text = f"{text.rstrip('.')}; `{context.command_path} --help` shows what there is"
+        return text
+    if isinstance(error, (InputError, ServiceError)):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cannot write {error.filename or 'the result'}: {error.strerror}"
+    return f"{type(error).__name__}: {error}; `sm-nanogpt --debug ...` shows where"
+
+
+def main() -> NoReturn:
+    sys.exit(run())

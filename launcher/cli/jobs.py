@@ -1,0 +1,225 @@
+"""The commands that look after jobs: `jobs`, `status`, `logs`, `wait`, `stop`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import JOB_ID, JSON, Command, settings_of
+from launcher.cli.show import moment, note, print_fields, print_json, shown
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.job import JobDescription
+    from launcher.settings import Settings
+
+
+@click.command("jobs", cls=Command)
+@JSON
+@click.pass_context
+def jobs_command(context: click.Context, as_json: bool) -> None:
+    """List the jobs, newest first.
+
+    \b
+    Example:
+      sm-nanogpt jobs
+    """
+    from launcher.tracking import list_jobs, with_costs
+
+    settings = settings_of(context)
+    found, unreadable, failure = list_jobs(settings)
+    for job in unreadable:
+        note(f"job {job.job_id} is left out: {job.error}")
+    try:
+        found = with_costs(found, settings)
+    except (InputError, ServiceError) as error:
+        failure = failure or error
+    if as_json:
+        print_json(found)
+    elif found or not (failure or unreadable):
+        print_jobs(found, settings)
+    if failure is not None:
+        raise failure
+
+
+def print_jobs(found: list[JobDescription], settings: Settings) -> None:
+    from launcher.aws.money import usd
+
+    if not found:
+        note(f"no jobs yet: {settings.command('launch --instance local')}")
+        return
+    row = "{:<33} {:<10} {:<18} {:<16} {:>11} {:>9} {:>7} {:>10}  {}"
+    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "MODEL", "COST", "DATA")
+    click.echo(row.format(*heads))
+    for d in found:
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
+        step, loss = progress_words(d)
+        instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
+        cost = "-" if d.cost is None else usd(d.cost)
+        # layers x width
+        model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
+        data = d.data.rstrip("/").rpartition("/")[2]
+        cells = (d.job_id, d.status, instance, created, step, loss, model, cost, data)
+        click.echo(shown(row.format(*cells)))
+
+
+def progress_words(description: JobDescription) -> tuple[str, str]:
+    metrics = description.metrics or {}
+    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
+    loss = metrics.get("best_loss", metrics.get("val_loss"))
+    return step, "-" if loss is None else f"{loss:.4f}"
+
+
+@click.command("status", cls=Command)
+@JOB_ID
+@JSON
+@click.pass_context
+def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
+    """Show how a job stands.
+
+    \b
+    Example:
+      sm-nanogpt status JOB-ID
+    """
+    from launcher.tracking import describe, logs, next_step, reason_of, with_costs
+
+    settings = settings_of(context)
+    (d,) = with_costs([describe(job_id, settings)], settings)
+    if as_json:
+        print_json(d)
+        return
+    step, loss = progress_words(d)
+    lines = {
+        "job": d.job_id,
+        "state": d.state,
+        "reason": reason_of(d),
+        "instance": f"{d.instance_count} x {d.instance}",
+        "created": moment(d.created),
+        "started": moment(d.started),
+        "ended": moment(d.ended),
+        "data": d.data,
+        "step": step,
+        "best loss": loss,
+        "model": d.model_uri,
+        "checkpoints": d.checkpoint_uri,
+        "billable": billable_words(d),
+        "cost": paid_words(d),
+        "message": d.message if d.is_running else None,
+    }
+    print_fields(lines)
+    if not d.is_running:
+        note(next_step(d, settings))
+    last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
+    if last:
+        click.echo("its last lines:")
+    for line in last:
+        click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
+
+
+def billable_words(description: JobDescription) -> str | None:
+    """The seconds that SageMaker bills, and what spot capacity saved of them."""
+    billable, trained = description.billable_seconds, description.training_seconds
+    if billable is None:
+        return None
+    saving = f", {1 - billable / trained:.0%} saved by spot" if description.spot and trained else ""
+    return f"{billable} s{saving}"
+
+
+def paid_words(description: JobDescription) -> str | None:
+    """What a job has cost, and by which price."""
+    from launcher.aws.instances import has_local_storage
+    from launcher.aws.money import usd
+
+    if description.cost is None or description.price is None:
+        return None
+    so_far = " so far (by the clock)" if description.is_running else ""
+    if description.has_open_pool:
+        so_far = f" so far, with all {description.keep_alive} s of its warm pool"
+    price = f"{usd(description.price.per_hour)} an hour of an instance"
+    if not has_local_storage(description.instance):
+        price += " and its disk beside"
+    return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
+
+
+@click.command("logs", cls=Command)
+@JOB_ID
+@click.option("--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--tail", metavar="N", type=click.IntRange(min=0), help="The last N lines alone.")
+@click.option("--raw", is_flag=True, help="All lines of the containers, SageMaker's own too.")
+@click.pass_context
+def logs_command(
+    context: click.Context, job_id: str, follow: bool, tail: int | None, raw: bool
+) -> None:
+    """Print what the script of a job printed.
+
+    \b
+    Example:
+      sm-nanogpt logs JOB-ID --follow
+      sm-nanogpt logs JOB-ID --tail 20
+    """
+    from launcher.tracking import describe, logs
+
+    if follow and tail is not None:
+        raise InputError("--tail does not go with --follow")
+    settings, silent = settings_of(context), tail != 0
+    try:
+        lines = logs(job_id, follow, settings, raw=raw)
+        for line in lines if tail is None else deque(lines, maxlen=tail):
+            click.echo(line)
+            silent = False
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        note("the job goes on")
+        return
+    if silent and not follow:
+        d = describe(job_id, settings)
+        yet = " yet" * d.is_running
+        more = "; --raw shows all lines" * (not raw and d.instance != "local")
+        note(f"the script printed nothing{yet}; the job is {d.state}{more}")
+
+
+@click.command("wait", cls=Command)
+@JOB_ID
+@click.pass_context
+def wait_command(context: click.Context, job_id: str) -> None:
+    """Wait until a job has ended; exit code 0 if it completed.
+
+    \b
+    Example:
+      sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
+    """
+    from launcher.tracking import explain, wait
+
+    settings = settings_of(context)
+    try:
+        description = wait(job_id, settings)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the waiting alone; the job is not stopped") from None
+    if description.status != "Completed":
+        raise ServiceError(explain(description, settings))
+    note(f"job {job_id} completed")
+
+
+@click.command("stop", cls=Command)
+@JOB_ID
+@click.pass_context
+def stop_command(context: click.Context, job_id: str) -> None:
+    """Stop a running job. A local one writes a checkpoint first; SageMaker keeps the newest.
+
+    \b
+    Example:
+      sm-nanogpt stop JOB-ID
+    """
+    from launcher.tracking import explain, stop, wait
+
+    settings = settings_of(context)
+    local = stop(job_id, settings).instance == "local"
+    note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
+    description = wait(job_id, settings)
+    if description.status == "Failed":
+        raise ServiceError(explain(description, settings))
+    note(explain(description, settings))

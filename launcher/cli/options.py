@@ -1,0 +1,119 @@
+"""Options, arguments and questions that several commands share."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launcher.cli.show import note
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from launcher.settings import Settings
+
+
+def settings_of(context: click.Context, **said: str | None) -> Settings:
+    """The settings, with what a command's own options say over the words before it."""
+    from launcher.settings import load_settings
+
+    return load_settings(**{**context.obj, **{name: v for name, v in said.items() if v}})
+
+
+class Command(click.Command):
+    """A command that takes no empty word, which a variable that is not set leaves behind.
+
+    It would mean the default, or the current directory.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        root = ctx.find_root()
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for option in root.command.params:
+                if error.option_name in option.opts and option.metavar:
+                    here = ctx.command_path.removeprefix(f"{root.command_path} ")
+                    words = f"{root.command_path} {error.option_name} {option.metavar} {here}"
+                    raise InputError(
+                        f"{error.option_name} goes before the command: {words} ..."
+                    ) from None
+            raise
+        except click.UsageError as error:  # of an option without its word click tells no command
+            error.ctx = error.ctx or ctx
+            raise
+        for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes
+            value = ctx.params.get(parameter.name or "")
+            if value == "" or (isinstance(value, tuple) and "" in value):
+                argument = isinstance(parameter, click.Argument)
+                named = (argument and parameter.metavar) or parameter.opts[0]
+                without = "" if parameter.required else ", or leave it out"
+                raise InputError(f"{named.strip('[]')}: is empty; give a word{without}")
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for name in {"job_id", "resume"} & ctx.params.keys():
+            if word := ctx.params[name]:
+                from launcher.tracking import full_id
+
+                ctx.params[name] = full_id(word, settings_of(ctx))
+        return super().invoke(ctx)
+
+
+class Group(Command, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Refuses NaN, which is in every range of click's, and infinity."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
+    return value
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of the jobs on this machine, for a shell that completes one."""
+    from launcher.settings import load_settings
+
+    names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def pairs(
+    context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
+) -> dict[str, str]:
+    """{'n_layer': '6'} of ('n_layer=6',); a callback of options."""
+    option, values = parameter.opts[0], dict[str, str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise InputError(f"{option} {word}: must be name=value")
+        name = name.replace("-", "_") if option == "--set" else name
+        if name in values:
+            raise InputError(f"{option} {name}: given twice ({values[name]!r} and {value!r})")
+        values[name] = value
+    return values
+
+
+def can_ask(settled: bool) -> None:
+    """Raises InputError where a question would find nobody to answer."""
+    if not settled and not sys.stdin.isatty():
+        raise InputError("this is not an interactive terminal; pass --yes to confirm")
+
+
+def agree(question: str, yes: bool) -> None:
+    """Goes on if the person agrees; else click's Exit ends the command, with exit code 1."""
+    if not yes and not click.confirm(question, err=True):
+        note("not confirmed; nothing was done")
+        raise click.exceptions.Exit(1)
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
+YES = click.option("--yes", is_flag=True, help="Do not ask.")
+JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
+STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")

@@ -1,0 +1,75 @@
+"""The command `upload-data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import JSON, Command, settings_of
+from launcher.cli.show import byte_progress, note, print_json
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.settings import Settings
+
+
+@click.command("upload-data", cls=Command)
+@click.argument("path", metavar="[PATH]", required=False)
+@click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
+@JSON
+@click.pass_context
+def upload_data_command(
+    context: click.Context, path: str | None, corpus: str | None, as_json: bool
+) -> None:
+    """Put text into the store and print its URI.
+
+    PATH is a text file, or a directory of *.txt files. Without one, tiny Shakespeare is fetched, or
+    the Python reference where that cannot be had. Text that is there already is not sent again.
+
+    \b
+    Example:
+      sm-nanogpt upload-data input.txt
+    """
+    from launcher.corpus import find_text, upload_data
+    from launcher.storage import path_of
+
+    if path is not None and corpus is not None:
+        raise InputError("give a PATH or --corpus, not both")
+    settings = settings_of(context)
+    if path is None:
+        path = str(built_in_text(corpus, settings))
+    if path.partition("://")[0] in ("http", "https", "s3"):
+        raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
+    source = path_of(path)
+    total = sum(file.stat().st_size for _, file in find_text(source))
+    with byte_progress("upload", total) as progress:
+        upload = upload_data(source, settings, progress)
+    note(
+        f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
+        f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
+    )
+    if not upload.uploaded:
+        note("unchanged since it was uploaded; nothing was sent")
+    if as_json:
+        print_json(upload)
+    else:
+        click.echo(upload.uri)
+    near = upload.uri.startswith("file:")
+    note(f"next: {settings.command('launch --instance local' if near else 'launch')}")
+
+
+def built_in_text(corpus: str | None, settings: Settings) -> Path:
+    """The named corpus; without a name Shakespeare, or what every Python holds."""
+    from launcher.corpus import get_corpus
+
+    with byte_progress("download") as progress:
+        try:
+            return get_corpus(corpus or "shakespeare", settings, progress)
+        except ServiceError as error:
+            if corpus is not None:
+                raise
+            reason = error
+    note(f"tiny Shakespeare cannot be had ({reason}); taking the Python reference instead")
+    return get_corpus("python-docs", settings)
