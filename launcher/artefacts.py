@@ -60,8 +60,9 @@ def script_finder(
 ) -> FindScript:
     """Finds the script that trained a job's model: the one that is named, else the job's own."""
     if entry_point is not None:
-        return lambda: entry_point
-    return lambda: backend_for(description.instance, settings).script(description.job_id)
+        return lambda sha256: entry_point
+    backend = backend_for(description.instance, settings)
+    return lambda sha256: backend.script(description.job_id, sha256)
 
 
 def fetch_described(

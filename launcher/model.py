@@ -1,10 +1,9 @@
 """A model directory as train.py writes it, read with suspicion; or made of a checkpoint.
 
 `launcher.artefacts` checks by it what it fetches, and `launcher.sampling` loads by it. A model
-belongs to the script that trained it. Where config.json says what the packaged train.py would say,
-the packaged model computes the same: the run has held its logits against Qwen3's. Else the script
-itself has to compute it, known by its SHA-256. No script from S3 is executed, only a file that is
-here.
+belongs to the script that trained it, known by its SHA-256. Without that script, the packaged model
+computes one that is Qwen3's: the run compared its logits. No script or path from S3 is used, only a
+file that was launched from here or is named.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field, JsonValue
@@ -30,7 +31,9 @@ from launcher.job import load_script
 
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
-FindScript = Callable[[], Path | None]  # the file here that may have trained a model
+# From the SHA-256 of a script to the file here that may be it.
+FindScript = Callable[[str], Path | None]
+logger = logging.getLogger(__name__)
 
 
 class Ids(Document):
@@ -46,7 +49,7 @@ class Tokenizer(Document):
 class Training(Document):
     """training.json."""
 
-    script_sha256: str
+    script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     config: dict[str, Scalar | None]
 
 
@@ -65,7 +68,7 @@ def script_module(sha256: str, find_script: FindScript) -> ModuleType:
     """
     if sha256 == train.script_sha256():
         return train
-    script = find_script()
+    script = find_script(sha256)
     source = script.read_bytes() if script is not None and script.is_file() else b""
     if hashlib.sha256(source).hexdigest() != sha256:
         but = f"and {script} is another one" if source else "which is not here"
@@ -84,12 +87,12 @@ def known_config(values: Mapping[str, Any]) -> Config:
 
 
 def load_artefact(
-    directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
+    directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
 ) -> tuple[GPT, str]:
     """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
 
-    It is the packaged script's model where that computes the same, unless own_script is set; else
-    that of the script which trained it.
+    It is the model of the script that trained it. Where that script is not here, the packaged one
+    computes a model that is Qwen3's, and logs that, unless own_script is set.
 
     Raises:
         FormatError: the directory is not one that write_artefact wrote, or is damaged.
@@ -107,10 +110,15 @@ def load_artefact(
         sha256 = training.script_sha256
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
         script: ModuleType = train
-        config = known_config(training.config)
-        expected = train.hugging_face_config(config, len(vocabulary))
-        if own_script or (found != expected and sha256 != train.script_sha256()):
+        try:
             script = script_module(sha256, find_script)
+        except InputError:
+            if own_script or found.get("model_type") != "qwen3":
+                raise
+            log_absent_script(sha256)
+        if script is train:
+            config = known_config(training.config)
+            expected = train.hugging_face_config(config, len(vocabulary))
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
@@ -128,7 +136,15 @@ def load_artefact(
     with errors_of(script):
         if script is not train:
             config = script.make_config(training.config)
-        return fill(script, config, tensors, found, vocabulary), vocabulary
+        return fill(script, config, tensors, found["model_type"] != "qwen3", vocabulary), vocabulary
+
+
+@lru_cache  # once, though a model is checked and then loaded
+def log_absent_script(sha256: str) -> None:
+    logger.warning(
+        f"the script that trained this model (SHA-256 {sha256[:12]}...) is not on this machine; the"
+        " packaged one computes it, as the export found no difference (--entry-point FILE names it)"
+    )
 
 
 def read(directory: Path, name: str, kind: type[T]) -> T:
@@ -163,7 +179,7 @@ def fill(
     script: ModuleType,
     config: Any,
     tensors: Mapping[str, Tensor],
-    found: Mapping[str, Any],
+    edited: bool,
     vocabulary: str,
 ) -> GPT:
     """The script's model with the tensors of a file, which may have any names and shapes.
@@ -172,13 +188,13 @@ def fill(
         FormatError: they are not the model's.
     """
 
-    edited = found["model_type"] != "qwen3"
-
     def exported(model: GPT) -> dict[str, Tensor]:
         weights = model.state_dict()
         return weights if edited else script.to_hugging_face(weights, config)
 
-    with torch.device("meta"):  # nothing is allocated before the sizes are known to be right
+    # Nothing is allocated before the sizes are known to be right. (An edited script may be unable
+    # to compute on this device; its configuration is the one that it trained.)
+    with torch.device("meta") if script is train else contextlib.nullcontext():
         shapes = exported(script.GPT(config, len(vocabulary)))
     for name in sorted(shapes.keys() | tensors.keys()):
         said, there = (
@@ -201,7 +217,7 @@ def fill(
 
 
 def export_checkpoint(
-    checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda: None
+    checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda sha256: None
 ) -> int:
     """Writes the newest whole checkpoint of a run as a model directory; returns its step.
 

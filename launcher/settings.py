@@ -194,6 +194,10 @@ class Settings(BaseSettings):
     def jobs_dir(self) -> Path:
         return self.home / "jobs"
 
+    def kept_script(self, sha256: str) -> Path:
+        """Where a launch from here keeps an edited script, by the SHA-256 of its content."""
+        return self.home / "scripts" / f"{sha256}.py"
+
     @property
     def models_dir(self) -> Path:
         return self.home / "models"

@@ -196,7 +196,7 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_siz
         ("missing.py", None, "no such file"),
         ("words.txt", "hello", "not a Python file"),
         ("syntax.py", "x =", "invalid syntax"),
-        ("other.py", "x = 1", "not an edited copy of train.py"),
+        ("other.py", "x = 1", "not an edited copy of this version's train.py"),
         ("crash.py", "1 / 0", "ZeroDivisionError"),
         ("leaves.py", "raise SystemExit(3)", "SystemExit"),
         ("imports.py", "import no_such_module", "no_such_module"),

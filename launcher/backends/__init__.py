@@ -43,11 +43,15 @@ class Backend(Protocol):
     def job(self, job_id: str) -> TrainingJob:
         """What was submitted."""
 
-    def script(self, job_id: str) -> Path | None:
-        """The file on this machine that trained the job, as far as is known; None without one."""
+    def script(self, job_id: str, sha256: str) -> Path:
+        """Where this machine keeps the script of this SHA-256 that trained the job."""
 
-    def check_script(self, job_id: str, job: TrainingJob) -> None:
-        """Raises InputError unless the entry_point of a job that was submitted is as it was run."""
+    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
+        """This machine's copy of the edited script that a job ran; None for the packaged one.
+
+        Raises:
+            InputError: there is no copy here.
+        """
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         """Yield the jobs, newest first."""

@@ -134,6 +134,8 @@ def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any
     # The toolkit sets NCCL_DEBUG=INFO for all ranks, over the job's environment, and CloudWatch
     # bills each line; only this option changes that.
     debug = environment.get("NCCL_DEBUG") or "WARN"
+    if not debug.isalnum():  # the toolkit passes it through a shell
+        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, as WARN or INFO")
     # `enable` for `enabled`, as a well-known tutorial has it, starts each host alone.
     return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
 

@@ -244,11 +244,11 @@ class LocalBackend:
         # The copy that was run, not what became of it.
         return record.job.model_copy(update={"entry_point": self.script(job_id)})
 
-    def script(self, job_id: str) -> Path:
+    def script(self, job_id: str, sha256: str = "") -> Path:
         return self.jobs_dir / job_id / "code" / "train.py"
 
-    def check_script(self, job_id: str, job: TrainingJob) -> None:
-        """It is the copy that was run."""
+    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
+        return job.entry_point
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         names = sorted(

@@ -64,8 +64,8 @@ from launcher.cli.show import byte_progress, note, print_json
 @click.option(
     "--entry-point",
     metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="The edited train.py that trained the model (default: the job's, if it is here).",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The edited train.py that trained the model (default: the copy kept at launch).",
 )
 @JSON
 @click.pass_context
@@ -105,7 +105,7 @@ def fetch_and_sample_command(
     find_script = script_finder(description, settings, entry_point)
     model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
     if is_edited(model):
-        note("sampled by the edited script that trained it: slower, and computed as it was trained")
+        note("sampling with the edited script that trained the model, which is slower")
     if temperature == 0 and prompt is None:
         note("at temperature 0 a text without a --prompt tends to repeat one character")
     columns = stream_samples(
