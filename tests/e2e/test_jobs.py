@@ -117,7 +117,7 @@ def test_an_edited_model_is_sampled_by_the_file_it_was_launched_with(
     assert command("wait", job_id).code == 0
     sampled = command("fetch-and-sample", job_id)
     assert sampled.code == 0, sampled.err
-    assert "sampled by the edited script that trained it" in sampled.err
+    assert "sampling with the edited script that trained" in sampled.err
     kept = mine.rename(tmp_path / "kept.py")
     refused = command("fetch-and-sample", job_id)
     assert (refused.code, refused.out) == (2, "")
