@@ -1,6 +1,7 @@
-"""What a job leaves, on its way back: fetched, unpacked with suspicion, and checked.
+"""Download, unpack and check the models and checkpoints of jobs.
 
-A fetched model is a directory HOME/models/JOB-ID/WHICH: it appears whole or not at all.
+A fetched model is a directory HOME/models/JOB-ID/WHICH, created atomically. Archives are not
+trusted. Called by `fetch-and-sample`, by the Python API and by `sampling`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from launcher.tracking import backend_for, describe
 if TYPE_CHECKING:
     from launcher.model import FindScript
 
-# Weights hardly compress (by 1.1; up to 1.5 where some are still zero). What unpacks to much more
-# than it was is not a model.
+# Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
+# unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
-LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of what an archive holds; a model is 6 files side by side
+LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 
 
 def fetch_model(
@@ -42,14 +43,15 @@ def fetch_model(
     progress: Progress = lambda n: None,
     entry_point: Path | None = None,
 ) -> Path:
-    """The directory of a job's model, fetched unless it is here already.
+    """Download a job's model, unless it is here, and return its directory.
 
-    A job that failed or was stopped gives the model of its newest checkpoint; `describe` tells
-    which. entry_point is the edited script that trained it, where that is not found by itself.
+    For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
+    names the edited script that trained the model, if the job's own copy is not here.
 
     Raises:
-        InputError: only the script that trained the model can compute it, and it is not here.
-        ServiceError: no such job, it still runs or left nothing, or the archive is not a model.
+        InputError: the model needs the script that trained it, and that is not here.
+        ServiceError: there is no such job, it still runs or left nothing, or the archive is no
+            model.
     """
     settings = settings or load_settings()
     return fetch_described(describe(job_id, settings), settings, progress, entry_point)
@@ -58,7 +60,7 @@ def fetch_model(
 def script_finder(
     description: JobDescription, settings: Settings, entry_point: Path | None
 ) -> FindScript:
-    """Finds the script that trained a job's model: the one that is named, else the job's own."""
+    """A function that finds the script which trained a model: entry_point, else the job's copy."""
     if entry_point is not None:
         return lambda sha256: entry_point
     backend = backend_for(description.instance, settings)
@@ -71,7 +73,7 @@ def fetch_described(
     progress: Progress = lambda n: None,
     entry_point: Path | None = None,
 ) -> Path:
-    """The model of a job that stands like this: a checkpoint's where it has no `model_uri`."""
+    """Download the model of a described job; from a checkpoint if it has no `model_uri`."""
     find_script = script_finder(description, settings, entry_point)
     if description.model_uri is not None:
         return fetch_archive(description, settings, progress, find_script)
@@ -79,8 +81,8 @@ def fetch_described(
     if description.is_running:
         raise ServiceError(
             f"job {job_id} is still {description.status}:"
-            f" `{settings.command(f'logs {job_id} --follow')}` shows how far it is,"
-            f" `{settings.command(f'stop {job_id}')}` ends it early"
+            f" `{settings.command(f'logs {job_id} --follow')}` shows its progress,"
+            f" `{settings.command(f'stop {job_id}')}` stops it"
         )
     if description.checkpoint_uri is not None:
         return fetch_checkpoint(description, settings, progress, find_script)
@@ -94,7 +96,7 @@ def fetch_described(
 def fetch_archive(
     description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
 ) -> Path:
-    """Fetches and unpacks model.tar.gz."""
+    """Download and unpack model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
     target = parent / storage.fingerprint(description.model_uri, settings)
@@ -112,20 +114,17 @@ def fetch_archive(
 
 
 def another_model(description: JobDescription, settings: Settings) -> str:
-    """What to do where a finished job's model is of no use."""
+    """What to do if the model of a completed job is unusable."""
     if description.checkpoint_uri is None:
         return "train again"
     command = settings.command(f"launch --resume {description.job_id} --set max_steps=N")
-    return f"`{command}`, N above {description.checkpoint_step}, makes another from its checkpoint"
+    return f"`{command}`, N above {description.checkpoint_step}, trains another from its checkpoint"
 
 
 def fetch_checkpoint(
     description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
 ) -> Path:
-    """Fetches the newest checkpoint and writes it out as a model directory.
-
-    It is the one before where the newest is broken.
-    """
+    """Download the newest checkpoint that is intact and export it as a model directory."""
     from entry_point import train
     from launcher import model
 
@@ -151,10 +150,10 @@ def fetch_checkpoint(
 
 @contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A directory to work in, near where the result will lie, that leaves no trace.
+    """A temporary directory below `parent`, on the file system of the result.
 
     Raises:
-        ServiceError: work there ended in an OSError.
+        ServiceError: an OSError occurred inside.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,7 @@ def scratch(parent: Path) -> Iterator[Path]:
             yield Path(directory)
     except OSError as error:
         raise ServiceError(
-            f"{parent}: {error.strerror or error}; SM_NANOGPT_HOME names another place to work in"
+            f"{parent}: {error.strerror or error}; set SM_NANOGPT_HOME to another directory"
         ) from None
 
 
@@ -178,13 +177,13 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another person's
+    except PermissionError:  # of another user
         pass
     return True
 
 
 def keep(directory: Path, target: Path) -> None:
-    """Moves a finished directory into place; who comes second finds the same content there."""
+    """Move a finished directory into place, unless another process was first."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.rename(target)
@@ -194,12 +193,11 @@ def keep(directory: Path, target: Path) -> None:
 
 
 def extract(archive: Path, target: Path, uri: str) -> None:
-    """Unpacks regular files and directories; anything else in the archive refuses it whole.
+    """Unpack an archive of regular files and directories.
 
     Raises:
-        ServiceError: the archive, which came from `uri`, is damaged, or holds what a model archive
-            never holds: absolute paths, `..`, links, devices, or far more bytes than its size
-            allows.
+        ServiceError: the archive, from `uri`, is damaged, or has absolute paths, `..`, links,
+            devices, or far more bytes than its size allows.
         OSError: the target cannot be written.
     """
     allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
@@ -224,20 +222,20 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                 assert source is not None
                 with path.open("xb") as out:
                     shutil.copyfileobj(source, out)
-            while stream.read(storage.CHUNK_BYTES):  # the checksum comes last
+            while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, RecursionError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ServiceError(
-            f"{uri} is refused: {member.name!r} is in it twice, or below a file"
+            f"{uri} is refused: it contains {member.name!r} twice, or below a file"
         ) from None
     except ValueError as error:
         raise ServiceError(f"{uri} is refused: {error}") from None
 
 
 class Bounded(io.RawIOBase):
-    """What an archive unpacks to, headers included, up to as much as a model may have."""
+    """A gzip stream, headers included, that refuses more bytes than a model may have."""
 
     def __init__(self, file: gzip.GzipFile, allowed: int, uri: str) -> None:
         self.file, self.left, self.uri = file, allowed, uri
@@ -260,14 +258,16 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
     place = PurePosixPath(member.name)
     if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
         raise ServiceError(f"{uri} is refused: {member.name!r} would lie outside of the model")
-    if member.issparse() or not (member.isreg() or member.isdir()):  # holes take no room inside
+    if member.issparse() or not (
+        member.isreg() or member.isdir()
+    ):  # holes take no space in the archive
         kind = "a link" if member.issym() or member.islnk() else "not a regular file"
         raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
     return place
 
 
 def check_model(directory: Path, uri: str, find_script: FindScript) -> None:
-    """Raises ServiceError unless the directory holds a model that loads."""
+    """Raise ServiceError unless the directory has a model that loads."""
     from entry_point import train
     from launcher import model
 

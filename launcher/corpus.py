@@ -1,9 +1,8 @@
-"""Text on its way into a store: is it text, is it there already, and where the last one went.
+"""Validate text, upload it to the store, and find the last upload.
 
-A data set is a prefix of its own, `STORE/data/NAME-HASH/`, named after its files, their names and
-their content, so that a job's data never change under it, and nothing else is ever put there. Its
-manifest lies beside it, `STORE/data/NAME-HASH.json`, and is written last: without it, a prefix is
-not a data set.
+A data set is a prefix `STORE/data/NAME-HASH/`. The hash covers the names and contents of its files,
+so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: a
+prefix without one is an incomplete upload. Called by `upload-data` and by `submission`.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CORPORA = ("shakespeare", "python-docs")
 
-# The shortest context of any preset: text that cannot fill one window of it, in its last tenth too,
-# trains nothing. A launch checks the context that was really asked for.
+# The shortest context of any preset. Shorter text cannot fill one window for training and one in
+# its last tenth for validation. A launch checks against the context of its job.
 SHORTEST_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A data set in a store. size is in bytes; uploaded is False when it was there already."""
+    """A data set in a store. size is in bytes; uploaded is False if it was already there."""
 
     uri: str
     size: Count
@@ -64,7 +63,7 @@ class Latest(Document):
 
 @dataclass(frozen=True)
 class Text:
-    """What reading the files showed."""
+    """What reading the files found; size is in bytes."""
 
     size: int
     characters: int
@@ -79,13 +78,13 @@ def upload_data(
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
 
-    Where no store is set, that is the stack's, if AWS is in use and there is one; else this
-    machine's. What is there already, unchanged, is not sent again. It becomes the last upload,
-    which a launch without data takes.
+    The default store is that of the stack, if AWS is configured and there is one; else it is on
+    this machine. Text that is already there is not sent again. A launch without data uses the last
+    upload.
 
     Raises:
-        InputError: it is not text, or too short to train on.
-        ServiceError: the store refuses.
+        InputError: the files are not text, or too short to train on.
+        ServiceError: the store failed.
     """
     settings = stack_store(settings or load_settings())
     upload, sources = survey(path, settings)
@@ -99,12 +98,12 @@ def upload_data(
 
 
 def stack_store(settings: Settings) -> Settings:
-    """The settings with the stack's store where none is set; as they are if there is none.
+    """The settings, with the stack's store if they have none and there is a stack.
 
-    Where AWS cannot be asked, that is told, and the text stays here: a launch sends it later.
+    If AWS cannot be asked, the text stays on this machine and a launch uploads it later.
 
     Raises:
-        Missing: a stack was named, and is not there.
+        Missing: the stack that the user named does not exist.
     """
     if settings.store or not settings.reaches_aws:
         return settings
@@ -113,30 +112,30 @@ def stack_store(settings: Settings) -> Settings:
     except Missing:  # the stack that was named
         raise
     except (InputError, ServiceError) as error:
-        logger.info(f"no stack can be asked for a store ({error}); the text stays on this machine")
+        logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
         return settings
 
 
 def read_noted(settings: Settings) -> dict[str, str]:
-    """The last uploads from here, by store, the newest last; no store has to be asked for them."""
+    """The last uploads from this machine, by store, the newest last."""
     noted = storage.read_cache(settings.last_uploads, dict[str, str])
     try:
         return {place(store): uri for store, uri in noted.items()}
-    except InputError:  # of another version, it may be
+    except InputError:  # perhaps of another version
         return {}
 
 
 def place(store: str) -> str:
-    """One name for a store, however it is written."""
+    """The canonical name of a store."""
     return storage.to_uri(store).rstrip("/")
 
 
 def survey(
     path: str | Path, settings: Settings, offline: bool = False
 ) -> tuple[Upload, list[Path]]:
-    """The data set that this text makes in the store, and its files here; nothing is sent.
+    """Read text and return the data set that it makes, and its local files. Sends nothing.
 
-    offline does not ask the store whether it is there already.
+    offline does not ask the store whether the data set is there.
 
     Raises:
         InputError: as upload_data.
@@ -163,25 +162,25 @@ def send(
     settings: Settings,
     progress: Progress = lambda n: None,
 ) -> None:
-    """Puts a surveyed data set into the store, unless it is there.
+    """Upload a surveyed data set, unless it is in the store.
 
     Raises:
         InputError: the text has changed since it was surveyed.
-        ServiceError: the store refuses.
+        ServiceError: the store failed.
     """
     if not upload.uploaded:
         return
     files = list(zip(upload.files, sources, strict=True))
     for name, source in files:
         storage.write_file(source, storage.join(upload.uri, name), progress, settings)
-    if digest_of(files) != upload.sha256:  # without its manifest, what was sent is no data set
-        raise InputError("the text changed while it was sent; upload it again")
+    if digest_of(files) != upload.sha256:  # leave it without a manifest
+        raise InputError("the text changed during the upload; upload it again")
     manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
     storage.write_json(f"{upload.uri}.json", manifest, settings)
 
 
 def digest_of(files: Sequence[tuple[str, Path]]) -> str:
-    """The SHA-256 over names and contents, as check_text has it."""
+    """The SHA-256 over names and contents, as in check_text."""
     digest = hashlib.sha256()
     for name, path in files:
         digest.update(f"{name}\0".encode())
@@ -199,9 +198,9 @@ def latest_uri(settings: Settings) -> str:
 
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
-    """The data set at a URI, if its manifest is there and every file has its size."""
+    """The data set at a URI, if it has a manifest and every file is complete."""
     uri = uri.rstrip("/")
-    if re.fullmatch(r"s3://[^/]+", uri):  # with .json behind it, it would name another bucket
+    if re.fullmatch(r"s3://[^/]+", uri):  # .json would name another bucket
         return None
     try:
         upload = storage.read_document(f"{uri}.json", Upload, settings)
@@ -219,17 +218,15 @@ def last_upload(
     offline: bool = False,
     local: bool = False,
 ) -> str:
-    """The URI of the data set that a launch without --data takes.
+    """The URI of the data set that a launch without --data uses.
 
-    It is the last upload from this machine: to the store that is set, or to this machine's own if
-    that is on S3 (text stays here while AWS cannot be asked); to any store where none is set.
-    Where nothing went to the store from here, it is the store's own last upload, by anybody. If
-    that one and one kept here may both be meant, it is an error, but for a local job, which takes
-    the one here. A local job also takes the one here, and says so, if S3 cannot be asked. Offline,
-    no remote store is asked.
+    This is the last upload from this machine: to the store that is set, or kept here because AWS
+    could not be asked; to any store if none is set. Without one, it is the last upload to the store
+    by anyone. A local job uses the text on this machine if the choice is unclear, or if S3 cannot
+    be asked. Offline, no remote store is asked.
 
     Raises:
-        InputError: nothing was uploaded yet, it is no longer there, or either of two may be meant.
+        InputError: nothing was uploaded, it is incomplete, or the choice is unclear.
     """
     here, there = place(settings.local_store), place(settings.data_store)
     noted = read_noted(settings)
@@ -240,14 +237,14 @@ def last_upload(
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" what others have uploaded: {again(settings)}"
+            f" the store: {again(settings)}"
         )
     else:
         theirs = last_of_store(settings)
         if theirs and mine:
             raise InputError(
                 f"{mine[-1]} was uploaded here, and {theirs} is the last upload to"
-                f" {settings.data_store}: name one of them with --data"
+                f" {settings.data_store}: choose one with --data"
             )
         if not theirs and not mine:
             raise InputError(
@@ -260,21 +257,21 @@ def last_upload(
     except (InputError, ServiceError) as error:
         if not local or here not in noted:
             raise
-        logger.info(f"{error}; so the last upload on this machine is taken")
+        logger.info(f"{error}; using the last upload on this machine")
         uri = noted[here]
         whole = find_upload(uri, settings) is not None
     if not whole:
-        raise InputError(f"the last upload, {uri}, is no longer whole: {again(settings)}")
+        raise InputError(f"the last upload, {uri}, is incomplete: {again(settings)}")
     return uri
 
 
 def again(settings: Settings) -> str:
-    """What to do where there is no text to take."""
+    """What to do if there is no upload to use."""
     return f"run `{settings.command('upload-data FILE')}`, or name the text with --data"
 
 
 def last_of_store(settings: Settings) -> str | None:
-    """The last upload to the store, by anybody. Raises InputError if its pointer is damaged."""
+    """The last upload to the store by anyone. Raises InputError if its record is damaged."""
     try:
         latest = storage.read_document(latest_uri(settings), Latest, settings)
         return None if latest is None else latest.uri
@@ -283,10 +280,10 @@ def last_of_store(settings: Settings) -> str | None:
 
 
 def find_text(root: Path) -> list[tuple[str, Path]]:
-    """The files to upload, as (name in the data set, path); a lone file becomes NAME.txt.
+    """The files to upload, as (name in the data set, path); a single file becomes NAME.txt.
 
     Raises:
-        InputError: nothing is there, it cannot be read, or a name is not UTF-8.
+        InputError: there is no text, it cannot be read, or a name is not UTF-8.
     """
     try:
         if root.is_file():
@@ -296,7 +293,7 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
         elif not root.is_dir():
             raise InputError(f"{root}: neither a file nor a directory")
         else:
-            below = os.walk(root, onerror=raise_error)  # rglob would leave out what it cannot read
+            below = os.walk(root, onerror=raise_error)  # rglob would skip unreadable directories
             files = sorted(Path(place, name) for place, _, names in below for name in names)
             found = [
                 (path.relative_to(root).as_posix(), path)
@@ -321,10 +318,10 @@ def raise_error(error: OSError) -> None:
 
 
 def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
-    """Reads every file as a training would; files are as find_text has them.
+    """Read every file as train.py would; files are those of find_text.
 
     Raises:
-        InputError: a file is empty, binary or not UTF-8, or all are too short together.
+        InputError: a file is empty, binary or not UTF-8, or the text is too short.
     """
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
     for name, path in files:
@@ -346,8 +343,8 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
                     except UnicodeDecodeError as error:
                         at = position - pending + error.start
                         raise InputError(
-                            f"{path}: is not UTF-8 text (byte {at}); `iconv -f latin1 -t utf-8`"
-                            " makes it so, if it is Latin-1"
+                            f"{path}: is not UTF-8 text (byte {at}); if it is Latin-1, convert it"
+                            " with `iconv -f latin1 -t utf-8`"
                         ) from None
                     digest.update(chunk)
                     vocabulary.update(text)
@@ -364,8 +361,8 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
     needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
     if characters < needed:
         raise InputError(
-            f"{root}: {characters} characters are too few to train and validate on; bring at least"
-            f" {needed}, and better a million"
+            f"{root}: {characters} characters are too few to train and validate on; use at least"
+            f" {needed}, better a million"
         )
     return Text(size, characters, len(vocabulary), digest.hexdigest())
 
@@ -373,14 +370,14 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
 def get_corpus(
     name: str, settings: Settings | None = None, progress: Progress = lambda n: None
 ) -> Path:
-    """A text to begin with, as a file in the cache.
+    """A sample text, as a file in the cache.
 
-    `shakespeare` is downloaded and held against its SHA-256; `python-docs` is the language
-    reference inside every CPython.
+    `shakespeare` is downloaded and verified by its SHA-256; `python-docs` is the language
+    reference that comes with CPython.
 
     Raises:
         InputError: there is no such corpus.
-        ServiceError: it cannot be had.
+        ServiceError: the download failed, or this Python has no reference.
     """
     settings = settings or load_settings()
     if name == "shakespeare":
@@ -393,7 +390,7 @@ def get_corpus(
 
 
 def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
-    """The file behind a URL, from the cache when it is there and whole."""
+    """Download a file, unless the cache has it intact."""
     if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == sha256:
         return target
     content = bytearray()
@@ -407,7 +404,9 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
         raise ServiceError(f"{url}: {reason}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise ServiceError(f"{url}: its SHA-256 is {found}, not {sha256}; the download is dropped")
+        raise ServiceError(
+            f"{url}: its SHA-256 is {found}, expected {sha256}; discarded the download"
+        )
     storage.write_bytes(str(target), bytes(content))
     return target
 

@@ -1,11 +1,11 @@
-"""The two ways in which a command fails."""
+"""The two kinds of errors, and words that errors share. Every module uses them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-# How pydantic says it, and how we do.
+# Pydantic's words, and ours.
 WORDS = {
     "Value error, ": "",
     "Input should be": "must be",
@@ -16,7 +16,7 @@ WORDS = {
 
 
 class InputError(Exception):
-    """What the user said or gave cannot be used: exit code 2. The text says what to do instead."""
+    """The user gave something that cannot be used: exit code 2. The text says what to do."""
 
 
 class ServiceError(Exception):
@@ -30,7 +30,7 @@ def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.
 
 
 def must_be(message: str) -> str:
-    """What pydantic says of a value, in the words that our other errors have."""
+    """A message of pydantic in the words of our own errors."""
     for theirs, ours in WORDS.items():
         message = message.replace(theirs, ours)
     return message.partition(", unable to")[0]

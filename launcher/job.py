@@ -1,4 +1,7 @@
-"""A job as plain data: what to run, validated, and how it stands; not how or where it is run."""
+"""A job as validated data: TrainingJob says what to run, JobDescription how it stands.
+
+How and where a job runs is up to `backends`. Used by submission, tracking and the backends.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from launcher.errors import InputError, ServiceError, must_be
 if TYPE_CHECKING:
     from launcher.aws.prices import Price
 
-DAY = 86_400  # seconds that a job may run whose limit a cost sets
+DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
-# What a local job has too; every other field is for SageMaker alone.
+# Fields that local jobs have; the others are for SageMaker only.
 LOCAL_FIELDS = {
     "instance",
     "instance_count",
@@ -39,7 +42,7 @@ LOCAL_FIELDS = {
     "resume",
 }
 
-TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # marks our jobs
+TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
 TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
@@ -48,7 +51,7 @@ LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
 
 def option(name: str) -> str:
-    """The command line's word for a field."""
+    """The command-line option for a field."""
     words = {"subnets": "subnet", "security_group_ids": "security-group", "tags": "tag"}
     return f"--{words.get(name, name).replace('_', '-')}"
 
@@ -57,15 +60,18 @@ def option(name: str) -> str:
 
 
 class TrainingJob(BaseModel):
-    """One training.
+    """One run: what to train, on which text, and where.
 
-    hyperparameters go over those of the preset; both are held against the training script's own
-    Config, by `config()`, so a launch and the container refuse the same things in the same words.
+    hyperparameters override the preset. `config()` validates both with the training script's own
+    Config, so that a launch and the container report the same errors.
+
+    Raises:
+        InputError: a field is invalid, or AWS would refuse the job.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"  # or SageMaker types; with `resume`: the earlier job's, if not given
+    instance: str = "local"  # or SageMaker types; default with `resume`: the earlier job's
     instance_count: int = Field(default=1, ge=1, le=100)
     processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
     data: str | None = None  # URI or path; None: the last upload
@@ -73,18 +79,18 @@ class TrainingJob(BaseModel):
     preset: str | None = None
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # None: the script of this package
-    resume: str | None = None  # id of the job whose checkpoints this one goes on from
+    resume: str | None = None  # id of the job whose checkpoints to continue from
 
-    # What only SageMaker has, as LOCAL_FIELDS leaves it out. Times are in seconds.
+    # For SageMaker only. Times are in seconds.
     launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
     pytorch_version: str = DEFAULT_VERSION
     image_uri: str | None = None  # None: AWS's image of that version
     max_cost: float | None = Field(
         default=None, gt=0, le=1e9, allow_inf_nan=False
-    )  # USD, with `resume`'s
+    )  # USD, including the earlier jobs of `resume`
     max_run: int = Field(default=3600, ge=60, le=LONGEST_RUN)
-    affordable_run: int | None = Field(default=None, ge=60)  # found from the ceiling, at launch
-    worst_cost: float | None = None  # USD, found at launch; None: no price is known
+    affordable_run: int | None = Field(default=None, ge=60)  # set at launch, from the cost ceiling
+    worst_cost: float | None = None  # USD, set at launch; None: no known price
     spot: bool = False
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run, up to 28 days
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
@@ -97,7 +103,7 @@ class TrainingJob(BaseModel):
     network_isolation: bool = False
     encrypt_traffic: bool = False  # between hosts
 
-    _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields, from `resume`'s
+    _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields from the resumed job
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -116,7 +122,7 @@ class TrainingJob(BaseModel):
         check_instances(self.instances)
         local = self.instance == "local"
         said = {name for name in self.model_fields_set if getattr(self, name) is not False}
-        cloud = said - LOCAL_FIELDS  # what is switched off is asked of nobody
+        cloud = said - LOCAL_FIELDS  # a False needs nothing of SageMaker
         problem = None
         if local and cloud and not self.instance_is_open:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
@@ -125,17 +131,19 @@ class TrainingJob(BaseModel):
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
             )
         elif self.image_uri is not None and "pytorch_version" in said:
-            problem = "--pytorch-version is of AWS's image, and --image-uri names another; say one"
+            problem = (
+                "give --pytorch-version for the AWS image, or --image-uri for another, but not both"
+            )
         elif self.spot and len(self.instances) > 1:
-            problem = "--spot takes one --instance type; several go with --on-demand alone"
+            problem = "--spot takes one --instance type; use --on-demand for several"
         elif self.max_wait is not None and not self.spot:
             problem = "--max-wait is for --spot jobs"
         elif self.max_wait is not None and self.max_wait < self.max_run and not self.limit_is_open:
-            problem = f"--max-wait {self.max_wait} has to be at least --max-run {self.max_run}"
+            problem = f"--max-wait {self.max_wait} must be at least --max-run {self.max_run}"
         elif self.spot and self.keep_alive is not None:
-            problem = "--keep-alive does not go with --spot"
+            problem = "--keep-alive and --spot cannot be combined"
         elif bool(self.subnets) != bool(self.security_group_ids):
-            problem = "--subnet and --security-group go together"
+            problem = "--subnet and --security-group must be given together"
         elif len(self.environment) > 100:
             problem = f"--environment: {len(self.environment)} variables, and AWS allows 100"
         elif len(self.tags) > 48:
@@ -143,8 +151,8 @@ class TrainingJob(BaseModel):
         for name, value in self.environment.items():
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
                 problem = (
-                    f"--environment {name}: a name is of letters, digits and _, and a value has 512"
-                    " characters at most"
+                    f"--environment {name}: use letters, digits and _ in the name, and at most 512"
+                    " characters in the value"
                 )
         for name, value in self.tags.items():
             ours = name.lower().startswith("aws:") or name == TAG_KEY
@@ -163,28 +171,28 @@ class TrainingJob(BaseModel):
 
     @property
     def instance_is_open(self) -> bool:
-        """Whether the instance type is still to be found, from the job that this one resumes."""
+        """Whether the instance type is to come from the job that this one resumes."""
         return self.resume is not None and "instance" not in self.model_fields_set
 
     @property
     def limit_is_open(self) -> bool:
-        """Whether the time limit is still to be found, from the cost ceiling."""
+        """Whether the cost ceiling is to set the time limit."""
         return self.max_cost is not None and "max_run" not in self.model_fields_set
 
     def origin(self, name: str) -> str:
-        """Words behind an option that nobody typed for this job, but for the one it resumes."""
+        """A suffix for messages: which job a field was taken over from."""
         return f" of job {self.resume}" if name in self._taken_over else ""
 
     @property
     def time_limit(self) -> int:
-        """Seconds that the job may run: the smallest of the limits that it has."""
+        """Seconds that the job may run: the smallest of its limits."""
         own = DAY if self.limit_is_open else self.max_run
         limits = (own, self.affordable_run, self.max_wait)
         return min(limit for limit in limits if limit is not None)
 
     @property
     def script(self) -> Path:
-        """The file that trains."""
+        """The training script."""
         if self.entry_point is not None:
             return self.entry_point
         spec = importlib.util.find_spec("entry_point.train")
@@ -193,7 +201,7 @@ class TrainingJob(BaseModel):
         return Path(spec.origin)
 
     def script_module(self) -> ModuleType:
-        """The training script as a module; importing it runs nothing.
+        """Import the training script; this runs no training.
 
         Raises:
             InputError: the entry point is not a copy of train.py.
@@ -213,9 +221,9 @@ class TrainingJob(BaseModel):
         return load_script(self.entry_point, source)
 
     def all_hyperparameters(self) -> dict[str, Scalar]:
-        """Every field of the script's Config, as the job's record keeps it and the script is told.
+        """Every field of the script's Config, for the job's record and the script's arguments.
 
-        A later version may have other presets and defaults, and a resumed job keeps these.
+        A resumed job keeps them, even if a later version has other presets and defaults.
         """
         config = asdict(self.config(1))
         return {name: value for name, value in config.items() if value not in (None, "")}
@@ -226,9 +234,9 @@ class TrainingJob(BaseModel):
     def explicit_hyperparameters(
         self, base: Mapping[str, Scalar] | None = None
     ) -> dict[str, Scalar]:
-        """The preset's values and those given over them, under the fields' names.
+        """The values of the preset and those given by the user, by field name.
 
-        With a base, all of a Config, the preset goes over that, as in the script.
+        With a base, which holds every field, they override the base.
         """
         config = self.config(1, base)
         given = {
@@ -240,11 +248,11 @@ class TrainingJob(BaseModel):
         return {name: getattr(config, name) for name in {**preset, **given}}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
-        """The script's Config of this job, over a base in place of the defaults.
+        """The script's Config of this job; base replaces the defaults.
 
         Raises:
-            InputError: an unknown or impossible hyperparameter, or a batch that world_size
-                processes cannot share.
+            InputError: a hyperparameter is unknown or invalid, or world_size processes cannot
+                share the batch evenly.
         """
         module = self.script_module()
         try:
@@ -255,9 +263,9 @@ class TrainingJob(BaseModel):
         return config
 
     def check_resumable(self, before: TrainingJob, earlier: JobDescription) -> None:
-        """Raises InputError unless this job can go on from `before`, which stands as `earlier`.
+        """Raise InputError unless this job can continue from `before`, described by `earlier`.
 
-        One that ended at its last step goes on as long as it has no model, to write that.
+        A job that reached its last step without writing a model may be resumed to write it.
         """
         module = self.script_module()
         jobs = [
@@ -271,22 +279,22 @@ class TrainingJob(BaseModel):
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
             raise InputError(
-                f"max_steps={max_steps}: the earlier job came to step {step} already;"
-                f" `--set max_steps=N`, with N above {step}, goes on from there"
+                f"max_steps={max_steps}: the earlier job has already reached step {step}; to train"
+                f" further, add `--set max_steps=N` with N above {step}"
             )
 
 
-@lru_cache(maxsize=8)  # a launch asks for it a dozen times
+@lru_cache(maxsize=8)  # a launch calls it a dozen times
 def load_script(file: Path, source: bytes) -> ModuleType:
-    """Executes an edited copy of train.py, once for each content of the file.
+    """Import an edited copy of train.py, once for each content of the file.
 
     Raises:
-        InputError: it is no such copy.
+        InputError: the file is no copy of train.py, or fails to import.
     """
     module = ModuleType(f"user_train_{hashlib.sha256(source).hexdigest()[:12]}")
     module.__file__ = str(file)
     try:
-        sys.modules[module.__name__] = module  # dataclasses look their module up there
+        sys.modules[module.__name__] = module  # dataclasses need it there
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
         _ = module.make_config, module.PRESETS, module.metric_definitions
@@ -300,7 +308,7 @@ def load_script(file: Path, source: bytes) -> ModuleType:
         raise InputError(f"{file}: {error}") from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # what ends a process, too
+    except BaseException as error:  # also SystemExit
         raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
     return module
 
@@ -310,14 +318,14 @@ def load_script(file: Path, source: bytes) -> ModuleType:
 
 @dataclass(frozen=True)
 class JobDescription:
-    """A job as it stands.
+    """The state of a job.
 
-    status is SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is the type
-    that the job runs on; until SageMaker has chosen one of several, all of them with commas between
-    them. created, started and ended are seconds since the epoch. metrics holds the newest numbers
-    of the curve. model_uri is None as long as no model is there. checkpoint_uri and checkpoint_step
-    are None as long as no checkpoint is there, and for a job on SageMaker also while it runs and in
-    a list of jobs, where S3 is not asked.
+    status is one of SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is
+    the type that the job runs on, or all candidates, separated by commas, until SageMaker chooses
+    one. created, started and ended are seconds since the epoch. metrics holds the newest values of
+    the training curve. model_uri, checkpoint_uri and checkpoint_step are None until there is a
+    model or a checkpoint. For jobs on SageMaker, the checkpoint fields are also None while the job
+    runs and in a list of jobs, since S3 is not asked.
     """
 
     job_id: str
@@ -335,14 +343,14 @@ class JobDescription:
     model_uri: str | None = None
     checkpoint_uri: str | None = None
     checkpoint_step: int | None = None  # of the newest
-    message: str | None = None  # what the service says of the present state
-    billable_seconds: int | None = None  # SageMaker only, as is what follows
+    message: str | None = None  # the service's message for the present state
+    billable_seconds: int | None = None  # this and what follows: SageMaker only
     training_seconds: int | None = None
-    volume_size: int = 0  # GiB of disk for each instance
-    keep_alive: int | None = None  # seconds of warm pool that were asked for
-    warm_pool_seconds: int | None = None  # billed after the end; None until the pool is gone
+    volume_size: int = 0  # GiB of disk per instance
+    keep_alive: int | None = None  # seconds of warm pool requested
+    warm_pool_seconds: int | None = None  # billed after the job; None until the pool ends
     spot: bool = False
-    cost: float | None = None  # USD at `price`, so far or in the end, as launcher.aws.money has it
+    cost: float | None = None  # USD so far or in total, at `price`
     price: Price | None = None
 
     @property
@@ -351,27 +359,27 @@ class JobDescription:
 
     @property
     def is_placed(self) -> bool:
-        """Whether one of its instance types was chosen; before that a job costs nothing."""
+        """Whether SageMaker has chosen an instance type; before that, a job costs nothing."""
         return len(types_of(self.instance)) == 1
 
     @property
     def state(self) -> str:
-        """The status, with what it means just now where that has a name of its own."""
+        """The status, with the secondary status if that differs."""
         if self.status == self.secondary_status:
             return self.status
         return f"{self.status} ({self.secondary_status})"
 
     @property
     def has_open_pool(self) -> bool:
-        """Whether a warm pool came after the job, and its seconds are not told yet."""
+        """Whether the job has a warm pool whose billed seconds are not known yet."""
         had_machines = bool(self.billable_seconds or self.started)
         asked = self.ended is not None and self.keep_alive is not None
         return had_machines and asked and self.warm_pool_seconds is None
 
     def billed_seconds(self, now: float) -> float:
-        """Of each instance, in the end or so far.
+        """Billed seconds per instance, so far or in total; `now` is in seconds since the epoch.
 
-        What is not told yet is counted by the clock, and a warm pool with all that it may last.
+        What SageMaker has not reported yet is estimated by the clock; a warm pool counts in full.
         """
         warm = (self.keep_alive if self.has_open_pool else self.warm_pool_seconds) or 0
         if self.billable_seconds is not None:

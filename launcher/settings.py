@@ -1,4 +1,7 @@
-"""Where things are kept: command line, then SM_NANOGPT_*, then the config file, then defaults."""
+"""Settings: from the command line, else SM_NANOGPT_* variables, else config.toml, else defaults.
+
+Every module that needs a place, a region or a default of the user takes a Settings.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ def config_file() -> Path:
 
 
 PREFIX = "SM_NANOGPT_"
-# What the training script is told by who starts it.
+# Variables that the runner sets for the training script.
 NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
 
-# The options before a command, and the commands that use them; () is all. A job's id is found by
-# region and profile alone.
+# The options before a command, and the commands that use them; () means all. Region and profile
+# are enough to find a job by its id.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "store": ("upload-data", "launch", "doctor"),
     "region": (),
@@ -43,7 +46,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "stack": ("upload-data", "launch", "doctor", "infra"),
 }
 
-# How a location begins that means the same from every directory.
+# Locations that do not depend on the current directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
 
 AWS_VARIABLES = (
@@ -58,11 +61,10 @@ AWS_VARIABLES = (
 
 
 class Settings(BaseSettings):
-    """Places of this installation.
+    """Where jobs, data and models are kept, and the defaults of jobs on SageMaker.
 
-    home holds everything that is kept on this machine: jobs/, models/, cache/, config.toml, and
-    store/ as long as no other store is set. store is `s3://bucket/prefix` or a local directory,
-    from the root or from `~`.
+    home is the directory of everything on this machine: jobs/, models/, cache/, config.toml, and
+    store/ unless another store is set. store is `s3://bucket/prefix` or an absolute directory.
     """
 
     model_config = SettingsConfigDict(
@@ -71,31 +73,29 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=default_home)
     store: str = ""
-    region: str = ""  # "": as the AWS configuration has it
+    region: str = ""  # "": from the AWS configuration
     profile: str = ""
-    role: str = ""  # ARN of the role that SageMaker acts as
-    stack: str = "sm-nanogpt"  # whose outputs are the store and the role, where none is set
-    max_cost: float | None = Field(
-        default=None, gt=0, le=1e9, allow_inf_nan=False
-    )  # USD of any one job
-    ask_above: float = Field(default=10, ge=0)  # USD; a launch that may cost more asks first
-    kms_key: str = ""  # encrypts what is put into S3, and a job's disks; "": as the bucket has it
+    role: str = ""  # ARN of the execution role
+    stack: str = "sm-nanogpt"  # its outputs provide store and role
+    max_cost: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)  # USD per job
+    ask_above: float = Field(default=10, ge=0)  # USD; ask before a launch that may cost more
+    kms_key: str = ""  # for objects in S3 and disks of jobs; "": the bucket's default
 
-    # What jobs on SageMaker have unless they say otherwise, named as the fields of TrainingJob.
+    # Defaults for jobs on SageMaker; names as in TrainingJob.
     subnets: list[str] = Field(default_factory=list)
     security_group_ids: list[str] = Field(default_factory=list)
     network_isolation: bool = False
     encrypt_traffic: bool = False
     tags: dict[str, str] = Field(default_factory=dict)
 
-    _said: dict[str, str] = PrivateAttr(default_factory=dict)  # by the command line
+    _said: dict[str, str] = PrivateAttr(default_factory=dict)  # options given before the command
 
     @field_validator("store")
     @classmethod
     def _one_place(cls, store: str) -> str:
         check_location(store)
         if store and not ABSOLUTE.match(store):
-            raise ValueError("would be another place in each directory; begin it with / or ~/")
+            raise ValueError("is relative to the current directory; start it with / or ~/")
         return store
 
     @field_validator("role")
@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     @classmethod
     def _stack_name(cls, stack: str) -> str:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,127}", stack):
-            raise ValueError("must be letters, digits and dashes, beginning with a letter")
+            raise ValueError("must be letters, digits and dashes, starting with a letter")
         return stack
 
     @field_validator("home")
@@ -130,9 +130,9 @@ class Settings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, values)
 
     def command(self, words: str) -> str:
-        """A command to be copied, with those of the words before this one that matter to it.
+        """A command for the user to copy, with the options that were given and that it needs.
 
-        Without them it would look in another region or account, and find nothing there.
+        Without --region, for example, it would look for a job in another place.
         """
         name = words.partition(" ")[0]
         said = [
@@ -145,40 +145,40 @@ class Settings(BaseSettings):
 
     @property
     def aws_region(self) -> str:
-        """The region that was said; '' leaves it to the AWS configuration."""
+        """The region that was set; '' means that of the AWS configuration."""
         return self.region or os.environ.get("AWS_REGION", "")
 
     @property
     def aws_profile(self) -> str:
-        """The profile that was said; '' is the AWS configuration's default."""
+        """The profile that was set; '' means the default of the AWS configuration."""
         return self.profile or os.environ.get("AWS_PROFILE", "")
 
     @property
     def names_stack(self) -> bool:
-        """Whether somebody named the stack, which then has to be there."""
+        """Whether the user named a stack, which then has to exist."""
         return "stack" in self.model_fields_set
 
     @property
     def reaches_aws(self) -> bool:
-        """Whether something says that AWS is in use; without it, no command makes a call there."""
+        """Whether AWS is configured at all; if not, no command calls it."""
         if self.region or self.profile or self.names_stack or self.store.startswith("s3://"):
             return True
         if any(os.environ.get(name) for name in AWS_VARIABLES):
             return True
         files = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
-        return any(  # as boto3 takes them; `=` and /dev/null are to name none
+        return any(  # as boto3 reads them; users set /dev/null to name none
             Path(os.environ.get(name, f"~/.aws/{file}")).expanduser().is_file()
             for name, file in files
         )
 
     @property
     def last_uploads(self) -> Path:
-        """What was last uploaded from here, by store."""
+        """File of the last upload to each store."""
         return self.home / "last-uploads.json"
 
     @property
     def last_stacks(self) -> Path:
-        """What was last seen of stacks from here, by region, profile and name."""
+        """File of the stacks that were last seen, by region, profile and name."""
         return self.home / "stacks.json"
 
     @property
@@ -187,7 +187,7 @@ class Settings(BaseSettings):
 
     @property
     def data_store(self) -> str:
-        """Where uploads go."""
+        """The store that uploads go to."""
         return self.store or self.local_store
 
     @property
@@ -208,36 +208,33 @@ class Settings(BaseSettings):
 
 
 def check_location(location: str) -> None:
-    """Raises ValueError for what looks like a URL and names no place that a text can be in.
-
-    A variable that is not set leaves `s3://`, which would be taken for a directory of that name.
-    """
+    """Raise ValueError for a URL that cannot hold text, such as `s3://` from an unset variable."""
     scheme, _, rest = location.partition(":")
     if scheme == "s3":
-        # As S3 has made them; those of before 2018 may hold capitals and underscores.
+        # Buckets from before 2018 may have capitals and underscores.
         if not re.match(r"//[A-Za-z0-9][A-Za-z0-9._-]{2,254}(/|$)", rest):
             raise ValueError("names no bucket; use s3://bucket/prefix")
-        if "//" in rest[2:]:  # a key that S3 takes, and SageMaker cannot read
+        if "//" in rest[2:]:  # a valid key, but SageMaker cannot read it
             raise ValueError("has an empty part, //, which SageMaker cannot read")
     elif scheme == "file":
         if not rest.startswith("///"):
-            raise ValueError("names no place from the root; use file:///directory")
+            raise ValueError("needs an absolute path; use file:///directory")
     elif rest.startswith("//") or scheme == "arn":
         how = " (download it first)" if scheme in ("http", "https") else ""
         raise ValueError(f"use s3://bucket/prefix or a local directory or file{how}")
 
 
 def load_settings(**said: str | None) -> Settings:
-    """The settings in force, with what the command line says over the rest.
+    """Load the settings; arguments override the environment and the config file.
 
     Raises:
-        InputError: a value or the config file cannot be read, a variable is no setting, or home
-            cannot be written.
+        InputError: a value is invalid, the config file cannot be read, a variable SM_NANOGPT_* is
+            no setting, or home cannot be written.
     """
     check_variables()
     words = {name: value for name, value in said.items() if value}
     if "store" in words and not ABSOLUTE.match(words["store"]):
-        words["store"] = str(Path(words["store"]).absolute())  # what is typed is meant here
+        words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
         settings = Settings(**words)  # type: ignore[arg-type]
         settings._said = words
@@ -253,18 +250,17 @@ def load_settings(**said: str | None) -> Settings:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
         raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
-    except (RuntimeError, ValueError) as error:  # `~` of nobody, a zero in a path
-        raise InputError(f"{error} SM_NANOGPT_HOME names the directory to keep things in") from None
+    except (RuntimeError, ValueError) as error:  # `~nobody`, a null byte in a path
+        raise InputError(f"{error} Set SM_NANOGPT_HOME to another directory") from None
     except OSError as error:
         raise InputError(
-            f"{error.filename}: {error.strerror}; SM_NANOGPT_HOME names another directory to keep"
-            " things in"
+            f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"
         ) from None
     return settings
 
 
 def said_by(name: str, words: Mapping[str, str]) -> str:
-    """Where a setting was said, in words to look for."""
+    """The option, variable or file that a setting comes from."""
     if name in words:
         return f"--{name}"
     named = [word for word in os.environ if word.upper() == f"{PREFIX}{name.upper()}"]
@@ -272,7 +268,7 @@ def said_by(name: str, words: Mapping[str, str]) -> str:
 
 
 def check_variables() -> None:
-    """Raises InputError for a variable that looks like a setting and is none, as a misspelt one."""
+    """Raise InputError for an SM_NANOGPT_* variable that is no setting, such as a typo."""
     known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
     for name, value in sorted(os.environ.items()):
         odd = name.upper().startswith(PREFIX) and name.upper() not in {*known, *NO_SETTINGS}

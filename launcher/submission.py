@@ -1,4 +1,7 @@
-"""From what a user asks for to a job that runs: completed, checked, its text sent, submitted."""
+"""Complete, check and submit a job: from a TrainingJob to a running one.
+
+Called by `launch` of the command line, by the Python API and by `doctor`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,15 @@ PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_tra
 
 
 def launch(job: TrainingJob, settings: Settings | None = None) -> str:
-    """Starts a training and returns its id at once.
+    """Start a training job and return its id at once.
 
-    Without data it trains on the last upload; a path is uploaded first. With `resume`, what the job
-    does not say is taken over from the earlier one.
+    A local path as data is uploaded first; without data, the job uses the last upload. With
+    `resume`, fields that the job leaves out come from the earlier job.
 
     Raises:
-        InputError: the job asks for something impossible; nothing was started.
-        ServiceError: the store or the service refuses.
-        KeyboardInterrupt: with a text that names the job, if it may have been submitted already.
+        InputError: the job cannot run; nothing was started.
+        ServiceError: the store or the service failed.
+        KeyboardInterrupt: names the job if it may have been submitted.
     """
     ready = prepare(job, settings or load_settings())
     job_id = new_job_id()
@@ -67,36 +70,36 @@ class Ready:
 
 
 def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
-    """The settings with a store that SageMaker can read, and a role: as set, else the stack's.
+    """The settings with a store that SageMaker can read and an execution role.
 
-    Without a stack, the role is that of the SageMaker notebook that this runs in, if any, and the
-    store is the account's default bucket of SageMaker.
+    They come from the settings, else the stack, else the role of the SageMaker notebook that this
+    runs in and the account's default SageMaker bucket. No bucket is created.
 
     Raises:
-        InputError: no store is set, and none is there; none is created.
+        InputError: there is no store.
         ServiceError: AWS cannot be asked.
     """
     settings = with_stack(settings, offline=dry_run)
     backend = SageMakerBackend(settings)
     if not settings.role and not dry_run and (role := backend.notebook_role()):
-        logger.info(f"role: {role} (of this SageMaker notebook)")
+        logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
     if dry_run:
         raise InputError(
-            f"a dry run asks AWS for nothing, and no stack was seen from here yet: {how}, or run"
+            f"a dry run does not ask AWS, and no stack is known here yet: {how}, or run"
             f" `{settings.command('infra show')}` once"
         )
     bucket = backend.default_bucket()
     if bucket is None:
         raise InputError(
-            "no store is set, and the account has no default bucket yet:"
-            f" `{settings.command('infra deploy')}` makes one, or {how}"
+            "no store is set, and the account has no default bucket: create one with"
+            f" `{settings.command('infra deploy')}`, or {how}"
         )
     store = f"s3://{bucket}/sm-nanogpt"
-    logger.info(f"store: {store} (the account's default bucket of SageMaker)")
+    logger.info(f"store: {store} (the account's default SageMaker bucket)")
     return settings.model_copy(update={"store": store})
 
 
@@ -137,12 +140,12 @@ def prepare(
     if "launcher" not in job.model_fields_set and job.launcher != launcher:
         job = job.model_copy(update={"launcher": launcher})
         logger.info(
-            f"launcher: {launcher}, as the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
+            f"launcher: {launcher}, since the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
         )
-    # All is checked before anything is uploaded.
+    # Check everything before uploading anything.
     plan = backend.check(job, dry_run)
     job = backend.afford(job, dry_run)
-    # A path given to a local job goes no further than this machine.
+    # Text for a local job stays on this machine.
     near = settings.model_copy(update={"store": ""}) if local else settings
     data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
     channels = {"data": find_channel(data, near, dry_run)}
@@ -165,10 +168,10 @@ def prepare(
 
 
 def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """The job with what the settings prescribe, where it says nothing itself; tags one by one.
+    """The job with defaults from the settings, such as subnets; tags are merged.
 
     Raises:
-        InputError: the settings prescribe what no job may have.
+        InputError: the settings hold something that no job may have.
     """
     prescribed = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
     said = {name: getattr(job, name) for name in job.model_fields_set}
@@ -180,7 +183,7 @@ def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
     try:
         ready = TrainingJob(**{**prescribed, **said, "tags": tags})
     except InputError as error:
-        raise InputError(f"as the settings have it: {error}") from None
+        raise InputError(f"from the settings: {error}") from None
     ready._taken_over = job._taken_over
     return ready
 
@@ -188,10 +191,10 @@ def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
 def ready_to_resume(
     job: TrainingJob, home: Backend, earlier: JobDescription, settings: Settings
 ) -> TrainingJob:
-    """The job with the instance types of the one it resumes, where it names none.
+    """The job with the instance types of the job that it resumes, unless it names some.
 
     Raises:
-        InputError: one would run on this machine and the other on SageMaker.
+        InputError: one job is local and the other on SageMaker.
         ServiceError: the earlier job still runs, or left no checkpoint.
     """
     if earlier.is_running:
@@ -202,14 +205,14 @@ def ready_to_resume(
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
     if job.instance_is_open:
-        # Anew, so that it is held against what such an instance has. Where the earlier job named
-        # several types, all of them, not only the one that it ran on.
+        # A new TrainingJob, so that it is validated for this instance; with all types that the
+        # earlier job named, not only the one that it ran on.
         said = {name: getattr(job, name) for name in job.model_fields_set}
         return TrainingJob(**said, instance=home.job(earlier.job_id).instance)
     if (earlier.instance == "local") != (job.instance == "local"):
         raise InputError(
-            f"job {job.resume} ran on {earlier.instance}; its checkpoints are not where"
-            f" --instance {job.instance} reads them"
+            f"job {job.resume} ran on {earlier.instance}, and --instance {job.instance} cannot read"
+            " its checkpoints"
         )
     return job
 
@@ -217,12 +220,13 @@ def ready_to_resume(
 def take_over(
     job: TrainingJob, home: Backend, earlier: JobDescription
 ) -> tuple[TrainingJob, TrainingJob]:
-    """The job on top of the one it resumes: what it does not say itself is as it was there, each
-    hyperparameter, variable and tag by itself.
+    """Fill the fields that a job leaves out from the job that it resumes.
 
-    Tells which of the earlier job's hyperparameters this script does not have.
+    Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
+    that this script does not have.
 
-    Returns it, and the earlier job, which ran at `home` and stands as `earlier`.
+    Returns:
+        The job, and the earlier job, which ran at `home`.
     """
     assert job.resume is not None
     before = home.job(job.resume)
@@ -243,7 +247,7 @@ def take_over(
     hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
     own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
-    if said.get("spot", before.spot) != before.spot:  # what goes with the other capacity alone
+    if said.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)
     if any(map(has_local_storage, job.instances)):
         kept.pop("volume_size", None)
@@ -259,9 +263,9 @@ def take_over(
 
 @dataclass(frozen=True)
 class Channel:
-    """Text of a job: as the user named it, where the job reads it, and what has to be sent first.
+    """The text of one channel: its name by the user, its URI, and the files to upload.
 
-    upload is None for a text on S3 that `upload-data` did not put there: its length is not known.
+    upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
     """
 
     named: str
@@ -271,7 +275,7 @@ class Channel:
 
 
 def find_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
-    """Where the job will read a text. One on this machine is surveyed, to be sent to the store."""
+    """Find where the job reads a text; survey a local one for its upload."""
     uri, path = storage.to_uri(location), storage.local_path(location)
     if path is None and offline:
         return Channel(location, uri, None, [])
@@ -289,7 +293,7 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
 
 
 def check_length(channels: Mapping[str, Channel], config: Any) -> None:
-    """Raises InputError when a text is too short for the job's context."""
+    """Raise InputError if a text is shorter than one window of the job."""
     parts = []
     for name, channel in channels.items():
         if channel.upload is None:
@@ -304,23 +308,23 @@ def check_length(channels: Mapping[str, Channel], config: Any) -> None:
         if length < config.block_size + 1:
             raise InputError(
                 f"{channel.named}: the {part} part has {length} characters, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1}; bring more text,"
-                " or set a smaller block_size"
+                f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
+                " a smaller block_size"
             )
 
 
 @contextmanager
 def naming(job_id: str, settings: Settings) -> Iterator[None]:
-    """Who interrupts a submission is told the id: the job may run by then, and cost."""
+    """Name the job when its submission is interrupted: it may run, and cost money."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"`{settings.command(f'status {job_id}')}` tells whether the job was submitted all the"
-            f" same, `{settings.command(f'stop {job_id}')}` stops it"
+            f"`{settings.command(f'status {job_id}')}` shows whether the job was submitted;"
+            f" `{settings.command(f'stop {job_id}')}` stops it"
         ) from None
 
 
 def new_job_id() -> str:
-    """Unique and valid as a SageMaker job name: letters, digits and dashes, 63 at most."""
+    """A unique id, valid as a SageMaker job name: at most 63 letters, digits and dashes."""
     return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

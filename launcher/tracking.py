@@ -1,4 +1,7 @@
-"""Jobs, wherever they run: found by their id, listed, priced, followed, stopped, waited for."""
+"""Find a job by its id, wherever it runs; list, price, follow, stop and wait for jobs.
+
+Called by the command line, by the Python API (launcher/__init__.py) and by `artefacts`.
+"""
 
 from __future__ import annotations
 
@@ -28,47 +31,46 @@ FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}")  # as submission.new
 
 REMEDIES = {
     "CapacityError": CAPACITY,
-    "Data download failed": "the execution role has to be allowed to read the store",
-    "MaxRuntimeExceeded": "--max-run gives more time, a larger --max-cost where that set the limit",
-    "MaxWaitTimeExceeded": "--max-wait gives more time, --on-demand waits for no spot capacity",
+    "Data download failed": "allow the execution role to read the store",
+    "MaxRuntimeExceeded": "raise --max-run, or --max-cost if that set the limit",
+    "MaxWaitTimeExceeded": "raise --max-wait, or use --on-demand",
 }
 
 
 def remedies(instance: str) -> dict[str, str]:
-    """REMEDIES, and what to do about a full disk, which depends on whose it is."""
+    """What to do about each failure reason; for a full disk it depends on the instance."""
     if instance == "local":
-        disk = "delete old jobs, or SM_NANOGPT_HOME names a place with more room"
+        disk = "delete old jobs, or set SM_NANOGPT_HOME to a larger disk"
     elif has_local_storage(instance):
-        disk = "a larger --instance has more disk"
+        disk = "use a larger --instance"
     else:
-        disk = "--volume-size gives more disk"
+        disk = "raise --volume-size"
     return {**REMEDIES, "No space left on device": disk}
 
 
 def all_backends(settings: Settings) -> Iterator[Backend]:
-    """The places for jobs, this machine first; the next is not touched before it is asked for."""
+    """Yield the backends, this machine first. SageMaker is set up only when it is reached."""
     yield LocalBackend(settings)
     if settings.reaches_aws:
         yield SageMakerBackend(settings)
 
 
 def backend_for(instance: str, settings: Settings) -> Backend:
-    """The place that runs such an instance."""
+    """The backend that runs an instance type."""
     return LocalBackend(settings) if instance == "local" else SageMakerBackend(settings)
 
 
 def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
-    """The place of a job, and the job as it stands.
+    """The backend of a job, and its description.
 
     Raises:
-        InputError: it is none of this machine's, and SageMaker cannot be asked with these settings.
-        ServiceError: no place knows the id.
+        InputError: the job is not on this machine, and SageMaker cannot be asked.
+        ServiceError: there is no such job.
     """
-    known = f"`{settings.command('jobs')}` lists those there are"
+    known = f"`{settings.command('jobs')}` lists the jobs"
     if not JOB_ID.fullmatch(job_id):
         raise ServiceError(
-            f"there is no job {job_id!r}, as an id is of letters, digits and dashes, 63 at most:"
-            f" {known}"
+            f"there is no job {job_id!r}: an id has at most 63 letters, digits and dashes; {known}"
         )
     asked: list[str] = []
     try:
@@ -82,17 +84,17 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
         ) from None
     where = " or ".join(asked)
     if not settings.reaches_aws:
-        where += " (SageMaker was not asked; --region or AWS_REGION names where it is)"
+        where += " (SageMaker was not asked: set --region or AWS_REGION to ask it)"
     raise ServiceError(f"there is no job {job_id!r} {where}: {known}")
 
 
 def full_id(word: str, settings: Settings) -> str:
-    """The id of the job that a word means: an id, its unique beginning or end, or `latest`.
+    """Resolve a full id, its unique start or end, or `latest`, to the id of a job.
 
-    A word that means none is given back as it is.
+    Returns the word unchanged if no job matches.
 
     Raises:
-        InputError: it means several.
+        InputError: several jobs match.
     """
     if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
         return word
@@ -105,14 +107,14 @@ def full_id(word: str, settings: Settings) -> str:
         return word
     if len(matches) > 1:
         raise InputError(
-            f"{word!r} means {len(matches)} jobs: {', '.join(matches[:3])}"
+            f"{word!r} matches {len(matches)} jobs: {', '.join(matches[:3])}"
             f"{' and more' * (len(matches) > 3)}; give more of the id"
         )
     return matches[0]
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """A job as it stands. Raises ServiceError when there is no such job."""
+    """Describe a job. Raises ServiceError if there is no such job."""
     return find(job_id, settings or load_settings())[1]
 
 
@@ -140,8 +142,8 @@ def list_jobs(
                     unreadable.append(job)
                 else:
                     found.append(job)
-    except InputError as error:  # which says nothing of SageMaker, as that no region is known
-        failure = InputError(f"{error}; so jobs on SageMaker are missing from the list")
+    except InputError as error:  # for example no region, which does not mention SageMaker
+        failure = InputError(f"{error}; jobs on SageMaker are not listed")
     except ServiceError as error:
         failure = error
     found.sort(key=lambda description: description.created, reverse=True)
@@ -149,7 +151,7 @@ def list_jobs(
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
-    """The descriptions with what each job on SageMaker has cost, as far as prices are known."""
+    """The descriptions with the cost of each SageMaker job whose price is known."""
     if all(description.instance == "local" for description in found):
         return list(found)
     session = aws_session(settings)
@@ -168,7 +170,7 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
         logger.info(prices.trouble)
     unknown = sorted(name for name, price in known.items() if price is None and name != "local")
     if unknown:
-        logger.info(f"what {' and '.join(unknown)} costs in {prices.region} is not known here")
+        logger.info(f"what {' and '.join(unknown)} costs in {prices.region} is not known")
     return told
 
 
@@ -178,9 +180,10 @@ def logs(
     settings: Settings | None = None,
     raw: bool = False,
 ) -> Iterator[str]:
-    """What the script of a job printed, by lines; raw adds what its container printed besides.
+    """Yield the lines that a job's training script printed.
 
-    With follow, to the end of the job; an outage of the network is reported and waited out.
+    With follow, wait for new lines until the job ends, also through a network outage. With raw,
+    include the lines of the SageMaker toolkit.
 
     Raises:
         ServiceError: there is no such job.
@@ -190,17 +193,17 @@ def logs(
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Asks a running job to stop, and returns at once.
+    """Ask a running job to stop, and return at once with its description.
 
-    A local job writes a checkpoint first; SageMaker ends a job in two minutes without telling it,
-    so that the newest checkpoint of its timer remains.
+    A local job first writes a checkpoint. SageMaker kills a job within two minutes and does not
+    signal it, so its last periodic checkpoint remains.
 
     Raises:
         ServiceError: there is no such job, or it has ended.
     """
     backend, description = find(job_id, settings or load_settings())
     if not description.is_running:
-        raise ServiceError(f"job {job_id} has ended already: {description.status}")
+        raise ServiceError(f"job {job_id} has already ended: {description.status}")
     backend.stop(job_id)
     return description
 
@@ -210,11 +213,11 @@ def wait(
     settings: Settings | None = None,
     timeout: float | None = None,
 ) -> JobDescription:
-    """Waits for a job's end and returns what became of it; tells of an outage of the network.
+    """Wait until a job ends and return its description.
 
     Raises:
-        ServiceError: there is no such job, or no longer, it still runs after `timeout` seconds, or
-            SageMaker could not be asked for minutes.
+        ServiceError: there is no such job, it was deleted, it still runs after `timeout` seconds,
+            or SageMaker was unreachable for minutes.
     """
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     settings = settings or load_settings()
@@ -229,22 +232,22 @@ def wait(
         now = ask() if local else patiently(ask, again, deadline)
         if now is None:
             raise ServiceError(
-                f"job {job_id} was deleted before its end: `{settings.command('jobs')}` lists those"
-                " there are"
+                f"job {job_id} was deleted before it ended; `{settings.command('jobs')}` lists the"
+                " jobs"
             )
         description = now
     return description
 
 
 def explain(description: JobDescription, settings: Settings) -> str:
-    """What became of a job that has ended, why, and what to do next, in one line."""
+    """How a job ended, why, and what to do next, in one line."""
     reason = reason_of(description)
     told = f"job {description.job_id} {description.status.lower()}"
     return f"{told}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
 
 
 def reason_of(description: JobDescription) -> str | None:
-    """Why a job ended as it did, with the remedy where there is one."""
+    """Why a job failed or stopped, with a remedy if one is known."""
     reason = description.failure_reason
     for sign, remedy in remedies(description.instance).items():
         if reason and sign in reason:
@@ -253,11 +256,11 @@ def reason_of(description: JobDescription) -> str | None:
 
 
 def next_step(description: JobDescription, settings: Settings) -> str:
-    """The command that one is likely to want for a job that has ended."""
+    """The likely next command for a job that has ended."""
     job_id = description.job_id
     if description.status == "Completed":
         return f"next: {settings.command(f'fetch-and-sample {job_id}')}"
     if description.checkpoint_uri is not None:
         resume = settings.command(f"launch --resume {job_id}")
-        return f"go on from its checkpoint of step {description.checkpoint_step}: `{resume}`"
-    return f"no checkpoint is left; its log: `{settings.command(f'logs {job_id}')}`"
+        return f"resume from its checkpoint of step {description.checkpoint_step}: `{resume}`"
+    return f"it left no checkpoint; read its log: `{settings.command(f'logs {job_id}')}`"

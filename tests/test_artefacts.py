@@ -328,7 +328,7 @@ def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
     error = refused(job, cli)
     assert error.startswith(f"{archive_of(job).as_uri()} is damaged: ")
     resume = f"sm-nanogpt launch --resume {job.job_id} --set max_steps=N"
-    assert error.endswith(f"; `{resume}`, N above 10, makes another from its checkpoint")
+    assert error.endswith(f"; `{resume}`, N above 10, trains another from its checkpoint")
     assert cli(*resume.replace("=N", "=12").split()[1:]).code == 0
 
     shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
@@ -351,7 +351,7 @@ def test_a_failure_to_write_here_is_not_told_as_the_stores(
         end_as(job, status="Stopped")
     monkeypatch.setattr(shutil, "copyfileobj", fails)
     monkeypatch.setattr(train, "write_safetensors", fails)
-    start = f"{job.home / 'models'}: {os.strerror(code)}; SM_NANOGPT_HOME names another place"
+    start = f"{job.home / 'models'}: {os.strerror(code)}; set SM_NANOGPT_HOME to another"
     assert cli("fetch-and-sample", job.job_id).error.startswith(start)
     assert list((job.home / "models").iterdir()) == []
 
@@ -534,7 +534,7 @@ def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
     end_as(job, status="Failed", reason="RankError: rank 0 was killed")
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
     assert ran.code == 0
-    assert "is Failed; this is its latest checkpoint, step-00000010" in ran.err
+    assert "is Failed; sampling its last checkpoint, step-00000010" in ran.err
     assert len(ran.out) == 21
 
 

@@ -141,7 +141,7 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
 
 
 def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
-    _, _, told = cli("launch", "--help").out.partition("Options for SageMaker alone:\n")
+    _, _, told = cli("launch", "--help").out.partition("Options for SageMaker only:\n")
     found_at_launch = {"affordable_run", "worst_cost"}
     fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
@@ -232,7 +232,7 @@ def test_an_empty_word_is_refused_where_it_would_mean_the_default(
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
     ran = cli(*words)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.error.startswith(f"{named}: is empty")
+    assert ran.error.startswith(f"{named} is empty")
     assert not home.exists()
 
 
@@ -313,7 +313,7 @@ def test_an_interrupted_wait_says_that_the_job_is_not_stopped(
 ) -> None:
     monkeypatch.setattr("launcher.tracking.wait", Mock(side_effect=KeyboardInterrupt))
     ran = cli("wait", "some-job")
-    assert (ran.code, ran.err) == (1, "interrupted: the waiting alone; the job is not stopped\n")
+    assert (ran.code, ran.err) == (1, "interrupted: the job keeps running\n")
 
 
 def test_a_full_disk_is_no_bug_of_ours(
@@ -512,7 +512,7 @@ def test_a_part_of_several_ids_is_refused(job: Finished, cli: Callable[..., Ran]
     other = f"{job.job_id[:-6]}ffffff"
     shutil.copytree(job.directory, job.directory.parent / other)
     ran = cli("status", "sm-nanogpt-2")
-    assert (ran.code, "means 2 jobs: " in ran.error) == (2, True)
+    assert (ran.code, "matches 2 jobs: " in ran.error) == (2, True)
     assert job.job_id in ran.error and other in ran.error
 
 
@@ -540,7 +540,7 @@ def test_logs_are_what_the_training_said(job: Finished, cli: Callable[..., Ran])
 def test_a_job_that_has_ended_cannot_be_stopped(job: Finished, cli: Callable[..., Ran]) -> None:
     ran = cli("stop", job.job_id)
     assert ran.code == 1
-    assert "has ended already: Completed" in ran.error
+    assert "has already ended: Completed" in ran.error
 
 
 class Terminal(io.StringIO):

@@ -51,7 +51,11 @@ def stored(uri: str) -> Path:
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
         ("short.txt", b"To be", "5 characters"),
-        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, "not UTF-8 text (byte 4503); `iconv"),
+        (
+            "latin.txt",
+            LONG.encode() + b"caf\xe9 " * 5,
+            "not UTF-8 text (byte 4503); if it is Latin-1, convert it with `iconv",
+        ),
         ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
         ("utf16.txt", LONG.encode("utf-16"), "UTF-16"),
         ("spaces and ü.txt", b"", "is empty"),
@@ -159,7 +163,7 @@ def test_a_text_that_changes_while_it_is_sent_is_no_data_set(
 
     monkeypatch.setattr(storage, "write_file", write_late)
     ran = cli("upload-data", str(source))
-    assert (ran.code, ran.error) == (2, "the text changed while it was sent; upload it again")
+    assert (ran.code, ran.error) == (2, "the text changed during the upload; upload it again")
     assert list((home / "store/data").glob("*.json")) == []
 
 
@@ -341,7 +345,7 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
     assert last_upload(mine) == last_upload(mine, offline=True) == stayed
     theirs = upload_data(source, other).uri
-    with pytest.raises(InputError, match=f"{stayed} .* {theirs} .*name one of them with --data"):
+    with pytest.raises(InputError, match=f"{stayed} .* {theirs} .*choose one with --data"):
         last_upload(mine)
     assert last_upload(mine, local=True) == stayed
     ours = upload_data(text_file, mine).uri
@@ -371,10 +375,10 @@ def test_without_s3_a_local_job_takes_the_last_upload_here(
         return find(uri, settings)
 
     monkeypatch.setattr(corpus, "find_upload", refuse)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     settings = launching.settings_of(home)
     assert last_upload(settings, local=True) == here
-    assert caplog.messages == ["no AWS credentials; so the last upload on this machine is taken"]
+    assert caplog.messages == ["no AWS credentials; using the last upload on this machine"]
     with pytest.raises(ServiceError):
         last_upload(settings)
 
@@ -522,7 +526,7 @@ def test_a_download_that_breaks_off_is_refused_in_one_line(
 def test_without_shakespeare_the_python_reference_is_taken_aloud(cli: Callable[..., Ran]) -> None:
     ran = cli("upload-data")
     assert ran.code == 0
-    assert "tiny Shakespeare cannot be had" in ran.err
+    assert "Could not download tiny Shakespeare" in ran.err
     assert "/python-docs-" in ran.out
 
 

@@ -105,7 +105,7 @@ def test_each_finding_is_one_line_and_what_it_leaves_out_another_and_a_failure_i
     assert len(lines) == len(HERE + AWS) - 1  # without the training, which nobody asked for
     assert all(line.split()[0] in (OK, WARNING, FAILURE) for line in lines)
     assert any(line.startswith("failure  role:           no execution role") for line in lines)
-    assert lines[-1] == "warning  not checked:    permissions (for want of what failed)"
+    assert lines[-1] == "warning  not checked:    permissions (needs a check that failed)"
     assert "failed: role" in ran.error
 
 
@@ -118,7 +118,7 @@ def test_a_machine_without_aws_is_checked_alone(home: Path, cli: Callable[..., R
     assert "no region" in nowhere.out
     assert "warning  not checked:    credentials, clock, stack, role, store, " in nowhere.out
     assert nowhere.out.count("not checked") == 1
-    assert "--instance local` checks this machine alone" in nowhere.err
+    assert "--instance local` checks only this machine" in nowhere.err
 
 
 def test_a_full_disk_is_a_failure(

@@ -102,7 +102,7 @@ def test_patches_are_over_on_the_day_after_the_last(
     caplog: pytest.LogCaptureFixture, image: Image
 ) -> None:
     last, uri = image.patched_until, image.name(gpu=True)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     for day in (last, last + timedelta(days=1)):
         log_image(uri, G5, "torchrun", day)
     before, after = caplog.records

@@ -99,7 +99,7 @@ def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([False], "not confirmed; nothing was done"),
+        ([False], "not confirmed; nothing was changed"),
         (click.Abort, "interrupted"),
         (KeyboardInterrupt, "interrupted"),
     ],
@@ -123,8 +123,8 @@ def test_an_outage_after_the_answer_does_not_hide_it(
     monkeypatch.setattr(infra.Deployment, "discard", outage)
     said = cli("infra", "deploy").err.splitlines()
     assert said[-2:] == [
-        "not confirmed; nothing was done",
-        "the change set is left in AWS: DeleteChangeSet: no connection",
+        "not confirmed; nothing was changed",
+        "could not delete the change set: DeleteChangeSet: no connection",
     ]
 
 
@@ -148,7 +148,7 @@ def test_what_a_failed_deployment_left_is_deleted_by_the_next(
     account.refuse.clear()
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
-    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
+    assert "ROLLBACK_COMPLETE; it has to be deleted first" in ran.err
 
 
 def test_a_deployment_that_fails_leaves_neither_bucket_nor_key(
@@ -197,7 +197,7 @@ def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
     cli("infra", "deploy", "--yes")
     ran = cli("infra", "deploy", "--dry-run")
     assert ran.code == 0
-    assert "ROLLBACK_COMPLETE; what is left of it is deleted first" in ran.err
+    assert "ROLLBACK_COMPLETE; it has to be deleted first" in ran.err
     assert "nothing was changed" in ran.err
     (stack,) = boto3.client("cloudformation").describe_stacks()["Stacks"]
     assert stack["StackStatus"] == "ROLLBACK_COMPLETE"
@@ -412,7 +412,7 @@ def test_show_says_that_it_may_not_ask_why_and_shows_the_stack(
     emulator.refuse["DescribeStackEvents"] = ("AccessDenied", "not you")
     ran = cli("infra", "show")
     assert ran.code == 0
-    assert "why is not known here (DescribeStackEvents: not allowed" in ran.err
+    assert "why is not known (DescribeStackEvents: not allowed" in ran.err
     assert deployed.store in ran.out
 
 
@@ -549,7 +549,7 @@ def test_a_stack_that_was_named_and_is_not_there_is_an_error(
 
 def test_who_names_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
     ran = cli("--stack", "three", "upload-data", str(text_file))
-    assert "no stack can be asked for a store (no region" in ran.err
+    assert "could not look for a stack (no region" in ran.err
 
 
 def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
@@ -558,7 +558,7 @@ def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     ran = cli("upload-data", str(text_file))
     assert (ran.code, ran.out[:5]) == (0, "file:")
-    assert "no stack can be asked for a store" in ran.err
+    assert "could not look for a stack" in ran.err
 
 
 def test_a_launch_takes_store_and_role_from_the_stack_in_one_call(
@@ -611,9 +611,9 @@ def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
 ) -> None:
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     settings = load_settings(role=ROLE)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     assert with_stack(settings) == settings
-    assert "no stack is used: DescribeStacks: not allowed" in caplog.messages[0]
+    assert "no stack is used: DescribeStacks: not allowed" in caplog.messages[-1]
 
 
 def test_who_has_a_role_launches_though_a_deployment_failed(
@@ -622,9 +622,9 @@ def test_who_has_a_role_launches_though_a_deployment_failed(
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     settings = load_settings(role=ROLE)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     assert with_stack(settings) == settings
-    assert "ROLLBACK_COMPLETE" in caplog.messages[0]
+    assert "ROLLBACK_COMPLETE" in caplog.messages[-1]
 
 
 def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(

@@ -412,7 +412,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_reason(
     told = launching.command("status", job.job_id, home=home)
     assert re.search(r"^state: +Failed$", told.out, re.MULTILINE)
     assert re.search(r"^reason: +ValueError: the first cause$", told.out, re.MULTILINE)
-    assert told.err == f"no checkpoint is left; its log: `sm-nanogpt logs {job.job_id}`\n"
+    assert told.err == f"it left no checkpoint; read its log: `sm-nanogpt logs {job.job_id}`\n"
     failure = (job.directory / "hosts/algo-1/output/failure").read_text()
     assert failure == "ValueError: the first cause"
     assert not launching.ranks_of(job.directory)
@@ -845,7 +845,7 @@ def test_waiting_for_a_job_ends_when_the_job_is_deleted(
         )
         ran = cli("wait", "a")
     assert ran.code == 1
-    assert ran.error == "job a was deleted before its end: `sm-nanogpt jobs` lists those there are"
+    assert ran.error == "job a was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
 
 
 def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished) -> None:
@@ -921,7 +921,7 @@ def test_a_launch_whose_id_cannot_be_printed_names_it_in_its_one_line_of_error(
     assert process.returncode == 1
     (job,) = (home / "jobs").iterdir()
     assert err.splitlines()[-1] == (
-        f"error: Broken pipe: the id of the job cannot be printed; it is {job.name}, and"
+        f"error: Broken pipe: cannot print the job id, {job.name};"
         f" `sm-nanogpt stop {job.name}` stops it"
     )
     wait(job.name, launching.settings_of(home))
@@ -972,7 +972,7 @@ def test_ctrl_c_in_logs_leaves_the_job_alone(
         process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "the job goes on\n")
+    assert (process.returncode, err) == (0, "the job keeps running\n")
     assert state_of(job) == "InProgress"
 
 
@@ -1138,7 +1138,7 @@ def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
     record = json.loads(file.read_text())
     record["hyperparameters"]["gone"] = 1
     file.write_text(json.dumps(record))
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     asked = TrainingJob(resume=job.job_id, hyperparameters={"max_steps": 15})
     home, earlier = find(job.job_id, launching.settings_of(job.home))
     taken, before = take_over(asked, home, earlier)
@@ -1173,8 +1173,8 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
     assert ran.code == 2
     assert ran.error == (
-        "max_steps=5: the earlier job came to step 10 already; `--set max_steps=N`, with N above"
-        " 10, goes on from there"
+        "max_steps=5: the earlier job has already reached step 10; to train further, add"
+        " `--set max_steps=N` with N above 10"
     )
 
 
@@ -1215,7 +1215,7 @@ def test_a_local_job_cannot_be_resumed_on_sagemaker_whether_that_can_be_asked_or
 ) -> None:
     ran = cli("launch", "--resume", job.job_id, "--instance", "ml.g5.xlarge")
     assert ran.code == 2
-    assert ran.error.startswith(f"job {job.job_id} ran on local; ")
+    assert ran.error.startswith(f"job {job.job_id} ran on local, and ")
 
 
 def test_a_job_without_checkpoints_cannot_be_resumed(

@@ -91,7 +91,7 @@ def test_a_launch_that_may_cost_much_asks_and_is_not_sent(
 ) -> None:
     question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200")
     assert (question, ran.code, ran.out) == (True, 1, "")
-    assert ran.err.splitlines()[-1] == "not confirmed; nothing was done"
+    assert ran.err.splitlines()[-1] == "not confirmed; nothing was changed"
     assert not cloud.sagemaker.jobs
 
 
@@ -280,7 +280,7 @@ def test_no_ceiling_holds_if_the_price_of_one_of_several_types_is_unknown(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     types = ("--instance", "ml.g5.12xlarge,ml.p4d.24xlarge", "--data", str(text_file))
-    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in cli(*LAUNCH, *types).err
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known" in cli(*LAUNCH, *types).err
     assert "5.00 USD (--max-cost) cannot be held" in cli(*LAUNCH, *types, "--max-cost", "5").error
 
 
@@ -290,7 +290,7 @@ def test_a_disk_makes_a_type_more_expensive_than_its_price_says(
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
     known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
     two = job(instance=",".join(prices), volume_size=1000)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "launcher")
     ready = afford(two, Settings(), cast("Prices", known), lambda: 0.0)
     told = caplog.messages
     assert ready.instance == two.instance
@@ -409,7 +409,7 @@ def test_a_ceiling_that_no_price_can_hold_is_refused(
     words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
     ran = cli(*words, "--max-cost", "100")
     assert ran.code == 2
-    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in ran.error
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known" in ran.error
     assert not cloud.sagemaker.jobs
     assert cli(*words).code == 0
 
@@ -513,7 +513,7 @@ def test_the_disks_and_warm_pools_of_the_chain_count(
     first = stopped("--data", str(text_file), *cpu, *sets(n_layer=1))
     told = cli("status", first).out
     paid = (100 + 3600) / 3600 * rate(job(instance="ml.m5.xlarge", volume_size=16_384), CPU)
-    assert f"cost:        {usd(paid)} so far, with all 3600 s of its warm pool" in told
+    assert f"cost:        {usd(paid)} so far, including all 3600 s of its warm pool" in told
     assert json.loads(cli("status", first, "--json").out)["cost"] == pytest.approx(paid)
     assert usd(paid) in cli("jobs").out
     refused = cli(*LAUNCH, "--resume", first, *cpu, "--max-cost", "1")
@@ -706,10 +706,10 @@ def test_status_tells_the_cost_so_far_and_in_the_end(
     job_id = cli(*words).out.strip()
     told = cli("status", job_id).out
     assert re.search(
-        r"cost: +0\.\d\d USD so far \(by the clock\), at 7\.09 USD an hour of an instance", told
+        r"cost: +0\.\d\d USD so far \(estimated\), at 7\.09 USD per instance and hour", told
     )
     assert cli("stop", job_id).code == 0
-    assert "cost:        0.40 USD, at 7.09 USD an hour" in cli("status", job_id).out
+    assert "cost:        0.40 USD, at 7.09 USD per instance and hour" in cli("status", job_id).out
     told = json.loads(cli("status", job_id, "--json").out)
     assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
     assert told["price"]["per_hour"] == HOURLY
@@ -723,7 +723,7 @@ def test_a_job_costs_what_the_type_that_was_chosen_costs(
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
     job_id = cli(*LAUNCH, *types, "--data", str(text_file)).out.strip()
     assert cli("wait", job_id).code == 0
-    assert "cost:        0.16 USD, at 5.76 USD an hour" in cli("status", job_id).out
+    assert "cost:        0.16 USD, at 5.76 USD per instance and hour" in cli("status", job_id).out
 
 
 def test_a_spot_job_costs_the_seconds_that_are_billed(
@@ -754,5 +754,5 @@ def test_jobs_are_listed_when_no_price_is_known(
     ran = cli("jobs")
     assert ran.code == 0
     assert job_id in ran.out
-    assert "what ml.p4d.24xlarge costs in us-east-1 is not known here" in ran.err
+    assert "what ml.p4d.24xlarge costs in us-east-1 is not known" in ran.err
     assert "cost:" not in cli("status", job_id).out

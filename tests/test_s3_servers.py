@@ -102,8 +102,8 @@ def test_text_is_uploaded_once_and_a_second_time_nothing_is_sent(
     again = cli("--store", store, "upload-data", str(text_file))
     assert (first.code, again.code) == (0, 0), first.err + again.err
     assert first.out == again.out
-    assert "nothing was sent" in again.err
-    assert "nothing was sent" not in first.err
+    assert "already in the store" in again.err
+    assert "already in the store" not in first.err
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(store: str, tmp_path: Path) -> None:

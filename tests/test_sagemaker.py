@@ -231,10 +231,10 @@ def test_the_command_line_goes_over_what_is_prescribed(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('subnets = ["subnet-1"]', "--subnet and --security-group go together"),
+        ('subnets = ["subnet-1"]', "--subnet and --security-group must be given together"),
         ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': must be a valid list"),
         ("subnets = [1]", "config.toml: subnets=1: must be a valid string"),
-        ("tags = {sm-nanogpt = 'x'}", "as the settings have it: --tag sm-nanogpt"),
+        ("tags = {sm-nanogpt = 'x'}", "from the settings: --tag sm-nanogpt"),
     ],
 )
 def test_what_cannot_be_prescribed_is_refused(
@@ -439,7 +439,7 @@ def test_torchrun_is_taken_aloud_where_the_sdk_refuses_pytorchddp(
         ran = cli(*place, *words, f"ml.p5.{size}")
         assert ran.code == 0, ran.err
         assert launcher in ran.out
-        said = "launcher: torchrun, as the SageMaker SDK refuses pytorchddp on ml.p5.48xlarge"
+        said = "launcher: torchrun, since the SageMaker SDK refuses pytorchddp on ml.p5.48xlarge"
         assert (said in ran.err) == (size == "48xlarge")
 
 
@@ -461,11 +461,11 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
     ("words", "reason"),
     [
         (("--max-wait", "100"), "--max-wait is for --spot"),
-        (("--spot", "--max-wait", "100"), "--max-wait 100 has to be at least --max-run 3600"),
-        (("--spot", "--keep-alive", "60"), "--keep-alive does not go with --spot"),
+        (("--spot", "--max-wait", "100"), "--max-wait 100 must be at least --max-run 3600"),
+        (("--spot", "--keep-alive", "60"), "--keep-alive and --spot cannot be combined"),
         (("--keep-alive", "3601"), "keep_alive=3601: must be at most 3600"),
-        (("--subnet", "subnet-1"), "--subnet and --security-group go together"),
-        (("--environment", f"A={'x' * 513}"), "a value has 512 characters at most"),
+        (("--subnet", "subnet-1"), "--subnet and --security-group must be given together"),
+        (("--environment", f"A={'x' * 513}"), "at most 512 characters in the value"),
         (("--environment", "a-b=c"), "--environment a-b"),
         (("--tag", "aws:a=b"), "--tag aws:a"),
         (("--processes-per-instance", "2"), "--processes-per-instance is for --instance local"),
@@ -474,7 +474,7 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
         (("--instance", "g5.12xlarge"), "did you mean ml.g5.12xlarge"),
         (("--instance", "local", "--spot"), "--spot is for SageMaker"),
         (("--pytorch-version", "2.99"), "--image-uri names any other"),
-        (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "say one"),
+        (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "but not both"),
         (("--max-run", "1"), "max_run=1: must be at least 60"),
         (("--pytorch-version", "2.13"), "with --launcher torchrun"),
         (("--image-uri", "mine/pytorch:2.13-cu133-amzn2023-sagemaker"), "--launcher torchrun"),
@@ -553,7 +553,7 @@ def test_in_a_sagemaker_notebook_its_role_is_taken_aloud(
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
-    assert f"role: {ROLE} (of this SageMaker notebook)" in ran.err
+    assert f"role: {ROLE} (from this SageMaker notebook)" in ran.err
     assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
@@ -568,12 +568,12 @@ def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 2
-    assert "no default bucket yet" in ran.error
+    assert "no default bucket" in ran.error
     assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
     s3.create_bucket(Bucket=bucket)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
-    assert f"store: s3://{bucket}/sm-nanogpt (the account's default bucket" in ran.err
+    assert f"store: s3://{bucket}/sm-nanogpt (the account's default SageMaker bucket" in ran.err
 
 
 def test_no_default_bucket_but_this_accounts_own_is_asked_for(cloud: Emulator) -> None:
@@ -1204,7 +1204,7 @@ def test_ctrl_c_leaves_a_job_on_sagemaker_running(
     monkeypatch.setattr("launcher.tracking.logs", interrupted)
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0
-    assert "the job goes on" in ran.err
+    assert "the job keeps running" in ran.err
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
@@ -1407,7 +1407,7 @@ def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
     assert "its checkpoint of step 10" in ran.err
     again = cli("stop", launched)
     assert again.code == 1
-    assert "has ended already: Stopped" in again.error
+    assert "has already ended: Stopped" in again.error
 
 
 def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
@@ -1722,7 +1722,7 @@ def test_status_names_the_type_that_was_chosen_and_before_all_of_them(
     assert "instance:    1 x ml.g5.12xlarge,ml.g6.12xlarge\n" in waiting.out
     assert "message:     Insufficient capacity error" in waiting.out
     assert "cost:" not in waiting.out
-    assert "not known here" not in waiting.err
+    assert "is not known" not in waiting.err
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     assert cli("wait", job_id).code == 0
     assert "instance:    1 x ml.g6.12xlarge\n" in cli("status", job_id).out
@@ -1806,8 +1806,8 @@ def test_the_emulator_refuses_of_several_types_what_aws_refuses(
 @pytest.mark.parametrize(
     ("instance", "told"),
     [
-        ("ml.m5.xlarge", "--volume-size gives more disk"),
-        ("ml.g5.12xlarge", "a larger --instance has more disk"),
+        ("ml.m5.xlarge", "raise --volume-size"),
+        ("ml.g5.12xlarge", "use a larger --instance"),
     ],
 )
 def test_what_to_do_about_a_full_disk_depends_on_whose_it_is(
@@ -1922,7 +1922,7 @@ def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
 ) -> None:
     ran = cli("status", "nope")
     assert ran.code == 1
-    assert "on this machine (SageMaker was not asked; --region or AWS_REGION names" in ran.error
+    assert "on this machine (SageMaker was not asked: set --region or AWS_REGION" in ran.error
 
 
 def test_where_no_region_is_known_an_unknown_job_is_told_to_be_none_of_this_machine(
@@ -1941,7 +1941,7 @@ def test_where_no_region_is_known_local_jobs_are_listed_and_that_is_said(
     assert ran.code == 2  # as where a region is misspelt
     assert job.job_id in ran.out
     assert ran.error.startswith("no region: ")
-    assert ran.error.endswith("; so jobs on SageMaker are missing from the list")
+    assert ran.error.endswith("; jobs on SageMaker are not listed")
 
 
 # -- what is validated without AWS -----------------------------------------------------------------

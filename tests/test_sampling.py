@@ -51,7 +51,7 @@ def test_temperature_zero_and_top_k_one_and_a_tiny_top_p_all_take_the_most_likel
 
 
 def test_what_temperature_zero_does_without_a_prompt_is_said(say: Callable[..., Ran]) -> None:
-    advice = "at temperature 0 a text without a --prompt tends to repeat one character"
+    advice = "at temperature 0 without --prompt, the text often repeats one character"
     assert advice in say("--temperature", "0").err
     assert advice not in say("--temperature", "0", "--prompt", "The").err
 
@@ -108,7 +108,7 @@ def test_unknown_characters_of_a_prompt_are_named(say: Callable[..., Ran]) -> No
 def test_an_empty_prompt_is_refused(job: Finished, say: Callable[..., Ran]) -> None:
     ran = say("--prompt", "")
     assert ran.code == 2
-    assert ran.error.startswith("--prompt: is empty")
+    assert ran.error.startswith("--prompt is empty")
     with pytest.raises(InputError, match="prompt is empty"):
         sample(job.job_id, "")
 
@@ -196,7 +196,7 @@ def test_sampling_a_stopped_job_shows_its_latest_checkpoint_and_says_so(
     assert ran.code == 0, ran.err
     checkpoints = (home / "jobs" / job_id).glob("hosts/algo-1/checkpoints/checkpoint-*")
     step = max(path.stem.removeprefix("checkpoint-") for path in checkpoints)
-    assert f"job {job_id} is Stopped; this is its latest checkpoint, step-{step}" in ran.err
+    assert f"job {job_id} is Stopped; sampling its last checkpoint, step-{step}" in ran.err
     assert len(ran.out) == 21
 
 

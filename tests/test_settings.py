@@ -137,7 +137,7 @@ def test_a_relative_store_is_refused_unless_it_is_typed(
     monkeypatch.setenv("SM_NANOGPT_STORE", "mystore")
     ran = cli("jobs")
     assert ran.code == 2
-    why = "would be another place in each directory; begin it with / or ~/"
+    why = "is relative to the current directory; start it with / or ~/"
     assert ran.error == f"SM_NANOGPT_STORE='mystore': {why}"
     assert load_settings(store="mystore").data_store == str(home.parent / "mystore")
     monkeypatch.setenv("SM_NANOGPT_STORE", "~/mystore")

@@ -231,7 +231,7 @@ def test_an_unchanged_text_is_not_sent_to_s3_again(
     assert set(sent()) == {f"{name}/input.txt", f"{name}.json", "latest.json"}
     second = cli("upload-data", str(text_file))
     assert second.out == first.out
-    assert "nothing was sent" in second.err
+    assert "already in the store" in second.err
     assert set(sent()) == {"latest.json"}  # the pointer to the last upload
 
 

@@ -102,7 +102,7 @@ def peak(gpu: str, said: float | None) -> float:
     known = next((value for part, value in PEAKS.items() if re.search(rf"\b{part}\b", gpu)), None)
     if found := said or known:
         return found
-    raise Failed(f"the peak of {gpu} is not known here; say --peak TFLOPS")
+    raise Failed(f"the peak of {gpu} is not known; say --peak TFLOPS")
 
 
 def many_symbols(scratch: Path) -> Path:

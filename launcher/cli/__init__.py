@@ -1,8 +1,8 @@
-"""The command line: words, progress, exit codes. Each command is a few lines over the library.
+"""The command line, `sm-nanogpt`: options, messages, progress bars and exit codes.
 
-stdout carries data, stderr what is said to people. Exit codes: 0 done, 1 a job or a service failed,
-2 the user's words are off. A module holds one command or a family; what they need of the library is
-imported when a command runs.
+stdout carries data, stderr carries messages. Exit code 0 means success, 1 that a job or a service
+failed, 2 that the user gave something wrong. Each module of this package holds one command or a
+family of commands, and imports the library only when a command runs, which keeps --help fast.
 """
 
 from __future__ import annotations
@@ -60,38 +60,39 @@ COMMANDS = [
 @click.option(
     "--store",
     metavar="URL",
-    help="s3://bucket/prefix or a directory (default: SM_NANOGPT_STORE, else config.toml's, else"
-    " the stack's, else ~/.sm-nanogpt/store, or for SageMaker the account's default bucket).",
+    help="Where to keep data and models: s3://bucket/prefix or a directory. Default:"
+    " SM_NANOGPT_STORE, config.toml, or the stack; else ~/.sm-nanogpt/store, or for SageMaker"
+    " the account's default bucket.",
 )
-@click.option("--region", metavar="NAME", help="AWS region (default: the AWS configuration's).")
+@click.option("--region", metavar="NAME", help="AWS region (default: from the AWS configuration).")
 @click.option("--profile", metavar="NAME", help="AWS profile.")
 @click.option(
-    "--role", metavar="ARN", help="The role that SageMaker acts as (default: the stack's)."
+    "--role", metavar="ARN", help="Execution role for SageMaker (default: from the stack)."
 )
 @click.option(
     "--stack",
     metavar="NAME",
-    help="What `infra deploy` made, with store and role (default: sm-nanogpt).",
+    help="CloudFormation stack that provides store and role (default: sm-nanogpt).",
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, help="Print the traceback of an error.")
 @click.pass_context
 def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
-    """Train a GPT of your own, and sample from it, in three commands.
+    """Train your own GPT and sample from it in three commands.
 
     \b
     Example:
       sm-nanogpt upload-data input.txt
-      sm-nanogpt launch                      (on SageMaker; --instance local: here)
+      sm-nanogpt launch                   (on SageMaker; here with --instance local)
       sm-nanogpt fetch-and-sample JOB-ID
 
-    A JOB-ID may be given by its beginning or its end, if no other job has that, or as `latest`.
+    For JOB-ID, give a full id, a unique start or end of one, or `latest`.
     """
     context.obj = settings
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
-    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell that completes a word
+    """Run a command and return its exit code."""
+    if instruction := os.environ.get("_SM_NANOGPT_COMPLETE"):  # a shell asks for completions
         from click.shell_completion import shell_complete
 
         return shell_complete(cli, {}, "sm-nanogpt", "_SM_NANOGPT_COMPLETE", instruction)
@@ -100,12 +101,12 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         if sys.stdout is None:  # as `>&-` leaves it
             raise InputError(
-                "stdout is closed, so that no id or result can be told; `>/dev/null` drops them"
+                "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
             )
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Of a text that the terminal cannot show, what it can: not its beginning alone.
+            # Escape what the terminal's encoding lacks, so that the rest is printed.
             sys.stdout.reconfigure(errors="backslashreplace")
-        # Not cli.main, which makes a failure of a pipe whose reader has left.
+        # cli.main would treat a closed pipe as a failure.
         with (
             signals_as_ctrl_c(),
             logs_shown(),
@@ -125,7 +126,7 @@ def run(arguments: list[str] | None = None) -> int:
         note(": ".join(["interrupted", *map(str, error.args)]))
         return 1
     except BrokenPipeError:
-        silence(sys.stdout)  # that is no failure
+        silence(sys.stdout)  # `| head` is not a failure
         return 0
     except Exception as error:
         if debug and not isinstance(error, click.ClickException):
@@ -136,9 +137,11 @@ def run(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """What `timeout`, a CI, or a terminal that closes sends would end this process without a word,
-    and leave behind what it was about. What is ignored stays so, as `nohup` has it."""
-    if threading.current_thread() is not threading.main_thread():  # signals are for that alone
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that a command can clean up.
+
+    An ignored signal stays ignored, as `nohup` expects.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield
         return
     before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}

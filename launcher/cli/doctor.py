@@ -18,13 +18,13 @@ from launcher.errors import ServiceError
     metavar="TYPE",
     default="ml.g5.12xlarge",
     show_default=True,
-    help="For jobs on which; local: this machine alone.",
+    help="Instance type to check for; `local` checks only this machine.",
 )
-@click.option("--no-train", is_flag=True, help="Leave out the training of a tiny model.")
+@click.option("--no-train", is_flag=True, help="Skip training a tiny model.")
 @JSON
 @click.pass_context
 def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
-    """Check this machine and the AWS account, and say what to do. Exit code 1: something failed.
+    """Check this machine and the AWS account. Exit code 1 means that a check failed.
 
     \b
     Example:
@@ -33,7 +33,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     from launcher.aws.instances import check_instance
     from launcher.doctor import FAILURE, WARNING, examine
 
-    logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings say it all
+    logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of(context)
     check_instance(instance)
 
@@ -44,7 +44,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     findings, left_out = [], []
     for finding in examine(settings, instance, train=not no_train):
         findings.append(finding)
-        if as_json or (no_train and finding.check == "local training"):  # as was asked for
+        if as_json or (no_train and finding.check == "local training"):  # the user asked for it
             continue
         if finding.left_out:
             left_out.append(finding.check)
@@ -53,9 +53,9 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     if as_json:
         print_json(findings)
     if left_out:
-        show(WARNING, "not checked", f"{', '.join(left_out)} (for want of what failed)")
+        show(WARNING, "not checked", f"{', '.join(left_out)} (needs a check that failed)")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
     if failed and instance != "local" and not settings.reaches_aws:
-        note(f"`{settings.command('doctor --instance local')}` checks this machine alone")
+        note(f"`{settings.command('doctor --instance local')}` checks only this machine")
     if failed:
         raise ServiceError(f"failed: {', '.join(failed)}")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @click.group("infra", cls=Group)
 def infra_group() -> None:
-    """Make what jobs on SageMaker need in an AWS account: a bucket, a role, a policy.
+    """Create the bucket, role and policy that jobs on SageMaker need.
 
-    They are one CloudFormation stack. Once it is there, the other commands find bucket and role.
+    They form one CloudFormation stack. The other commands find bucket and role by it.
 
     \b
     Example:
@@ -29,15 +29,15 @@ def infra_group() -> None:
 
 @infra_group.command("deploy")
 @STACK
-@click.option("--kms", is_flag=True, help="With a key of your own, which costs 1 USD a month.")
-@click.option("--vpc", is_flag=True, help="Let jobs run in a VPC of your own (--subnet).")
-@click.option("--dry-run", is_flag=True, help="Only show what would change.")
+@click.option("--kms", is_flag=True, help="Encrypt with a KMS key of your own (1 USD a month).")
+@click.option("--vpc", is_flag=True, help="Allow jobs to run in your VPC (--subnet).")
+@click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @YES
 @click.pass_context
 def infra_deploy_command(
     context: click.Context, stack: str | None, kms: bool, vpc: bool, dry_run: bool, yes: bool
 ) -> None:
-    """Make the stack, or bring it up to date, and print its outputs.
+    """Create or update the stack and print its outputs.
 
     \b
     Example:
@@ -49,10 +49,10 @@ def infra_deploy_command(
     can_ask(yes or dry_run)
     deployment = Deployment(settings_of(context, stack=stack))
     if left := deployment.left_over():
-        note(f"stack {deployment.name} is {left.status}; what is left of it is deleted first")
+        note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
             show_removal(left)
-            note("a dry run: nothing was changed; the stack would be made anew after that")
+            note("dry run: nothing was changed; after that, the stack would be created again")
             return
         remove_stack(deployment, left, yes)
     planned = deployment.plan(kms, vpc)
@@ -65,20 +65,20 @@ def infra_deploy_command(
             note(f"{change.action:<8} {change.kind} {change.resource}")
         if not dry_run:
             place = account_and_region(planned.stack_id)
-            agree(f"Make this in {place}, as stack {deployment.name}?", yes)
+            agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
     except BaseException:
         try:
             deployment.discard(planned)
-        except ServiceError as error:  # beside what went wrong first
-            note(f"the change set is left in AWS: {error}")
+        except ServiceError as error:  # report both errors
+            note(f"could not delete the change set: {error}")
         raise
     if dry_run:
         deployment.discard(planned)
-        note("a dry run: nothing was changed")
+        note("dry run: nothing was changed")
         return
     made = deployment.execute(planned)
     print_stack(made)
-    note(f"whoever else launches jobs needs the policy {made.policy}")
+    note(f"to let others launch jobs, attach the policy {made.policy}")
     note(f"next: {deployment.settings.command('upload-data')}")
 
 
@@ -87,7 +87,7 @@ def infra_deploy_command(
 @JSON
 @click.pass_context
 def infra_show_command(context: click.Context, stack: str | None, as_json: bool) -> None:
-    """Print what the stack gives to the other commands.
+    """Print the outputs of the stack.
 
     \b
     Example:
@@ -107,7 +107,7 @@ def infra_show_command(context: click.Context, stack: str | None, as_json: bool)
 @YES
 @click.pass_context
 def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) -> None:
-    """Delete the stack. The bucket stays, with its texts and models, and so does the key.
+    """Delete the stack. Keeps the bucket, with its data and models, and the KMS key.
 
     \b
     Example:
@@ -119,7 +119,7 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     deployment = Deployment(settings_of(context, stack=stack))
     removal = deployment.removal()
     if removal is None:
-        note(f"there is no stack {deployment.name} in {deployment.region}; nothing to delete")
+        note(f"nothing to delete: there is no stack {deployment.name} in {deployment.region}")
         return
     remove_stack(deployment, removal, yes)
 
@@ -131,26 +131,26 @@ def show_removal(removal: Removal) -> None:
     for kind, name in removal.holders:
         note(f"detach   the launcher policy from {kind.lower()} {name}")
     for job_id in removal.jobs:
-        note(f"warning: job {job_id} is running; without its role it ends without a model")
+        note(f"warning: job {job_id} is running and fails without its role")
 
 
 def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
-    """Deletes a stack if the person agrees, and says how to delete what is kept."""
+    """Delete a stack after confirmation, and say how to delete what is kept."""
     show_removal(removal)
     agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
     deployment.destroy(removal)
     kept = {name: place for name, _, place in removal.kept}
     if "Bucket" in kept:
-        note(f"the bucket is kept; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
+        note(f"kept the bucket; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
     if "Key" in kept:
         note(
-            "the key is kept, without which the bucket cannot be read; to delete it:"
+            "kept the key, which decrypts the bucket; to delete it:"
             f" aws kms schedule-key-deletion --key-id {kept['Key']}"
         )
 
 
 def account_and_region(arn: str) -> str:
-    """Where the thing behind an ARN is."""
+    """The account and region of an ARN."""
     _, _, _, region, account, _ = arn.split(":", 5)
     return f"account {account}, {region}"
 
@@ -161,7 +161,7 @@ def print_stack(stack: Stack) -> None:
         "store": stack.store,
         "role": stack.role,
         "kms key": stack.kms_key,
-        "vpc": "jobs may run in one" if stack.vpc else None,
+        "vpc": "allowed" if stack.vpc else None,
         "policy": stack.policy,
     }
     print_fields(lines)

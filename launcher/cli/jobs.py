@@ -1,4 +1,4 @@
-"""The commands that look after jobs: `jobs`, `status`, `logs`, `wait`, `stop`."""
+"""The commands `jobs`, `status`, `logs`, `wait` and `stop`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def progress_words(description: JobDescription) -> tuple[str, str]:
 @JSON
 @click.pass_context
 def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
-    """Show how a job stands.
+    """Show the state of a job.
 
     \b
     Example:
@@ -114,13 +114,13 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         note(next_step(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
     if last:
-        click.echo("its last lines:")
+        click.echo("last lines of its log:")
     for line in last:
         click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
 
 
 def billable_words(description: JobDescription) -> str | None:
-    """The seconds that SageMaker bills, and what spot capacity saved of them."""
+    """The seconds that SageMaker bills, and the share that spot capacity saved."""
     billable, trained = description.billable_seconds, description.training_seconds
     if billable is None:
         return None
@@ -129,31 +129,33 @@ def billable_words(description: JobDescription) -> str | None:
 
 
 def paid_words(description: JobDescription) -> str | None:
-    """What a job has cost, and by which price."""
+    """What a job has cost, and the price used."""
     from launcher.aws.instances import has_local_storage
     from launcher.aws.money import usd
 
     if description.cost is None or description.price is None:
         return None
-    so_far = " so far (by the clock)" if description.is_running else ""
+    so_far = " so far (estimated)" if description.is_running else ""
     if description.has_open_pool:
-        so_far = f" so far, with all {description.keep_alive} s of its warm pool"
-    price = f"{usd(description.price.per_hour)} an hour of an instance"
+        so_far = f" so far, including all {description.keep_alive} s of its warm pool"
+    price = f"{usd(description.price.per_hour)} per instance and hour"
     if not has_local_storage(description.instance):
-        price += " and its disk beside"
+        price += " plus its disk"
     return f"{usd(description.cost)}{so_far}, at {price} ({description.price.source})"
 
 
 @click.command("logs", cls=Command)
 @JOB_ID
-@click.option("--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--tail", metavar="N", type=click.IntRange(min=0), help="The last N lines alone.")
-@click.option("--raw", is_flag=True, help="All lines of the containers, SageMaker's own too.")
+@click.option("--follow", is_flag=True, help="Print new lines until the job ends.")
+@click.option(
+    "--tail", metavar="N", type=click.IntRange(min=0), help="Print only the last N lines."
+)
+@click.option("--raw", is_flag=True, help="Include the lines of the SageMaker toolkit.")
 @click.pass_context
 def logs_command(
     context: click.Context, job_id: str, follow: bool, tail: int | None, raw: bool
 ) -> None:
-    """Print what the script of a job printed.
+    """Print the output of a job's training script.
 
     \b
     Example:
@@ -163,7 +165,7 @@ def logs_command(
     from launcher.tracking import describe, logs
 
     if follow and tail is not None:
-        raise InputError("--tail does not go with --follow")
+        raise InputError("--tail and --follow cannot be combined")
     settings, silent = settings_of(context), tail != 0
     try:
         lines = logs(job_id, follow, settings, raw=raw)
@@ -173,7 +175,7 @@ def logs_command(
     except KeyboardInterrupt:
         if not follow:
             raise
-        note("the job goes on")
+        note("the job keeps running")
         return
     if silent and not follow:
         d = describe(job_id, settings)
@@ -186,7 +188,7 @@ def logs_command(
 @JOB_ID
 @click.pass_context
 def wait_command(context: click.Context, job_id: str) -> None:
-    """Wait until a job has ended; exit code 0 if it completed.
+    """Wait until a job ends. Exit code 0 means that it completed.
 
     \b
     Example:
@@ -198,7 +200,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     try:
         description = wait(job_id, settings)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the waiting alone; the job is not stopped") from None
+        raise KeyboardInterrupt("the job keeps running") from None
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
     note(f"job {job_id} completed")
@@ -208,7 +210,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
 @JOB_ID
 @click.pass_context
 def stop_command(context: click.Context, job_id: str) -> None:
-    """Stop a running job. A local one writes a checkpoint first; SageMaker keeps the newest.
+    """Stop a running job. A local job first writes a checkpoint; SageMaker keeps the newest one.
 
     \b
     Example:
@@ -218,7 +220,7 @@ def stop_command(context: click.Context, job_id: str) -> None:
 
     settings = settings_of(context)
     local = stop(job_id, settings).instance == "local"
-    note(f"stopping; {'it writes a checkpoint first' if local else 'this may take two minutes'}")
+    note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
     description = wait(job_id, settings)
     if description.status == "Failed":
         raise ServiceError(explain(description, settings))

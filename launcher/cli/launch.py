@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class CloudOption(click.Option):
-    """An option of `launch` that is for jobs on SageMaker alone."""
+    """An option of `launch` that applies only to SageMaker."""
 
 
 cloud_option = partial(click.option, cls=CloudOption)
 
 
 class LaunchCommand(Command):
-    """A command whose help sets these options apart."""
+    """A command whose help lists these options in a section of their own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, cloud in (("Options", False), ("Options for SageMaker alone", True)):
+        for title, cloud in (("Options", False), ("Options for SageMaker only", True)):
             chosen = [p for p in self.get_params(ctx) if isinstance(p, CloudOption) is cloud]
             with formatter.section(title):
                 formatter.write_dl([row for p in chosen if (row := p.get_help_record(ctx))])
@@ -40,31 +40,31 @@ class LaunchCommand(Command):
 @click.option(
     "--instance",
     metavar="TYPE[,TYPE...]",
-    help="A SageMaker type; up to five, and the job runs on the first that AWS has free; or local:"
-    " this machine (default: ml.g5.12xlarge, or as --resume's).",
+    help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
+    " on the first that AWS has free (default: ml.g5.12xlarge; with --resume, as before).",
 )
-@click.option("--instance-count", metavar="N", type=int, help="Hosts (default: 1).")
+@click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
 @click.option(
     "--processes-per-instance",
     metavar="K",
     type=int,
-    help="local: processes per host without GPUs (default: the fastest); with GPUs one for each.",
+    help="With local and no GPU: processes per host (default: the fastest number).",
 )
 @click.option(
     "--data",
     metavar="URI|PATH",
-    help="Text to train on, on S3 or here (default: the last upload).",
+    help="Text to train on (default: the last upload).",
 )
 @click.option(
     "--validation",
     metavar="URI|PATH",
-    help="Text to validate on (default: the last tenth).",
+    help="Text to validate on (default: the last tenth of the data).",
 )
 @click.option(
     "--preset",
     metavar="NAME",
-    help="cpu (a minute on a CPU; its sizes are the default), quick (seconds), laptop (three"
-    " minutes) or baby (default of SageMaker's GPU types).",
+    help="cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), or baby"
+    " (default on SageMaker GPU instances).",
 )
 @click.option(
     "--set",
@@ -72,61 +72,65 @@ class LaunchCommand(Command):
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
-    help="A hyperparameter; `python -m entry_point.train --help` lists them.",
+    help="Set a hyperparameter; `python -m entry_point.train --help` lists them.",
 )
-@click.option("--config", "config_file", metavar="FILE", help="Hyperparameters in TOML.")
-@click.option("--entry-point", metavar="FILE", help="Your own edited copy of train.py.")
+@click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
+@click.option("--entry-point", metavar="FILE", help="Your edited copy of train.py.")
 @click.option(
     "--resume",
     metavar="JOB-ID",
     shell_complete=complete_job,
-    help="Go on from an earlier job's checkpoints.",
+    help="Continue from the checkpoints of an earlier job.",
 )
 @click.option(
     "--follow/--detach",
     default=None,
-    help="Show the log until the end (default: local), or come back at once (SageMaker).",
+    help="Print the log until the job ends (default for local), or return at once (default for"
+    " SageMaker).",
 )
-@click.option("--dry-run", is_flag=True, help="Print the request to SageMaker; send nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @YES
 @cloud_option(
     "--launcher",
     type=click.Choice(["pytorchddp", "torchrun"]),
-    help="What starts the ranks on SageMaker (default: pytorchddp; torchrun on ml.p5.48xlarge).",
+    help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
-@cloud_option("--pytorch-version", metavar="V", help="Of AWS's image (default: 2.10.0).")
-@cloud_option("--image-uri", metavar="URI", help="A container image of your own.")
+@cloud_option(
+    "--pytorch-version", metavar="V", help="PyTorch version of the AWS image (default: 2.10.0)."
+)
+@cloud_option("--image-uri", metavar="URI", help="Use your own container image.")
 @cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 3600).")
 @cloud_option(
     "--max-cost",
     metavar="USD",
     type=float,
-    help="Sets the time limit by what it may cost, with the jobs that it resumes.",
+    help="Cost ceiling; sets the time limit. Includes the cost of the jobs that this one resumes.",
 )
 @cloud_option(
     "--spot/--on-demand",
     default=None,
-    help="Spot capacity: cheaper; goes on later (default: on demand, or as --resume's).",
+    help="Spot is cheaper, and resumes after interruptions (default: on demand; with --resume, as"
+    " before).",
 )
 @cloud_option(
     "--max-wait",
     metavar="SECONDS",
     type=int,
-    help="With --spot, waiting included (default: 2 x max-run, 28 days at most).",
+    help="With --spot: limit for waiting and running (default: 2 x max-run, at most 28 days).",
 )
-@cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep the machines warm after.")
+@cloud_option("--keep-alive", metavar="SECONDS", type=int, help="Keep a warm pool after the job.")
 @cloud_option(
     "--volume-size",
     metavar="GIB",
     type=int,
-    help="Disk of each host, on a type without disks of its own (default: 50).",
+    help="Disk per host, for instance types without local disks (default: 50).",
 )
 @cloud_option(
     "--environment",
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
-    help="A variable in the container.",
+    help="Set an environment variable in the container.",
 )
 @cloud_option(
     "--tag",
@@ -134,33 +138,33 @@ class LaunchCommand(Command):
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
-    help="A tag of the job.",
+    help="Tag the job.",
 )
-@cloud_option("--kms-key", metavar="KEY", help="Encrypts the job's volumes and its output.")
+@cloud_option("--kms-key", metavar="KEY", help="KMS key that encrypts the job's disks and output.")
 @cloud_option(
     "--subnet",
     "subnets",
     metavar="ID",
     multiple=True,
-    help="Of your own VPC, with a way to S3: a NAT gateway, or an S3 endpoint.",
+    help="Subnet of your VPC. It must reach S3, by a NAT gateway or an S3 endpoint.",
 )
 @cloud_option(
     "--security-group",
     "security_group_ids",
     metavar="ID",
     multiple=True,
-    help="Goes with --subnet; for several hosts it lets in what comes from itself.",
+    help="Required with --subnet. For several hosts, it must allow traffic from itself.",
 )
 @cloud_option(
     "--network-isolation/--no-network-isolation",
     default=None,
-    help="No network in the job (default: as config.toml or --resume's job has it, else off).",
+    help="Run the job without network (default: from --resume or config.toml, else off).",
 )
 @cloud_option(
     "--encrypt-traffic/--no-encrypt-traffic",
     default=None,
-    help="Encrypts what several hosts send each other, which is slower (default: as config.toml or"
-    " --resume's job has it, else off).",
+    help="Encrypt traffic between hosts, which is slower (default: from --resume or config.toml,"
+    " else off).",
 )
 @click.pass_context
 def launch_command(
@@ -172,10 +176,10 @@ def launch_command(
     yes: bool,
     **fields: Any,
 ) -> None:
-    """Start a training and print its id.
+    """Start a training job and print its id.
 
-    Ctrl-C while following stops a local job, which leaves a checkpoint to go on from; a job on
-    SageMaker goes on. SIGTERM, and SIGHUP of a closed terminal, count as Ctrl-C.
+    Ctrl-C stops a local job after it writes a checkpoint. A job on SageMaker keeps running. SIGTERM
+    and SIGHUP act as Ctrl-C.
 
     \b
     Example:
@@ -202,17 +206,17 @@ def launch_command(
         return
     costs_much = not local and (job.worst_cost or math.inf) > settings.ask_above
     if costs_much and sys.stdin.isatty():
-        agree("Launch it?", yes)
+        agree("Launch this job?", yes)
     with naming(job_id, settings):
         ready.submit(job_id)
         try:
             click.echo(job_id)
             sys.stdout.flush()
         except OSError as error:
-            silence(sys.stdout)  # which would say the same again at the end
+            silence(sys.stdout)  # else the flush at exit fails too
             raise ServiceError(
-                f"{error.strerror or error}: the id of the job cannot be printed; it is"
-                f" {job_id}, and `{settings.command(f'stop {job_id}')}` stops it"
+                f"{error.strerror or error}: cannot print the job id, {job_id};"
+                f" `{settings.command(f'stop {job_id}')}` stops it"
             ) from None
     if link := ready.backend.console_link(job_id):
         note(f"console: {link}")
@@ -220,7 +224,7 @@ def launch_command(
         follow_job(job_id, settings, stops=local)
     else:
         fetch = settings.command(f"fetch-and-sample {job_id}")
-        note(f"{how_to_follow(job_id, settings)}; then: {fetch}")
+        note(f"{how_to_follow(job_id, settings)}; when it has completed: {fetch}")
 
 
 def how_to_follow(job_id: str, settings: Settings) -> str:
@@ -228,8 +232,10 @@ def how_to_follow(job_id: str, settings: Settings) -> str:
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
-    """Shows a job's log on stderr to its end; Ctrl-C stops the job, or only the showing, and so
-    does it when the log's reader leaves."""
+    """Print a job's log to stderr until it ends.
+
+    Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing.
+    """
     from launcher.tracking import describe, explain, logs, next_step, stop, wait
 
     try:
@@ -239,16 +245,16 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if isinstance(error, BrokenPipeError):
             silence(sys.stderr)
         if not stops:
-            note(f"the job goes on; {how_to_follow(job_id, settings)}")
+            note(f"the job keeps running; {how_to_follow(job_id, settings)}")
             return
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
-        # Only now, as nothing can be said where the terminal was closed.
-        note("stopping the job; it writes a checkpoint first (Ctrl-C again ends it at once)")
+        # Stop first: printing fails if the terminal was closed.
+        note("stopping the job after a checkpoint; press Ctrl-C again to stop it at once")
         try:
             wait(job_id, settings)
         except KeyboardInterrupt:
-            with suppress(ServiceError):  # it has just ended
+            with suppress(ServiceError):  # it just ended
                 stop(job_id, settings)
     description = wait(job_id, settings)
     if description.status != "Completed":
@@ -260,7 +266,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 @click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path), default="my_train.py")
 @click.pass_context
 def copy_script_command(context: click.Context, file: Path) -> None:
-    """Write a copy of train.py to FILE (default: my_train.py), to edit the model or the recipe.
+    """Copy train.py to FILE (default: my_train.py), to edit the model or the recipe.
 
     \b
     Example:
@@ -279,4 +285,4 @@ def copy_script_command(context: click.Context, file: Path) -> None:
         raise InputError(f"{file}: {error.strerror}") from None
     click.echo(file)
     launch = settings_of(context).command(f"launch --instance local --entry-point {file}")
-    note(f"edit it, then: {launch}")
+    note(f"next: edit {file}, then run {launch}")

@@ -1,4 +1,4 @@
-"""Options, arguments and questions that several commands share."""
+"""Options, arguments and questions that several commands use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 
 
 def settings_of(context: click.Context, **said: str | None) -> Settings:
-    """The settings, with what a command's own options say over the words before it."""
+    """The settings; a command's own options override those before the command."""
     from launcher.settings import load_settings
 
     return load_settings(**{**context.obj, **{name: v for name, v in said.items() if v}})
 
 
 class Command(click.Command):
-    """A command that takes no empty word, which a variable that is not set leaves behind.
-
-    It would mean the default, or the current directory.
-    """
+    """A command that refuses empty values, which come from unset shell variables."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         root = ctx.find_root()
@@ -41,16 +38,18 @@ class Command(click.Command):
                         f"{error.option_name} goes before the command: {words} ..."
                     ) from None
             raise
-        except click.UsageError as error:  # of an option without its word click tells no command
+        except click.UsageError as error:  # click omits it for an option without value
             error.ctx = error.ctx or ctx
             raise
-        for parameter in () if ctx.resilient_parsing else self.params:  # a shell that completes
+        for parameter in (
+            () if ctx.resilient_parsing else self.params
+        ):  # a shell asks for completions
             value = ctx.params.get(parameter.name or "")
             if value == "" or (isinstance(value, tuple) and "" in value):
                 argument = isinstance(parameter, click.Argument)
                 named = (argument and parameter.metavar) or parameter.opts[0]
                 without = "" if parameter.required else ", or leave it out"
-                raise InputError(f"{named.strip('[]')}: is empty; give a word{without}")
+                raise InputError(f"{named.strip('[]')} is empty; give a value{without}")
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -63,21 +62,21 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A group of such commands."""
+    """A group of these commands."""
 
     command_class = Command
     group_class = type
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Refuses NaN, which is in every range of click's, and infinity."""
+    """Reject NaN, which passes click's range checks, and infinity."""
     if not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
     return value
 
 
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Ids of the jobs on this machine, for a shell that completes one."""
+    """Complete the id of a local job."""
     from launcher.settings import load_settings
 
     names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
@@ -87,7 +86,7 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
 def pairs(
     context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
 ) -> dict[str, str]:
-    """{'n_layer': '6'} of ('n_layer=6',); a callback of options."""
+    """Parse ('n_layer=6',) to {'n_layer': '6'}; an option callback."""
     option, values = parameter.opts[0], dict[str, str]()
     for word in words:
         name, equals, value = word.partition("=")
@@ -101,19 +100,19 @@ def pairs(
 
 
 def can_ask(settled: bool) -> None:
-    """Raises InputError where a question would find nobody to answer."""
+    """Raise InputError if a question is due and stdin is not a terminal."""
     if not settled and not sys.stdin.isatty():
         raise InputError("this is not an interactive terminal; pass --yes to confirm")
 
 
 def agree(question: str, yes: bool) -> None:
-    """Goes on if the person agrees; else click's Exit ends the command, with exit code 1."""
+    """Ask for confirmation; without it, end the command with exit code 1."""
     if not yes and not click.confirm(question, err=True):
-        note("not confirmed; nothing was done")
+        note("not confirmed; nothing was changed")
         raise click.exceptions.Exit(1)
 
 
-JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
-YES = click.option("--yes", is_flag=True, help="Do not ask.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
 STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")

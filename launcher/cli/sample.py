@@ -12,14 +12,14 @@ from launcher.cli.show import byte_progress, note, print_json
 
 @click.command("fetch-and-sample", cls=Command)
 @JOB_ID
-@click.option("--prompt", metavar="TEXT", help="What the text begins with (default: a new line).")
+@click.option("--prompt", metavar="TEXT", help="Start of the text (default: a new line).")
 @click.option(
     "--max-new-tokens",
     metavar="N",
     type=click.IntRange(min=1),
     default=500,
     show_default=True,
-    help="Characters to make.",
+    help="Number of characters to generate.",
 )
 @click.option(
     "--num-samples",
@@ -27,7 +27,7 @@ from launcher.cli.show import byte_progress, note, print_json
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Texts to make.",
+    help="Number of texts to generate.",
 )
 @click.option(
     "--temperature",
@@ -36,14 +36,14 @@ from launcher.cli.show import byte_progress, note, print_json
     callback=finite,
     default=0.8,
     show_default=True,
-    help="0: always the most likely.",
+    help="Randomness; 0 always takes the most likely character.",
 )
 @click.option(
     "--top-k",
     metavar="K",
     type=click.IntRange(min=0),
     default=0,
-    help="Choose among the K most likely (default: all).",
+    help="Sample from the K most likely characters (default: all).",
 )
 @click.option(
     "--top-p",
@@ -51,7 +51,8 @@ from launcher.cli.show import byte_progress, note, print_json
     type=click.FloatRange(min=0, max=1, min_open=True),
     callback=finite,
     default=1.0,
-    help="Choose among the likeliest P of probability (default: 1).",
+    help="Nucleus sampling: keep the most likely characters whose probabilities sum to P (default:"
+    " 1).",
 )
 @click.option(
     "--seed",
@@ -59,7 +60,7 @@ from launcher.cli.show import byte_progress, note, print_json
     type=click.IntRange(min=0, max=2**63 - 1),
     default=1337,
     show_default=True,
-    help="The same seed, the same text.",
+    help="Random seed; the same seed gives the same text.",
 )
 @click.option(
     "--entry-point",
@@ -82,7 +83,7 @@ def fetch_and_sample_command(
     entry_point: Path | None,
     as_json: bool,
 ) -> None:
-    """Fetch a job's model and print text that it makes, as it makes it.
+    """Download a job's model and print text as it generates it.
 
     \b
     Example:
@@ -97,7 +98,7 @@ def fetch_and_sample_command(
         directory = fetch_described(description, settings, progress, entry_point)
     if description.model_uri is None:
         note(
-            f"job {job_id} is {description.status}; this is its latest checkpoint, {directory.name}"
+            f"job {job_id} is {description.status}; sampling its last checkpoint, {directory.name}"
         )
     note(f"model: {directory}")
     from launcher.sampling import is_edited, load_model, stream_samples
@@ -105,9 +106,9 @@ def fetch_and_sample_command(
     find_script = script_finder(description, settings, entry_point)
     model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
     if is_edited(model):
-        note("sampling with the edited script that trained the model, which is slower")
+        note("sampling with the edited script that trained this model, which is slower")
     if temperature == 0 and prompt is None:
-        note("at temperature 0 a text without a --prompt tends to repeat one character")
+        note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
         model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )
@@ -115,7 +116,7 @@ def fetch_and_sample_command(
         texts = ["".join(text) for text in zip(*columns, strict=True)]
         print_json([(prompt or "") + text for text in texts])
         return
-    # The first text is shown as it is made; the others, made beside it, follow.
+    # Stream the first text; print the others after it.
     others = [prompt or ""] * (num_samples - 1)
     click.echo(prompt or "", nl=False)
     for column in columns:

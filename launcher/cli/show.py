@@ -1,4 +1,4 @@
-"""What the command line prints: cleaned, cut and formatted. Every command uses it."""
+"""Printing for every command: escape, shorten and format text; show logs and progress."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any, TextIO
 
 import click
 
-# What a terminal obeys, or shows in another order: C0 and C1 but for tab and newline, and bidi.
+# Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-LONGEST = 1000  # characters that are told at once
+LONGEST = 1000  # characters of one message
 
 
 def shown(text: str) -> str:
-    """Text for a terminal, with control characters escaped, and the middle of a long one left out.
+    """Escape the control characters of a text and cut the middle of a long one.
 
-    What comes from outside may hold anything: the names in a file, a log, an answer of AWS.
+    File names, logs and answers of AWS may contain anything.
     """
     text = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-    if len(text) > LONGEST:  # what to do is at the end
+    if len(text) > LONGEST:  # the end says what to do
         text = f"{text[: LONGEST - 300]} ... {text[-300:]}"
     return text
 
 
 def note(text: str) -> None:
-    """Something for the person at the terminal."""
+    """Print a message to stderr."""
     click.echo(shown(text), err=True)
 
 
 class Screen(logging.Handler):
-    """Prints what the library logs, as `note` does."""
+    """Print log records of the library to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         warning = "warning: " if record.levelno >= logging.WARNING else ""
@@ -46,7 +46,7 @@ class Screen(logging.Handler):
 
 @contextmanager
 def logs_shown() -> Iterator[None]:
-    """Prints what the library logs, from INFO on."""
+    """Print log records of the library at level INFO and above."""
     logger, screen = logging.getLogger("launcher"), Screen()
     level = logger.level
     logger.addHandler(screen)
@@ -60,10 +60,9 @@ def logs_shown() -> Iterator[None]:
 
 @contextmanager
 def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, counted in bytes."""
+    """A progress bar on stderr, in bytes."""
     from tqdm import tqdm
 
-    # Only where somebody watches, and only when it takes long enough to watch.
     quiet = not sys.stderr.isatty()
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
         yield bar.update
@@ -74,7 +73,7 @@ def print_json(value: Any) -> None:
 
 
 def print_fields(fields: Mapping[str, str | None]) -> None:
-    """One line for each that is there, with the values below each other."""
+    """Print a line for each field that is not None, with the values aligned."""
     width = max(map(len, fields)) + 2
     for name, value in fields.items():
         if value is not None:
@@ -86,5 +85,5 @@ def moment(seconds: float | None) -> str | None:
 
 
 def silence(stream: TextIO) -> None:
-    """Lets nothing more fail that is said to a reader who has left, as `| head` does."""
+    """Discard further output to a stream whose reader has left, as `| head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

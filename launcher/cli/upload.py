@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @click.command("upload-data", cls=Command)
 @click.argument("path", metavar="[PATH]", required=False)
-@click.option("--corpus", metavar="NAME", help="A text to begin with: shakespeare or python-docs.")
+@click.option("--corpus", metavar="NAME", help="A sample text: shakespeare or python-docs.")
 @JSON
 @click.pass_context
 def upload_data_command(
     context: click.Context, path: str | None, corpus: str | None, as_json: bool
 ) -> None:
-    """Put text into the store and print its URI.
+    """Upload text to the store and print its URI.
 
-    PATH is a text file, or a directory of *.txt files. Without one, tiny Shakespeare is fetched, or
-    the Python reference where that cannot be had. Text that is there already is not sent again.
+    PATH is a text file or a directory of *.txt files. Without PATH, download tiny Shakespeare, or
+    use the Python reference if the download fails. Text that is in the store is not sent again.
 
     \b
     Example:
@@ -51,7 +51,7 @@ def upload_data_command(
         f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
     )
     if not upload.uploaded:
-        note("unchanged since it was uploaded; nothing was sent")
+        note("already in the store; nothing was uploaded")
     if as_json:
         print_json(upload)
     else:
@@ -61,7 +61,7 @@ def upload_data_command(
 
 
 def built_in_text(corpus: str | None, settings: Settings) -> Path:
-    """The named corpus; without a name Shakespeare, or what every Python holds."""
+    """The named corpus; without a name Shakespeare, or offline the Python reference."""
     from launcher.corpus import get_corpus
 
     with byte_progress("download") as progress:
@@ -71,5 +71,5 @@ def built_in_text(corpus: str | None, settings: Settings) -> Path:
             if corpus is not None:
                 raise
             reason = error
-    note(f"tiny Shakespeare cannot be had ({reason}); taking the Python reference instead")
+    note(f"Could not download tiny Shakespeare ({reason}); using the Python reference instead")
     return get_corpus("python-docs", settings)

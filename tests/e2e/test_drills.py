@@ -67,7 +67,7 @@ def test_text_that_was_deleted_after_its_upload(
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
     ran = cli(*LAUNCH, *sets(**TINY))
     assert ran.code == 2
-    assert f"the last upload, {uri}, is no longer whole" in ran.error
+    assert f"the last upload, {uri}, is incomplete" in ran.error
     ran = cli(*LAUNCH, "--data", uri, *sets(**TINY))
     assert ran.code == 2
     assert f"{uri}: nothing is there" in ran.error
@@ -110,7 +110,7 @@ def test_a_role_that_may_not_read_the_text(
     told = failed(cli, ran)
     assert "Data download failed" in told
     assert "is not authorized to perform: s3:GetObject" in told
-    assert "the execution role has to be allowed to read the store" in ran.error
+    assert "allow the execution role to read the store" in ran.error
 
 
 def test_a_role_that_may_not_delete_old_checkpoints(
@@ -140,12 +140,12 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
         (
             ("--max-run", "7200"),
             "MaxRuntimeExceeded",
-            "--max-run gives more time, a larger --max-cost where that set the limit",
+            "raise --max-run, or --max-cost if that set the limit",
         ),
         (
             ("--spot", "--max-run", "7200", "--max-wait", "7200"),
             "MaxWaitTimeExceeded",
-            "--max-wait gives more time, --on-demand waits for no spot capacity",
+            "raise --max-wait, or use --on-demand",
         ),
     ],
 )
