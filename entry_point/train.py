@@ -845,7 +845,7 @@ POLAR_EXPRESS = (
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
-    # Normalised before it is rounded: in float16 a gradient as it is may be 0.
+    # Normalized before rounding: in float16 the gradient itself may be 0.
     norms = matrices.norm(dim=(-2, -1), keepdim=True)
     x = (matrices / (norms * 1.02 + 1e-20)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
@@ -1179,20 +1179,20 @@ def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> flo
 
 
 NOTHING, CHECKPOINT, STOP = range(3)
-# The part of the time that checkpoints may take, where nothing else is said: a model of the size of
-# GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
-# that was slow once must not cost an hour of work.
+# By default, checkpoints may take this part of the time: a model of the size of GPT-2 takes seconds
+# to write, and on a GPU evaluations may come every few seconds. But one slow write must not cost an
+# hour of work.
 CHECKPOINT_SHARE = 0.02
 LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
 
 
 class Trainer:
-    """One training: the model, its optimizer, its data, and where it stands."""
+    """One run: the model, its optimizer, its data, and its progress."""
 
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
         self.chief = group.rank == 0
-        self.script_sha256 = script_sha256()  # now, as the file may be edited while this runs
+        self.script_sha256 = script_sha256()  # read now: the file may be edited during the run
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.stop_signal = 0  # its number, once there was one
@@ -1207,7 +1207,7 @@ class Trainer:
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
         # Since the last metric line: this rank's losses, and the steps they are of. In float64
-        # (which MPS lacks) the sum is exact, so that an interrupted training logs the same numbers.
+        # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
         self.steps_summed = 0
@@ -1223,7 +1223,7 @@ class Trainer:
         if config.compile == "auto" and pays:
             self.compiled = can_compile()
             if not self.compiled and self.chief:
-                say("note: not compiled: it takes Triton, a C compiler and Python.h")
+                log("note: not compiled: that needs Triton, a C compiler and Python.h")
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
         # A graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
@@ -1242,11 +1242,11 @@ class Trainer:
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.scale_told = 0.0  # the scale at the last metric line: that it fell is told
+        self.logged_scale = 0.0  # the scale at the last metric line; a fall is logged
 
     @property
     def choices(self) -> list[str]:
-        """What was chosen by the device and the model, in words."""
+        """The choices for this device and model, as the log shows them."""
         cpu = self.group.device.type == "cpu"
         near = self.batches.tokens.device.type != "cpu"
         named = str(self.model.compute_dtype).removeprefix("torch.")
@@ -1266,7 +1266,7 @@ class Trainer:
         return choices
 
     def introduce(self, ranks: Ranks) -> None:
-        """Says where this training runs, what was chosen for it, and what it learns from."""
+        """Logs where this run computes, its choices, and the size of its data."""
         device, corpus = self.group.device, self.corpus
         first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
         hosts = int(self.group.sum_(first_of_host))
@@ -1275,14 +1275,14 @@ class Trainer:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
         even = hosts * ranks.local_world_size == ranks.world_size
         each = f"{ranks.local_world_size} {machine}" if even else machine
-        say(
+        log(
             f"running on {counted(hosts, 'host')} x {each}"
             f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
             f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
         )
-        say(f"chosen: {', '.join(self.choices)}")
+        log(f"chosen: {', '.join(self.choices)}")
         parameters = sum(p.numel() for p in self.model.parameters())
-        say(
+        log(
             f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
             f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
         )
@@ -1381,15 +1381,13 @@ class Trainer:
         if state["best_step"] is not None and same_script:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
         if self.chief:
-            say(f"resumed from the checkpoint of step {self.step}")
+            log(f"resumed from the checkpoint of step {self.step}")
             if not same_script:  # its best weights would be exported as this model's
-                say(
-                    "note: another script wrote it, so the best weights are looked for from here on"
-                )
+                log("note: another script wrote it; tracking the best weights anew")
         if self.chief and ranks != ranks_before:
-            say(
-                f"note: {counted(ranks_before, 'process')} trained up to here, and"
-                f" {counted(ranks, 'process')} from here on: the last bits may differ"
+            log(
+                f"note: {counted(ranks_before, 'process')} wrote the checkpoint, and"
+                f" {counted(ranks, 'process')} continue from it: the last bits may differ"
             )
 
     # -- one step ---------------------------------------------------------------------------------
@@ -1434,7 +1432,7 @@ class Trainer:
         for step in sorted(2 * first_steps):
             try:
                 self.forward_backward(step)
-                self.optimizer.check_gradients()  # DDP itself says nothing before its next step
+                self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             except Exception as error:
                 if not type(error).__module__.startswith(
                     ("torch._dynamo", "torch._inductor", "triton")
@@ -1456,11 +1454,11 @@ class Trainer:
         if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
             self.warm_up()
         self.saved_at = time.monotonic()
-        self.scale_told = self.scaler.get_scale()
+        self.logged_scale = self.scaler.get_scale()
         if self.chief:  # lines after the checkpoint's step go, as those steps come again
             self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
-            self.say_sample("before training", config.sample_length // 3)
+            self.log_sample("before training", config.sample_length // 3)
         steps_timed, started = 0, time.perf_counter()
         while self.step < config.max_steps:
             now = time.monotonic()
@@ -1482,7 +1480,7 @@ class Trainer:
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
                 group.settle()
-                self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
+                self.log_metrics(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if wish or last:
                 group.settle()
@@ -1491,19 +1489,19 @@ class Trainer:
                 started += time.perf_counter() - before
             if wish == STOP and not last:
                 if self.chief:
-                    say(f"stopped by a signal; the checkpoint of step {self.step} is written")
+                    log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
         newest = self.metrics[-1] if self.metrics else {"step": -1}
         if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
-            # It was stopped here, between two evaluations, and is now told to end here; or the best
+            # It was stopped here, between two evaluations, and now has to end here; or the best
             # weights were damaged.
-            self.log(True, learning_rate_scale(self.step - 1, config), 0.0)
+            self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
         if self.chief:
             self.finish()
         return True
 
-    def log(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
+    def log_metrics(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
         config, group = self.config, self.group
         row: dict[str, Any] = {"step": self.step}
@@ -1514,12 +1512,12 @@ class Trainer:
         gradient_scale = self.scaler.get_scale()
         if gradient_scale < 1:  # it was halved again and again
             raise NonFiniteLossError(self.diverged("the gradients are"))
-        if self.chief and gradient_scale < self.scale_told:
-            say(
+        if self.chief and gradient_scale < self.logged_scale:
+            log(
                 "note: steps whose gradients were infinite in float16 are left out; the loss is now"
                 f" scaled by {gradient_scale:g}"
             )
-        self.scale_told = gradient_scale
+        self.logged_scale = gradient_scale
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
@@ -1530,7 +1528,7 @@ class Trainer:
         self.metrics.append(row)
         if self.chief:
             left = (config.max_steps - self.step) * seconds_per_step
-            say(metric_line(row, config.max_steps, left))
+            log(metric_line(row, config.max_steps, left))
             self.checkpoints.write_metrics([row], append=True)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
@@ -1570,13 +1568,13 @@ class Trainer:
         wider = " or precision=float32" * self.scaler.is_enabled()
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
 
-    def say_sample(self, when: str, length: int) -> None:
+    def log_sample(self, when: str, length: int) -> None:
         text = sample_text(self.model, self.corpus.vocabulary, length)
-        # The bars keep a sample from being taken for something that the training says.
-        say("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
+        # The bars distinguish a sample from lines of the log.
+        log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
     def finish(self) -> None:
-        """Writes the artefact of the best validation loss, and shows what it says."""
+        """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
         tensors, _ = self.checkpoints.load("best", self.best_step)
         vocabulary = self.corpus.vocabulary
@@ -1602,18 +1600,18 @@ class Trainer:
                 f" the checkpoint of step {self.kept_step} is kept"
             ) from None
         if self.config.sample_length:
-            self.say_sample("after training", self.config.sample_length)
-        self.say_result()
+            self.log_sample("after training", self.config.sample_length)
+        self.log_result()
         if why:
-            say(f"note: only this script computes the model, as it is not Qwen3's: {why}")
-        say(f"model written to {model_dir}")
+            log(f"note: the model is not Qwen3's, so only this script can run it: {why}")
+        log(f"model written to {model_dir}")
 
-    def say_result(self) -> None:
-        """The loss of the model that is kept, and what a person may wonder at in it."""
+    def log_result(self) -> None:
+        """Logs the loss of the exported model, with a note if it is surprising."""
         assert self.best_step is not None
-        say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
+        log(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         if self.best_step < self.step:
-            say(
+            log(
                 f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
                 " val_loss"
             )
@@ -1621,11 +1619,11 @@ class Trainer:
         if self.best_val_loss > 0.99 * guessing:
             learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
             remedy = (
-                "what it learns of one part of the text is not true of the other; bring more text"
+                "the training text does not predict the validation text; add more text"
                 if learnt
-                else "another learning_rate or more steps may learn"
+                else "try another learning_rate or more steps"
             )
-            say(f"note: guessing has {guessing:.5f}: {remedy}")
+            log(f"note: guessing gives a loss of {guessing:.5f}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1635,10 +1633,10 @@ class Trainer:
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
-    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
+    """The kind of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
 
     Raises:
-        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
+        TopologyError: the chosen device, or the GPUs that SageMaker counted, are not available.
     """
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cpu":
@@ -1651,14 +1649,14 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
         )
     if config.device == "cuda" and not seen:
         raise TopologyError(
-            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto runs without one"
         )
     if seen and config.device != "mps":
         return "cuda"
     mps = torch.backends.mps.is_available()
     if config.device == "mps" and not mps:
         raise TopologyError(
-            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
+            f"device=mps, but torch {torch.__version__} sees none; device=auto runs without it"
         )
     if config.device == "mps" and processes > 1:
         raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
@@ -1676,13 +1674,13 @@ def check_kernels(device: torch.device) -> None:
     if known and not any(fitting):
         raise TopologyError(
             f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
-            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
+            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; use another"
             " image or another GPU"
         )
 
 
 def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
-    """The device of this rank; of GPUs, each has one.
+    """The device of this rank: on GPUs, one for each rank.
 
     Raises:
         TopologyError: there is no such device, or not one process for each GPU.
@@ -1730,10 +1728,10 @@ def available_cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory of freed tensors for the next ones.
+    """Makes glibc keep the memory of freed tensors for the next ones.
 
-    Else it returns large blocks to the system, which clears each page when it is asked for again.
-    In some runs, as the heap happened to lie, that took a fifth of a step.
+    By default it returns large blocks to the system, which clears each page again. In some runs
+    that took a fifth of a step.
     """
     trim_threshold, mmap_max = -1, -4  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
@@ -1751,7 +1749,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
+    """The type that this rank prefers to compute in, before all agree; TF32 counts as float32.
 
     Raises:
         ConfigError: TF32 was chosen, and the device has none.
@@ -1767,7 +1765,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return said.get(config.precision, torch.float32)
     if has_fast_bfloat16(device):
         return torch.bfloat16
-    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
+    # The tensor cores of Volta (V100) and Turing (T4) support no other float than float16.
     return torch.float16 if capability >= (7, 0) else torch.float32
 
 
@@ -1814,10 +1812,10 @@ FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 def plain_norms(device: torch.device) -> bool:
-    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
+    """Whether norms are made of plain operations: on a CPU, and on a GPU without a kernel.
 
-    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
-    of the bytes: of what a step of `baby` moves, norms were half.
+    Without a kernel, torch runs 20 operations for a norm and its gradient. Ours are 11 and move a
+    fifth of the bytes; norms moved half of the bytes of a `baby` step.
     """
     chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
     return chain or plain_operations(device)
@@ -1977,7 +1975,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
             )
         dtype = id_dtype(len(described["vocabulary"]))
         parts = [
-            # Shared, as a private copy of more than the memory is refused, though nobody writes.
+            # Shared: a private mapping larger than the memory is refused, even without writes.
             torch.from_file(path, shared=True, size=size, dtype=dtype)
             for path, size in described["parts"]
         ]
@@ -1996,13 +1994,13 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
             raise DataError(
                 f"the {name} part has {len(part)} characters, and one window of"
                 f" block_size={config.block_size} needs {config.block_size + 1};"
-                " bring more text, or set a smaller block_size"
+                " add more text, or set a smaller block_size"
             )
     return Corpus(described["vocabulary"], train, val, described["sha256"])
 
 
 def tokenize(container: Container, directory: Path) -> dict[str, Any]:
-    """Writes the ids of each channel into the directory and says what it found.
+    """Writes the ids of each channel into the directory; returns what the ranks need of them.
 
     One pass finds the vocabulary, a second one writes the ids.
     """
@@ -2175,12 +2173,12 @@ def read_safetensors(
 
 
 class Checkpoints:
-    """The checkpoints of one training in one directory.
+    """The checkpoints of one run in one directory.
 
-    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed
-    training needs, its metrics so far included; best-STEP holds the weights with the lowest
-    validation loss. The last two checkpoints are kept, with the best weights they refer to, so a
-    newest one that is broken gives way to the one before.
+    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed run
+    needs, including its metrics; best-STEP holds the weights with the lowest validation loss. The
+    last two checkpoints are kept, with the best weights that they refer to, so a damaged newest one
+    is replaced by the one before.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -2188,10 +2186,10 @@ class Checkpoints:
         self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
 
     def claim(self) -> None:
-        """Keeps the directory from other trainings on this machine as long as this process lives.
+        """Locks the directory against other runs on this machine while this process lives.
 
         Raises:
-            ConfigError: one is at work there.
+            ConfigError: another run uses it.
             CheckpointError: it cannot be made.
         """
         with self.writing(self.directory):
@@ -2200,20 +2198,20 @@ class Checkpoints:
                 fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"another training is at work in {self.directory.parent}; wait until it has"
-                    " ended and go on with it, or choose another directory"
+                    f"another run uses {self.directory.parent}; wait until it ends and"
+                    " resume it, or choose another directory"
                 ) from None
             except OSError as error:  # some file systems know no locks
-                say(
-                    f"note: {self.directory} cannot be locked ({error.strerror}); start no second"
-                    " training there"
+                log(
+                    f"note: {self.directory} cannot be locked ({error.strerror}); do not start a"
+                    " second run there"
                 )
 
     def check_fresh(self) -> None:
         """Raises ConfigError if there is a checkpoint."""
         if self.steps("checkpoint"):
             raise ConfigError(
-                f"{self.directory.parent} holds a training already; go on with it by --resume, or"
+                f"{self.directory.parent} already holds a run; resume it with --resume, or"
                 " choose another --out"
             )
 
@@ -2262,7 +2260,7 @@ class Checkpoints:
     def prune(self, newest: int) -> None:
         """Drops all but the last two whole checkpoints up to `newest`, and what neither needs.
 
-        Later ones are damaged: the training went on from one before them.
+        Later ones are damaged: the run resumed from an earlier one.
         """
         whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
         kept = [step for step in whole if step <= newest][:2]
@@ -2286,8 +2284,8 @@ class Checkpoints:
         return state if isinstance(state, dict) else {}
 
     def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, without a word. Raises CheckpointError without any."""
-        loaded = self.load_latest(keep=False, log=lambda line: None)
+        """The state that load_latest gives, unlogged. Raises CheckpointError if none exists."""
+        loaded = self.load_latest(keep=False, warn=lambda line: None)
         if loaded is None:
             raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
         return loaded[1]
@@ -2311,16 +2309,16 @@ class Checkpoints:
         return tensors, state
 
     def load_latest(
-        self, keep: bool = True, log: Callable[[str], None] | None = None
+        self, keep: bool = True, warn: Callable[[str], None] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest checkpoint that is whole and whose best weights are whole; None without any.
+        """The newest intact checkpoint whose best weights are intact; None if no checkpoint exists.
 
-        Where no best weights are whole, the newest that is whole itself, with no best so far.
+        If no best weights are intact, the newest intact checkpoint, without a best so far.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
+            CheckpointError: all checkpoints are damaged.
         """
-        log = log or say
+        warn = warn or log
         self.passed_over = {}
         found = fallback = None
         for step in self.steps("checkpoint"):
@@ -2337,13 +2335,13 @@ class Checkpoints:
         if found is None and fallback is not None:
             tensors, state = fallback
             why = self.passed_over.pop(state["step"])
-            log(f"note: {why}; the best weights are now looked for from step {state['step']} on")
+            warn(f"note: {why}; tracking the best weights anew from step {state['step']}")
             found = tensors, {**state, "best_step": None, "best_val_loss": None}
         if found is None and self.passed_over:
             why = next(iter(self.passed_over.values()))
             raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
         for step, why in self.passed_over.items():
-            log(f"checkpoint of step {step} is passed over: {why}")
+            warn(f"checkpoint of step {step} is skipped: {why}")
         return found
 
 
@@ -2359,9 +2357,9 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         differences.append("the text is not the same")
     if differences:
         raise ConfigError(
-            "the checkpoint belongs to another training: "
+            "the checkpoint belongs to another run: "
             + "; ".join(differences)
-            + ". Start without it, or give what it was trained with"
+            + ". Start without it, or use its values"
         )
 
 
@@ -2371,15 +2369,15 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Container:
-    """What SageMaker tells a host: its name, the others, and its directories.
+    """A host's name, the other hosts, and its directories, as SageMaker sets them.
 
-    `inside` is False on a machine of one's own, where the directories come from Options.
+    Outside of a container (`inside` is False) the directories come from Options.
     """
 
     inside: bool
     hosts: tuple[str, ...]
     current_host: str
-    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
+    num_gpus: int | None  # as SageMaker counts them; None if it gives no number
     interface: str | None  # network interface between the hosts
     training: Path | None
     validation: Path | None
@@ -2405,7 +2403,7 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     them, so a value that cannot be read is looked up in the file that every host has.
 
     Raises:
-        TopologyError: the hosts cannot be learnt, or this one is not among them.
+        TopologyError: the hosts are not known, or this one is not among them.
     """
     try:
         resources = json.loads(config_file.read_text())
@@ -2452,7 +2450,7 @@ def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | 
 
 
 def read_container(env: Mapping[str, str], options: Options) -> Container:
-    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
+    """Reads SM_* variables and resourceconfig.json, or outside of a container the options.
 
     SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
 
@@ -2467,9 +2465,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     inside = inside or (config_file.exists() and not by_hand)
     for name in ("data", "resume", "out", "validation"):
         if inside and getattr(options, name):
-            raise ConfigError(
-                f"--{name}: in a container SageMaker says where things are; leave it out"
-            )
+            raise ConfigError(f"--{name}: in a container SageMaker sets the paths; leave it out")
     if not inside:
         new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
         out = Path(options.resume or options.out or new)
@@ -2556,8 +2552,8 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What torch says of a connection, in one line."""
-    # NCCL's cause stands in a later line; what follows this word are places in C++.
+    """torch's message about a connection, in one line."""
+    # NCCL gives its cause in a later line; C++ frames follow these words.
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
@@ -2609,15 +2605,15 @@ def serve_store(address: str, port: int) -> dist.TCPStore:
 
 
 class Watch:
-    """Finds the rank that hangs, by what each rank says of itself in the store every second.
+    """Finds the rank that hangs, from what each rank reports in the store every second.
 
-    That is how many operations with the others it has begun (`beats`), and how many seconds the way
-    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
-    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
-    beats, for which all others wait, when their patience is over. So a rank that is slow where it
-    may be is let alone, and so are those that wait for it.
+    A rank reports how many operations with the others it has begun (`beats`), and how many seconds
+    it may take to the next one (`patience`). Two kinds of rank hang: one that has not reported for
+    hang_seconds, because its process is stopped or its host unreachable; and those with the fewest
+    beats, for which all others wait, when their patience is over. A rank that is slow within its
+    patience does not hang, nor do those that wait for it.
 
-    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
+    Only seconds awake count: after Ctrl-Z and `fg`, or a closed lid, the others do not hang.
     """
 
     def __init__(
@@ -2633,7 +2629,7 @@ class Watch:
         self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
         self.hang_seconds = hang_seconds
         self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
-        # Of each rank: how often it spoke, beats, patience, host.
+        # For each rank: number of reports, beats, patience, host.
         self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
         self.talks = 0
         self.ended = threading.Event()
@@ -2642,11 +2638,13 @@ class Watch:
         threading.Thread(target=self.judge, daemon=True).start()
 
     def expect(self, seconds: float) -> None:
-        """Says how long this rank may be on its way, within bounds."""
+        """Sets how long this rank may take to its next beat, within bounds."""
         self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
 
     def talk(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
+        with suppress(
+            RuntimeError
+        ):  # the store is gone; the process that served it ends the others
             # Older torch would hold all threads up while it waits for a host that comes later.
             while not self.ended.wait(0.1):
                 with suppress(OSError):
@@ -2668,7 +2666,7 @@ class Watch:
     def judge(self) -> None:
         before, talks = self.heard, 0
         unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
-        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
+        more = 5 if self.rank is None else 0  # the parent reports only if no rank can
         while not self.ended.wait(1):
             unheard = unheard + 1 if 0 < talks == self.talks else 0
             talks, now = self.talks, self.heard
@@ -2698,17 +2696,17 @@ class Watch:
 
 
 def end_hung(why: str) -> NoReturn:
-    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
-    with suppress(OSError):  # nobody may read it
+    """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
+    with suppress(OSError):  # the reader may be gone
         sys.stderr.write(failure_report(HangError(why)) + "\n")
         sys.stderr.flush()
     os._exit(1)
 
 
 class Group:
-    """The processes that train together, and the few things they say to each other.
+    """The processes that train together, and their collective operations.
 
-    With one process there is nobody to talk to, and each method answers at once.
+    With one process, each method returns at once.
     """
 
     def __init__(
@@ -2721,8 +2719,8 @@ class Group:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
-        # torchrun may have brought together hosts that no container names: each goes by its first
-        # rank, as they need not have equally many.
+        # torchrun may have joined hosts that no container names. Each is then known by its first
+        # rank, because they may have different numbers of ranks.
         named = len(container.hosts) > 1
         self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
         self.device = device
@@ -2787,7 +2785,7 @@ class Group:
                 f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
                 " interface to use)"
             ) from None
-        # What they said to each other is there too, so this group speaks under a name of its own.
+        # The store also holds keys of earlier groups, so this group uses a prefix of its own.
         began = torch.tensor(time.time_ns(), device=device)
         self.broadcast_([began])
         self.store = dist.PrefixStore(str(int(began)), self.store)
@@ -2914,15 +2912,15 @@ class Group:
         self.barrier()
         if self.watch is not None:
             self.watch.end()
-            self.barrier()  # till then nobody leaves, with the store that another talks to
+            self.barrier()  # no rank leaves before, as another may still use its store
             dist.destroy_process_group()
 
 
 @contextmanager
 def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
+    """Hides what C++ prints to stdout: gloo in torch 2.8 logs each connection on every rank.
 
-    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
+    NCCL is not muted: it logs on request, by NCCL_DEBUG.
     """
     sys.stdout.flush()
     stdout = os.dup(1)
@@ -2950,7 +2948,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         store = serve_store(address, port)  # which lives as long as its name
         port = store.port
     children = []
-    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
+    lifeline, _held = os.pipe()  # never written: the children read its end when this process ends
     for local_rank in range(n_local):
         env = dict(
             os.environ,
@@ -2983,7 +2981,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             stop_signal, stopped_at = signum, time.monotonic()
             terminate()
         elif is_second(stopped_at):
-            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
+            sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
             deadline = min(deadline, time.monotonic() + 2)
             terminate(signal.SIGINT)
 
@@ -2991,7 +2989,9 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
     watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
     while None in (codes := [child.poll() for child in children]):
         failed = [code for code in codes if code]
-        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
+        if (
+            hung and not failed and not status
+        ):  # the one rank on this host hangs and cannot report it
             sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
             failed = [1]
         if failed and not status:
@@ -3009,7 +3009,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         return 128 + stop_signal
     if status >= 0:
         return status
-    # A killed rank says nothing itself.
+    # A killed rank cannot report its own end.
     rank = next(i for i, child in enumerate(children) if child.returncode == status)
     name = f"rank {container.host_index * n_local + rank}"
     killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
@@ -3020,15 +3020,15 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
 
 
 def is_second(stopped_at: float) -> bool:
-    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
-    parent and its ranks alike."""
+    """Whether this is a second signal, not an echo of the first: a terminal signals the parent and
+    its ranks."""
     return time.monotonic() - stopped_at > 1
 
 
 def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Sets what is done when somebody ends this process, or the terminal that it runs in.
+    """Sets the handler of the signals that end this process, or its terminal.
 
-    nohup has a process ignore the end of its terminal, and it goes on doing so.
+    Under nohup, the process continues to ignore the end of its terminal.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -3038,7 +3038,7 @@ def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> No
 def end_with_parent(env: Mapping[str, str]) -> None:
     """Ends this process when the one that started it ends, however that ends.
 
-    Orphans would train on, and write into the checkpoints of whoever is started next.
+    Orphans would continue, and write into the checkpoints of the next run.
     """
     if "SM_NANOGPT_LIFELINE" not in env:
         return
@@ -3057,39 +3057,39 @@ def end_with_parent(env: Mapping[str, str]) -> None:
 
 
 class TrainingError(Exception):
-    """A failure that the person who started the training can act on."""
+    """A failure that the user can act on."""
 
 
 class ConfigError(TrainingError):
-    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
+    """A hyperparameter or option is unknown, impossible, or differs from the checkpoint's."""
 
 
 class DataError(TrainingError):
-    """Text that is missing, unreadable or too short."""
+    """The text is missing, unreadable or too short."""
 
 
 class TopologyError(TrainingError):
-    """Hosts, GPUs and processes that do not add up to one group."""
+    """Hosts, GPUs and processes do not form one group."""
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint that cannot be written, or none that is whole where one has to be."""
+    """A checkpoint cannot be written, or no intact one exists."""
 
 
 class FormatError(TrainingError):
-    """A file that is not what its name says: damaged, truncated or of another kind."""
+    """A file is damaged, truncated or of another kind."""
 
 
 class OutOfMemoryError(TrainingError):
-    """The device or the machine has less memory than a step takes."""
+    """A step needs more memory than the device or the machine has."""
 
 
 class HangError(TrainingError):
-    """A rank that makes no progress while the others wait for it."""
+    """A rank makes no progress while the others wait for it."""
 
 
 class ModelError(TrainingError):
-    """A model that cannot be trained, or is not what it is exported as."""
+    """A model cannot be trained, or differs from its export."""
 
 
 class NonFiniteLossError(TrainingError):
@@ -3097,12 +3097,12 @@ class NonFiniteLossError(TrainingError):
 
 
 def failure_report(error: BaseException) -> str:
-    """What is printed of an error: `ErrorName: cause` on one last line.
+    """The text to print for an error. Its last line is `ErrorName: cause`.
 
-    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
-    an error that we did not foresee comes after its places in the code, without their text.
+    SageMaker takes the failure reason from the first line that names an exception it knows. So the
+    frames of an unexpected error come before that line, without their source text.
     """
-    cause = " ".join(str(error).split()) or "no further word"
+    cause = " ".join(str(error).split()) or "no message"
     line = f"{type(error).__name__}: {cause}"
     known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
     if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
@@ -3115,11 +3115,10 @@ def failure_report(error: BaseException) -> str:
     )
 
 
-def say(line: str) -> None:
-    """One line of the log in one write, so that lines of several ranks do not mix.
+def log(line: str) -> None:
+    """Writes one line of the log in one write, so that lines of several ranks do not mix.
 
-    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
-    SIGTERM does.
+    If the reader is gone (`| head`, a closed terminal), the run stops as on SIGTERM.
     """
     try:
         sys.stdout.write(line + "\n")
@@ -3130,7 +3129,7 @@ def say(line: str) -> None:
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         with suppress(OSError):  # it may be the same reader's
-            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
+            sys.stderr.write("the reader of the log is gone; stopping the run\n")
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -3162,7 +3161,7 @@ def choices_for(value: str, choices: Sequence[str]) -> str:
 
 
 def allowed(f: dataclasses.Field[Any]) -> str:
-    """What the field accepts, in words."""
+    """The values that the field accepts, in words."""
     m = f.metadata
     if m["choices"]:
         return "one of " + ", ".join(m["choices"])
@@ -3252,12 +3251,12 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
+    """The options besides hyperparameters; in a container, only `processes` and `preset`."""
 
     data: str = option("", "a text file, or a directory of *.txt files")
-    validation: str = option("", "likewise, for validation alone")
+    validation: str = option("", "a text file or directory for validation alone")
     out: str = option("", "directory for the results (default: a new one in runs/)")
-    resume: str = option("", "directory of an earlier training (on every host) to go on with")
+    resume: str = option("", "directory of an earlier run (on every host) to continue")
     processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
     processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
@@ -3281,7 +3280,7 @@ def read_words(argv: Sequence[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         name = key.replace("-", "_")
         if not word.startswith("-"):
-            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
+            raise ConfigError(f"{word}: there is no such option; name a text with --data {word}")
         if not word.startswith("--") or name not in known:
             whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
             raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
@@ -3299,9 +3298,9 @@ def read_words(argv: Sequence[str]) -> dict[str, str]:
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
-    """Hyperparameters and options from the words of a command line.
+    """Hyperparameters and options from a command line.
 
-    A resumed training takes those that are not given from its checkpoint.
+    A resumed run takes missing ones from its checkpoint.
 
     Raises:
         ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
@@ -3315,8 +3314,8 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     options = Options(**said, processes=int(processes or 0))
     if options.resume and options.out:
         raise ConfigError(
-            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
-            " as it is, resume a copy"
+            f"--out {options.out}: --resume continues in its own directory; to keep that"
+            " unchanged, resume a copy"
         )
     base: dict[str, Any] = {}
     if options.resume:
@@ -3328,7 +3327,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
             raise ConfigError(
                 f"{options.resume} was trained by a script with other hyperparameters"
-                f" ({', '.join(foreign)}); go on with it by that script"
+                f" ({', '.join(foreign)}); resume it with that script"
             )
         options = dataclasses.replace(
             options,
@@ -3354,13 +3353,13 @@ def usage() -> str:
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:
-    """Ends this process by way of what cleans up, which a second signal would interrupt."""
+    """Ends this process with its cleanup, which a second signal must not interrupt."""
     on_stop_signals(signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
-    """One rank's whole life; returns its exit status."""
+    """Runs one rank from start to end; returns its exit status."""
     device = rank_device(config, container, ranks)
     config.check_world_size(ranks.world_size)
 
@@ -3373,7 +3372,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         checkpoints.check_fresh()
 
     group = Group(ranks, device, container, config.hang_seconds)
-    if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
+    if ranks.local_rank == 0:  # the others wait in C++, where Python runs no handlers
         on_stop_signals(end_at_once)
     threads = torch.get_num_threads()  # OMP_NUM_THREADS, if it is set
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
@@ -3382,12 +3381,12 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     corpus = load_corpus(container, config, group)
     torch.set_num_threads(threads)
     if device.type == "cpu":
-        keep_freed_memory()  # of the steps; what reading the text took has gone back by now
+        keep_freed_memory()  # for the steps; the memory for reading the text is already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.chief:
         checkpoints.claim()
         if fresh:
-            checkpoints.check_fresh()  # one may have begun and ended while the text was read
+            checkpoints.check_fresh()  # another run may have ended there in the meantime
 
     stopped_at = math.inf
 
@@ -3407,13 +3406,13 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 
 def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
         print(usage())
         return 0
-    # A sample may hold characters that the log's encoding has not.
+    # The log's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A warning would name an exception class, and SageMaker would take it for the failure.
-    warnings.showwarning = lambda message, *_, **__: say(f"note: {' '.join(str(message).split())}")
+    warnings.showwarning = lambda message, *_, **__: log(f"note: {' '.join(str(message).split())}")
     end_with_parent(os.environ)
     config, options = parse_argv(argv)
     container = read_container(os.environ, options)
@@ -3431,15 +3430,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
-        # CUDA has a class for it; what CPUs and MPS say is words.
+        # CUDA raises a class of its own; CPUs and MPS only have a message.
         words = "out of memory|can't allocate memory|ALLOC_FAILED"
         if not isinstance(error, MemoryError) and not re.search(words, str(error)):
             raise
         first = (str(error).strip() or "MemoryError").splitlines()[0]
         raise OutOfMemoryError(
-            "more passes over less each, by a larger gradient_accumulation_steps (which was"
-            f" {config.gradient_accumulation_steps}), take less memory; else a smaller batch_size,"
-            f" block_size or n_embd; torch says: {first}"
+            "set a larger gradient_accumulation_steps (now"
+            f" {config.gradient_accumulation_steps}), or a smaller batch_size, block_size or"
+            f" n_embd; torch says: {first}"
         ) from None
 
 
@@ -3457,8 +3456,8 @@ if __name__ == "__main__":
         status = int(end.code or 0)
     except BaseException as error:
         if dist.is_initialized() and not isinstance(error, TrainingError):
-            # Perhaps the mere echo of another rank's failure. That rank speaks first, and its
-            # launcher then ends this one, 2 seconds later at most, and its Watch within 3.
+            # This may be an echo of another rank's failure. That rank reports first; its launcher
+            # then ends this one within 2 seconds, its Watch within 3.
             on_stop_signals(signal.SIG_DFL)
             time.sleep(5)
         sys.stdout.flush()

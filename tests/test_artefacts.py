@@ -574,7 +574,7 @@ def test_that_a_damaged_checkpoint_is_passed_over_is_not_told_among_the_text(
     newest.write_bytes(newest.read_bytes()[:-100])
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
     assert ran.code == 0, ran
-    assert "checkpoint of step 10 is passed over" in ran.err
+    assert "checkpoint of step 10 is skipped" in ran.err
     assert len(ran.out) == 21
 
 

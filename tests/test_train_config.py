@@ -112,7 +112,7 @@ def test_a_name_like_no_other_is_told_the_known_ones() -> None:
 
 
 def test_a_word_without_a_name_is_an_error() -> None:
-    advice = r"^input\.txt: there is no such option; a text is named by --data input\.txt$"
+    advice = r"^input\.txt: there is no such option; name a text with --data input\.txt$"
     with pytest.raises(ConfigError, match=advice):
         config_of("input.txt")
 
@@ -323,7 +323,7 @@ def test_resuming_from_damaged_checkpoints_alone_is_an_error_that_says_so(tmp_pa
 
 
 def test_a_resumed_training_has_its_directory_and_takes_no_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--out there: --resume goes on in the directory"):
+    with pytest.raises(ConfigError, match=r"--out there: --resume continues in its own directory"):
         parse_argv(["--resume", str(tmp_path), "--out", "there"])
 
 

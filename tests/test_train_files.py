@@ -346,7 +346,7 @@ def test_a_broken_newest_checkpoint_gives_way_with_a_word(
     spoil(checkpoints.path("checkpoint", 20))
     loaded = checkpoints.load_latest()
     assert loaded is not None and loaded[1]["step"] == 10
-    assert "checkpoint of step 20 is passed over" in capsys.readouterr().out
+    assert "checkpoint of step 20 is skipped" in capsys.readouterr().out
 
 
 def test_a_checkpoint_whose_best_weights_are_broken_gives_way(checkpoints: Checkpoints) -> None:

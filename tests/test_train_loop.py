@@ -362,7 +362,7 @@ def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
 
     other = run(words(**{**SMALL, "n_embd": 64, "max_steps": 20}), cwd=tmp_path, env=env)
     assert other.status == 2
-    assert other.last_line.startswith("ConfigError: the checkpoint belongs to another training")
+    assert other.last_line.startswith("ConfigError: the checkpoint belongs to another run")
     assert "n_embd was 32 and is 64" in other.last_line
 
     fewer = run(words(**{**SMALL, "max_steps": 5}), cwd=tmp_path, env=env)
@@ -468,7 +468,7 @@ def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
 
     again = run(words(**SMALL, data=text_file, out="mine", processes=2), cwd=tmp_path)
     assert again.status == 2
-    assert again.last_line.startswith("ConfigError: mine holds a training already; ")
+    assert again.last_line.startswith("ConfigError: mine already holds a run; ")
     assert model.read_bytes() == before
 
     resumed = run(words(resume="mine", max_steps=20), cwd=tmp_path)
@@ -494,7 +494,7 @@ def test_a_finished_run_whose_best_weights_broke_writes_a_model(
         best.write_bytes(best.read_bytes()[:-1])
     end = run(words(resume="mine"), cwd=tmp_path)
     assert end.status == 0, end.output
-    assert "the best weights are now looked for from step 10 on" in end.output
+    assert "tracking the best weights anew from step 10 on" in end.output
     load_artefact(tmp_path / "mine/model")
 
 
@@ -510,7 +510,7 @@ def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
         other = SMALL if "out" in how else {"max_steps": 10**6}
         refused = run(words(**other, data=text_file, **how), cwd=tmp_path)
     assert refused.status == 2, refused.output
-    assert refused.last_line.startswith("ConfigError: another training is at work in mine; ")
+    assert refused.last_line.startswith("ConfigError: another run uses mine; ")
     rows = (tmp_path / "mine/checkpoints/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end
     assert steps == list(range(1, len(steps) + 1))
@@ -525,7 +525,7 @@ def test_a_training_that_began_while_the_text_was_read_is_not_gone_on_with(
     command = edited_script(tmp_path / "late.py", (place, meanwhile + place))
     late = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, command=command)
     assert late.status == 2, late.output
-    assert late.last_line.startswith("ConfigError: mine holds a training already; ")
+    assert late.last_line.startswith("ConfigError: mine already holds a run; ")
 
 
 def test_a_directory_that_cannot_be_locked_is_taken_with_a_word(
@@ -571,7 +571,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoin
 
 def test_a_training_that_learnt_nothing_says_so(tmp_path: Path, text_file: Path) -> None:
     nothing = words(**{**SMALL, "learning_rate": 1e6}, data=text_file)
-    assert "note: guessing has " in run(nothing, cwd=tmp_path).output
+    assert "note: guessing gives a loss of " in run(nothing, cwd=tmp_path).output
     assert "guessing" not in run(words(**SMALL, data=text_file), cwd=tmp_path).output
 
 
@@ -581,7 +581,7 @@ def test_a_training_whose_text_tells_nothing_of_the_other_says_so(tmp_path: Path
     how = words(**{**SMALL, "max_steps": 40}, data="a.txt", validation="b.txt")
     end = run(how, cwd=tmp_path)
     assert (
-        "what it learns of one part of the text is not true of the other; bring more text"
+        "what it learns of one part of the text is not true of the other; add more text"
         in end.output
     )
 
@@ -686,7 +686,7 @@ def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
     trainer.save_checkpoint()
     trainer.loss_sum.fill_(math.nan)
     trainer.step = trainer.steps_summed = 5
-    for act in (trainer.save_checkpoint, lambda: trainer.log(False, 1.0, 1.0)):
+    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False, 1.0, 1.0)):
         with pytest.raises(NonFiniteLossError, match="the loss is nan, not finite at step 5"):
             act()
     assert trainer.checkpoints.steps("checkpoint") == [0]
@@ -858,7 +858,7 @@ def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
     trainer = trainer_of(tmp_path, compile="auto", max_steps=2)
     assert "eager" in trainer.choices
     assert trainer.run()
-    assert "note: not compiled: it takes Triton, a C compiler" in capsys.readouterr().out
+    assert "note: not compiled: that needs Triton, a C compiler" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers"])
@@ -1094,7 +1094,7 @@ def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
         said = process.stderr.read()
         status = process.wait()
     assert status == 128 + signal.SIGTERM
-    assert said == "nobody reads the log any more: what still trains stops now\n"
+    assert said == "the reader of the log is gone; stopping the run\n"
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
 
 

@@ -744,7 +744,7 @@ def test_a_second_signal_ends_a_run_that_hangs(
     end = ended(hanging, limit=30)
     assert time.monotonic() - began < 4
     assert end.status == 128 + number
-    assert end.last_line == "ending at once: steps after the newest checkpoint are lost"
+    assert end.last_line == "ending now; steps after the newest checkpoint are lost"
 
 
 def test_a_rank_that_halts_for_a_while_is_let_alone(hanging: subprocess.Popen[str]) -> None:

@@ -114,7 +114,7 @@ DECLARE = (
     """\
     names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG",
         "OMP_NUM_THREADS", "NCCL_DEBUG")
-    say("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
+    log("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
     config, options = parse_argv(argv)
 """,
 )
@@ -232,7 +232,7 @@ DIE = (
     "            agreement = group.largest_soon(self.wish())\n",
     """\
             if group.rank == 3 and self.step == 3:
-                say(f"rank 3 dies at {time.time()}")
+                log(f"rank 3 dies at {time.time()}")
                 raise OSError("the disk is on fire")
             agreement = group.largest_soon(self.wish())
 """,
