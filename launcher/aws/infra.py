@@ -210,7 +210,7 @@ class Deployment:
                 try:
                     more = (self.newest_event if well else self.failure)(raw["StackId"])
                 except ServiceError as error:
-                    more = f"{'more' if well else 'why'} is not known here ({error})"
+                    more = f"{'more' if well else 'why'} is not known ({error})"
                 logger.info(f"stack {self.name} is {status}: {more}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
