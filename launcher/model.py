@@ -1,10 +1,9 @@
-"""A model directory as train.py writes it, read with suspicion; or made of a checkpoint.
+"""Load a model directory without trusting it, or export one from a checkpoint.
 
-`launcher.artefacts` checks by it what it fetches, and `launcher.sampling` loads by it. A model
-belongs to the script that trained it. Where config.json says what the packaged train.py would say,
-the packaged model computes the same: the run has held its logits against Qwen3's. Else the script
-itself has to compute it, known by its SHA-256. No script from S3 is executed, only a file that is
-here.
+Called by `launcher.artefacts`, to check downloads, and by `launcher.sampling`. If config.json is
+what the packaged train.py would write, the packaged model computes the same (each run compares its
+logits with Qwen3's). Otherwise the script that trained the model, identified by its SHA-256, has to
+compute it. Only local files are executed, never a script from S3.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from launcher.job import load_script
 
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
-FindScript = Callable[[], Path | None]  # the file here that may have trained a model
+FindScript = Callable[[], Path | None]  # the local script that may have trained a model
 
 
 class Ids(Document):
@@ -58,10 +57,10 @@ class Saved(Training):
 
 
 def script_module(sha256: str, find_script: FindScript) -> ModuleType:
-    """The script of this SHA-256 as a module: the packaged one, or the one that is found.
+    """Import the script with this SHA-256: the packaged one or the one that is found.
 
     Raises:
-        InputError: it is neither.
+        InputError: neither has it.
     """
     if sha256 == train.script_sha256():
         return train
@@ -78,7 +77,7 @@ def script_module(sha256: str, find_script: FindScript) -> ModuleType:
 
 
 def known_config(values: Mapping[str, Any]) -> Config:
-    """The packaged script's Config, without the hyperparameters that an edited script added."""
+    """The packaged script's Config; drops hyperparameters that an edited script added."""
     known = {f.name for f in dataclasses.fields(Config)}
     return train.make_config({name: value for name, value in values.items() if name in known})
 
@@ -86,14 +85,14 @@ def known_config(values: Mapping[str, Any]) -> Config:
 def load_artefact(
     directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
 ) -> tuple[GPT, str]:
-    """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
+    """Load the model (CPU, float32, eval mode) and the vocabulary of a model directory.
 
-    It is the packaged script's model where that computes the same, unless own_script is set; else
-    that of the script which trained it.
+    Uses the packaged model if that computes the same and own_script is not set; else the model of
+    the script that trained it.
 
     Raises:
-        FormatError: the directory is not one that write_artefact wrote, or is damaged.
-        InputError: only the script which trained the model can compute it, and it is not here.
+        FormatError: write_artefact did not write this directory, or it is damaged.
+        InputError: the model needs the script that trained it, and that is not here.
     """
     try:
         check_sums(directory)
@@ -136,7 +135,7 @@ def read(directory: Path, name: str, kind: type[T]) -> T:
 
 
 def check_sums(directory: Path) -> None:
-    """Raises FormatError unless each file of the model is as SHA256SUMS says."""
+    """Raise FormatError unless each file has the checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in train.MODEL_FILES:
@@ -147,7 +146,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(script: ModuleType) -> Iterator[None]:
-    """An edited script may raise anything. Raises FormatError, or OSError as it is."""
+    """Turn any exception of an edited script, except OSError, into FormatError."""
     try:
         yield
     except (FormatError, OSError):
@@ -166,10 +165,10 @@ def fill(
     found: Mapping[str, Any],
     vocabulary: str,
 ) -> GPT:
-    """The script's model with the tensors of a file, which may have any names and shapes.
+    """Create the script's model with the tensors of a file.
 
     Raises:
-        FormatError: they are not the model's.
+        FormatError: their names, types or shapes do not fit, or a value is not finite.
     """
 
     def exported(model: GPT) -> dict[str, Tensor]:
@@ -178,7 +177,7 @@ def fill(
             weights = script.to_hugging_face(weights, config)
         return weights
 
-    with torch.device("meta"):  # nothing is allocated before the sizes are known to be right
+    with torch.device("meta"):  # check the sizes before allocating memory
         shapes = exported(script.GPT(config, len(vocabulary)))
     for name in sorted(shapes.keys() | tensors.keys()):
         said, there = (
@@ -202,17 +201,17 @@ def fill(
 def export_checkpoint(
     checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda: None
 ) -> int:
-    """Writes the newest whole checkpoint of a run as a model directory; returns its step.
+    """Export the newest intact checkpoint as a model directory; return its step.
 
-    The script that trained it does so.
+    The script that trained the model exports it.
 
     Raises:
-        CheckpointError: there is none.
-        FormatError: it is not one that the script can read.
-        InputError: that script is not here.
+        CheckpointError: there is no checkpoint.
+        FormatError: the script cannot read it.
+        InputError: the script is not here.
     """
     with errors_of(train):
-        with contextlib.redirect_stdout(sys.stderr):  # on which it names what it passes over
+        with contextlib.redirect_stdout(sys.stderr):  # it prints which checkpoints it skips
             loaded = train.Checkpoints(checkpoint_dir).load_latest()
         if loaded is None:
             raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
