@@ -236,7 +236,7 @@ def test_an_interrupted_deployment_goes_on_and_says_so(
     monkeypatch.setattr(infra, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
-    assert "CloudFormation goes on by itself" in ran.err
+    assert "CloudFormation continues by itself" in ran.err
     shown = cli("infra", "show")
     assert (
         "sm-nanogpt is CREATE_IN_PROGRESS: now CREATE_IN_PROGRESS AWS::CloudFormation" in shown.err

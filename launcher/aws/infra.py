@@ -328,7 +328,7 @@ class Deployment:
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
             how = self.settings.command("infra show")
-            logger.info(f"CloudFormation goes on by itself; `{how}` tells how far it is")
+            logger.info(f"CloudFormation continues by itself; `{how}` shows its progress")
             raise
 
     def failure(self, stack_id: str) -> str:
