@@ -1,5 +1,6 @@
 # make demo: set up, then upload, train for about a minute, sample.
 # make test: set up, then lint, types, tests.
+# make check: the same, but for tests that start a process, a server or a container.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ UV := $(shell uv --version 2>/dev/null)
 pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
 	--disable-pip-version-check) --quiet
 
-.PHONY: demo test test-image emulator clean
+.PHONY: demo test check test-image emulator lint clean
 
 # Two processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
@@ -19,15 +20,22 @@ demo: .venv/installed
 	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
 	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
 
-test: .venv/installed-for-tests .venv-contract/installed
+pytest := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
+
+test: lint .venv-contract/installed
+	$(BIN)/cfn-lint infra/template.yaml
+	$(pytest)
+
+check: lint
+	$(pytest) -q -r '' --quick
+
+lint: .venv/installed-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cfn-lint infra/template.yaml
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 emulator: .venv/installed-for-tests .venv-contract/installed
-	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/e2e/emulator.py
+	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/aws/emulator.py
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2

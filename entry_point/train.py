@@ -15,9 +15,9 @@ In a SageMaker container it needs no arguments but hyperparameters: it reads the
 /opt/ml/checkpoints, and leaves a Hugging Face model directory in /opt/ml/model.
 `python train.py --help` lists the rest.
 
-The parts, in order: configuration, the container, choices by device, the group of processes, text,
-batches, the model, its optimizers, safetensors files, checkpoints, the artefact, sampling, and the
-training loop.
+The parts, in order: hyperparameters; the model, its export, sampling; optimizers; batches; the
+training loop. Then what few readers need: choices by device, text, files, checkpoints, the
+container, the group of processes, errors, the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -75,104 +74,21 @@ with warnings.catch_warnings():
     from torch.optim.adamw import adamw
 
 # ------------------------------------------------------------------------------------------------
-# Errors and the log. Each error is reported as one last line, `ErrorName: cause`, which SageMaker
-# shows.
-
-
-class TrainingError(Exception):
-    """A failure that the person who started the training can act on."""
-
-
-class ConfigError(TrainingError):
-    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
-
-
-class DataError(TrainingError):
-    """Text that is missing, unreadable or too short."""
-
-
-class TopologyError(TrainingError):
-    """Hosts, GPUs and processes that do not add up to one group."""
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint that cannot be written, or none that is whole where one has to be."""
-
-
-class FormatError(TrainingError):
-    """A file that is not what its name says: damaged, truncated or of another kind."""
-
-
-class OutOfMemoryError(TrainingError):
-    """The device or the machine has less memory than a step takes."""
-
-
-class HangError(TrainingError):
-    """A rank that makes no progress while the others wait for it."""
-
-
-class ModelError(TrainingError):
-    """A model that cannot be trained, or is not what it is exported as."""
-
-
-class NonFiniteLossError(TrainingError):
-    """The loss, the gradients or the weights became infinite or not a number."""
-
-
-def failure_report(error: BaseException) -> str:
-    """What is printed of an error: `ErrorName: cause` on one last line.
-
-    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
-    an error that we did not foresee comes after its places in the code, without their text.
-    """
-    cause = " ".join(str(error).split()) or "no further word"
-    line = f"{type(error).__name__}: {cause}"
-    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
-        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
-    if isinstance(error, (TrainingError, KeyboardInterrupt)):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(
-        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
-    )
-
-
-def say(line: str) -> None:
-    """One line of the log in one write, so that lines of several ranks do not mix.
-
-    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
-    SIGTERM does.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        with suppress(OSError):  # it may be the same reader's
-            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
-        signal.raise_signal(signal.SIGTERM)
-
-
-# ------------------------------------------------------------------------------------------------
 # Configuration
 
 
 def hyperparameter(
     default: Any,
     help: str,
-    *,
-    group: str,
     least: float | None = None,
     most: float | None = None,
+    *,
     choices: tuple[str, ...] = (),
     fixed: bool = False,
+    group: str = "",
 ) -> Any:
-    """A field of Config. `fixed` marks what a resumed training must share with its checkpoint."""
-    metadata = dict(help=help, group=group, least=least, most=most, choices=choices, fixed=fixed)
+    """A field of Config. A `fixed` one cannot change on resume; `group` begins a part of --help."""
+    metadata = dict(help=help, least=least, most=most, choices=choices, fixed=fixed, group=group)
     return field(default=default, metadata=metadata)
 
 
@@ -184,146 +100,102 @@ class Config:
         ConfigError: a value is out of its range, or two values do not go together.
     """
 
-    n_layer: int = hyperparameter(4, "layers", group="model", least=1, most=1024, fixed=True)
-    n_head: int = hyperparameter(
-        2, "attention heads", group="model", least=1, most=1024, fixed=True
-    )
-    n_embd: int = hyperparameter(128, "width", group="model", least=2, most=1 << 16, fixed=True)
-    block_size: int = hyperparameter(
-        64, "context length in characters", group="model", least=2, most=1 << 17, fixed=True
-    )
+    n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
+    n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
+    n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
+    block_size: int = hyperparameter(64, "context length in characters", 2, 1 << 17, fixed=True)
     n_hidden: int = hyperparameter(
-        0,
-        "width inside the MLP (0: 8/3 of n_embd)",
-        group="model",
-        least=0,
-        most=1 << 18,
-        fixed=True,
+        0, "width inside the MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
     )
     tie_embeddings: bool = hyperparameter(
-        False, "share one matrix between embedding and head", group="model", fixed=True
+        False, "share one matrix between embedding and head", fixed=True
     )
-    dropout: float = hyperparameter(
-        0.0, "dropout probability (on a CPU in 256ths)", group="model", least=0, most=0.95
-    )
+    dropout: float = hyperparameter(0.0, "dropout probability (on a CPU in 256ths)", 0, 0.95)
 
     validation_fraction: float = hyperparameter(
         0.1,
         "last part of the text kept for validation when there is no validation channel",
-        group="data",
-        least=0.001,
-        most=0.9,
+        0.001,
+        0.9,
         fixed=True,
+        group="data",
     )
     batch_size: int = hyperparameter(
-        12,
-        "sequences per optimizer step, over all processes",
-        group="data",
-        least=1,
-        most=1 << 20,
-        fixed=True,
+        12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        1, "passes that one process makes over its part of the batch", group="data", least=1
+        1, "passes that one process makes over its part of the batch", 1
     )
-    seed: int = hyperparameter(
-        1337, "of the initial weights, the batches and dropout", group="data", least=0, fixed=True
-    )
+    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
-    max_steps: int = hyperparameter(2000, "optimizer steps", group="schedule", least=1, most=10**12)
+    max_steps: int = hyperparameter(2000, "optimizer steps", 1, 10**12, group="schedule")
     optimizer: str = hyperparameter(
         "muon",
         "muon (matrices; AdamW for the rest) or adamw (everything)",
-        group="schedule",
         choices=("muon", "adamw"),
         fixed=True,
     )
     learning_rate: float = hyperparameter(
         0.0,
         "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
-        group="schedule",
-        least=0,
-        most=1e37,
+        0,
+        1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", group="schedule", least=0, most=1e37
+        0.1, "peak, of the embedding with muon", 0, 1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02,
-        "peak, of the head with muon, also of a tied one",
-        group="schedule",
-        least=0,
-        most=1e37,
+        0.02, "peak, of the head with muon, also of a tied one", 0, 1e37
     )
-    warmup_steps: int = hyperparameter(
-        0, "steps of linear rise to the peak", group="schedule", least=0
-    )
-    decay_fraction: float = hyperparameter(
-        0.8, "last part of the steps, of linear fall", group="schedule", least=0, most=1
-    )
+    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak", 0)
+    decay_fraction: float = hyperparameter(0.8, "last part of the steps, of linear fall", 0, 1)
     final_learning_rate: float = hyperparameter(
-        0.0, "at the last step, as a fraction of the peak", group="schedule", least=0, most=1
+        0.0, "at the last step, as a fraction of the peak", 0, 1
     )
-    weight_decay: float = hyperparameter(
-        0.0, "of the matrices, decoupled", group="schedule", least=0, most=10
-    )
-    momentum: float = hyperparameter(0.9, "of muon", group="schedule", least=0, most=0.9999)
-    beta1: float = hyperparameter(0.8, "of AdamW", group="schedule", least=0, most=0.9999)
-    beta2: float = hyperparameter(0.95, "of AdamW", group="schedule", least=0, most=0.999999)
+    weight_decay: float = hyperparameter(0.0, "of the matrices, decoupled", 0, 10)
+    momentum: float = hyperparameter(0.9, "of muon", 0, 0.9999)
+    beta1: float = hyperparameter(0.8, "of AdamW", 0, 0.9999)
+    beta2: float = hyperparameter(0.95, "of AdamW", 0, 0.999999)
     short_windows: float = hyperparameter(
         0.0,
         "first part of the steps, in windows of an eighth, then a quarter, then half of block_size",
-        group="schedule",
-        least=0,
-        most=1,
+        0,
+        1,
     )
-    grad_clip: float = hyperparameter(
-        0.0, "largest norm of the gradient (0: no limit)", group="schedule", least=0, most=10**9
-    )
+    grad_clip: float = hyperparameter(0.0, "largest norm of the gradient (0: no limit)", 0, 10**9)
 
-    log_interval: int = hyperparameter(50, "steps between metric lines", group="report", least=1)
-    eval_interval: int = hyperparameter(250, "steps between evaluations", group="report", least=1)
+    log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
+    eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
     eval_windows: int = hyperparameter(
-        512, "windows of the validation part per evaluation (0: all)", group="report", least=0
+        512, "windows of the validation part per evaluation (0: all)", 0
     )
     sample_length: int = hyperparameter(
-        300,
-        "characters sampled after training (a third before)",
-        group="report",
-        least=0,
-        most=10**6,
+        300, "characters sampled after training (a third before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
         "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
         " would take over 2 % of the time)",
-        group="report",
-        least=0,
+        0,
     )
 
     hang_seconds: float = hyperparameter(
         150.0,
         "seconds without progress after which a rank that others wait for counts as hung (or the"
         " time of 5 steps, if that is longer)",
+        5,
+        1800,
         group="machine",
-        least=5,
-        most=1800,
     )
-    device: str = hyperparameter(
-        "auto", "where to compute", group="machine", choices=("auto", "cuda", "mps", "cpu")
-    )
+    device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
     precision: str = hyperparameter(
         "auto",
         "of matrix products, and of gradients between ranks (auto: the first of bfloat16, float16"
         " and float32 that the device is fast at)",
-        group="machine",
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto",
-        "torch.compile (auto: on GPUs, where it pays)",
-        group="machine",
-        choices=("auto", "on", "off"),
+        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
     )
 
     def __post_init__(self) -> None:
@@ -379,1565 +251,25 @@ class Config:
             )
 
 
+# fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
-    # The size of nanoGPT's configuration for a CPU: about a minute of training on two cores.
-    "cpu": dict(
-        n_layer=4,
-        n_head=2,
-        n_embd=128,
-        block_size=64,
-        batch_size=12,
-        max_steps=2000,
-        device="cpu",
-    ),
+    # The size of nanoGPT's configuration for a CPU: about a minute on two cores.
+    "cpu": dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=12, max_steps=2000,
+                device="cpu"),
     # What nanoGPT's configuration for a CPU learns in a minute, in a twentieth of that: in so few
     # steps two wide layers learn more than four.
-    "quick": dict(
-        n_layer=2,
-        n_head=2,
-        n_embd=176,
-        n_hidden=480,
-        block_size=64,
-        batch_size=12,
-        max_steps=180,
-        learning_rate=0.05,
-        momentum=0.85,
-        short_windows=0.3,
-        device="cpu",
-    ),
+    "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
+                  max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
+                  device="cpu"),
     # The best model that two CPU cores make of a megabyte of text in three minutes.
-    "laptop": dict(
-        n_layer=4,
-        n_head=3,
-        n_embd=192,
-        block_size=1024,
-        batch_size=2,
-        max_steps=1900,
-        weight_decay=0.1,
-        short_windows=0.9,
-        eval_interval=500,
-        device="cpu",
-    ),
+    "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
+                   weight_decay=0.1, short_windows=0.9, eval_interval=500, device="cpu"),
     # As large as nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU. Its
-    # words are for a megabyte of text, which it learns by heart without weight decay.
-    "baby": dict(
-        n_layer=6,
-        n_head=3,
-        n_embd=384,
-        block_size=256,
-        batch_size=64,
-        max_steps=1000,
-        learning_rate=0.03,
-        weight_decay=0.6,
-        dropout=0.2,
-        log_interval=10,
-    ),
+    # values are for a megabyte of text, which it learns by heart without weight decay.
+    "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
+                 learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
 }
-
-
-def counted(n: int, word: str) -> str:
-    """'1 host', '2 hosts', '2 processes'."""
-    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
-def nearest_name(name: str, known: Sequence[str]) -> str:
-    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
-    short = {"".join(word[0] for word in other.split("_")): other for other in known}
-    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
-
-
-def choices_for(value: str, choices: Sequence[str]) -> str:
-    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
-    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
-
-
-def allowed(f: dataclasses.Field[Any]) -> str:
-    """What the field accepts, in words."""
-    m = f.metadata
-    if m["choices"]:
-        return "one of " + ", ".join(m["choices"])
-    if f.type == "bool":
-        return "True or False"
-    kind = "a whole number" if f.type == "int" else "a number"
-    if m["most"] is not None:
-        return f"{kind} from {m['least']} to {m['most']}"
-    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
-
-
-FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
-def check_range(f: dataclasses.Field[Any], value: Any) -> None:
-    m = f.metadata
-    wrong = (
-        type(value) not in FIELD_TYPES[str(f.type)]
-        or (isinstance(value, float) and not math.isfinite(value))
-        or (m["choices"] and value not in m["choices"])
-        or (m["least"] is not None and value < m["least"])
-        or (m["most"] is not None and value > m["most"])
-    )
-    if wrong:
-        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
-        raise ConfigError(f"{f.name}={value!r}: must be {must}")
-
-
-def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
-    """The value of a field from its text form, as on a command line."""
-    try:
-        if f.type == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if f.type == "float":
-            return float(text)
-        if f.type == "int":
-            try:
-                return int(text)
-            except ValueError:
-                if float(text).is_integer():  # 1e5
-                    return int(float(text))
-                raise
-    except (ValueError, KeyError):
-        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
-    return text
-
-
-def make_config(
-    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
-) -> Config:
-    """A Config from names and values (text or typed) over a preset over a base over the defaults.
-
-    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
-    unset hyperparameter becomes on its way through SageMaker.
-
-    Raises:
-        ConfigError: an unknown name or preset, or a value that is not allowed.
-    """
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
-    known = {f.name: f for f in dataclasses.fields(Config)}
-    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
-    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
-        of_preset.pop("learning_rate", None)  # which is for Muon
-    chosen = {**base, **of_preset}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise ConfigError(
-                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
-            )
-        if value is None or value == "":
-            continue
-        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
-    return Config(**chosen)
-
-
-def option(default: Any, help: str) -> Any:
-    """A field of Options."""
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
-
-    data: str = option("", "a text file, or a directory of *.txt files")
-    validation: str = option("", "likewise, for validation alone")
-    out: str = option("", "directory for the results (default: a new one in runs/)")
-    resume: str = option("", "directory of an earlier training (on every host) to go on with")
-    processes: int = option(
-        0, "processes of a host without GPUs (default: the fastest, or as before)"
-    )
-    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
-    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
-
-
-OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
-
-
-def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
-
-    Raises:
-        ConfigError: a name is unknown or given twice, or its value is missing.
-    """
-    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
-    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
-    given: dict[str, str] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        name = key.replace("-", "_")
-        if not word.startswith("-"):
-            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
-        if not word.startswith("--") or name not in known:
-            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
-            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            elif name in flags:
-                value = "True"
-            else:
-                raise ConfigError(f"{word}: a value is missing")
-        if name in given:
-            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
-        given[name] = value
-    return given
-
-
-def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
-    """Hyperparameters and options from the words of a command line.
-
-    A resumed training takes those that are not given from its checkpoint.
-
-    Raises:
-        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
-            a checkpoint that this script can go on from.
-    """
-    given = read_words(argv)
-    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
-    processes = said.pop("processes")
-    if processes and not (processes.isdecimal() and int(processes)):
-        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-    options = Options(**said, processes=int(processes or 0))
-    if options.resume and options.out:
-        raise ConfigError(
-            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
-            " as it is, resume a copy"
-        )
-    base: dict[str, Any] = {}
-    if options.resume:
-        try:
-            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
-        except CheckpointError as error:
-            raise ConfigError(f"--resume {options.resume}: {error}") from None
-        base = saved["config"]
-        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise ConfigError(
-                f"{options.resume} was trained by a script with other hyperparameters"
-                f" ({', '.join(foreign)}); go on with it by that script"
-            )
-        options = dataclasses.replace(
-            options,
-            data=options.data or saved["data"],
-            validation=options.validation or saved["validation"],
-            processes_before=saved.get("processes", 0),  # older checkpoints have none
-        )
-    return make_config(given, options.preset or None, base), options
-
-
-def usage() -> str:
-    """The text of --help."""
-    lines = [__doc__ or "", "options:"]
-    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
-    group = ""
-    for f in dataclasses.fields(Config):
-        if f.metadata["group"] != group:
-            group = f.metadata["group"]
-            lines += ["", f"hyperparameters of the {group}:"]
-        kept = "; --resume keeps it" * f.metadata["fixed"]
-        lines.append(
-            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
-        )
-    return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------
-# The container: where things are, and which hosts there are
-
-
-@dataclass(frozen=True)
-class Container:
-    """What SageMaker tells a host: its name, the others, and its directories.
-
-    `inside` is False on a machine of one's own, where the directories come from Options.
-    """
-
-    inside: bool
-    hosts: tuple[str, ...]
-    current_host: str
-    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
-    interface: str | None  # network interface between the hosts
-    training: Path | None
-    validation: Path | None
-    model_dir: Path
-    output_dir: Path
-    checkpoint_dir: Path
-
-    @property
-    def host_index(self) -> int:
-        return self.hosts.index(self.current_host)
-
-
-def host_names(value: Any) -> list[str]:
-    """The value, if it is a list of names; else none."""
-    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return value if whole else []
-
-
-def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
-    """The job's hosts, which of them this one is, and the network interface between them.
-
-    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
-    them, so a value that cannot be read is looked up in the file that every host has.
-
-    Raises:
-        TopologyError: the hosts cannot be learnt, or this one is not among them.
-    """
-    try:
-        resources = json.loads(config_file.read_text())
-        hosts_there = host_names(resources["hosts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        resources, hosts_there = {}, []
-    try:
-        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
-    except (KeyError, ValueError):
-        hosts = hosts_there
-    current_host = env.get("SM_CURRENT_HOST")
-    if current_host not in hosts:
-        current_host = resources.get("current_host")
-    if current_host is None or current_host not in hosts:
-        raise TopologyError(
-            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
-            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'does not settle it' if config_file.exists() else 'is missing'}"
-        )
-    return hosts, current_host, resources.get("network_interface_name")
-
-
-def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
-    """The directories of the text, and of the text for validation alone where there is one.
-
-    Raises:
-        DataError: the `training` channel is missing, or a channel is no directory.
-    """
-
-    def channel(name: str) -> Path | None:
-        variable = f"SM_CHANNEL_{name.upper()}"
-        path = Path(env.get(variable) or channels / name)
-        if env.get(variable) and not path.is_dir():
-            raise DataError(f"{variable}={path}: no such directory")
-        return path if path.is_dir() else None
-
-    training = channel("training")
-    if training is None:
-        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
-        raise DataError(
-            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
-        )
-    return training, channel("validation")
-
-
-def read_container(env: Mapping[str, str], options: Options) -> Container:
-    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
-
-    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
-
-    Raises:
-        TopologyError, DataError: as read_hosts and read_channels.
-        ConfigError: --data, --resume, --out or --validation, in a container.
-    """
-    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-    config_file = base / "input/config/resourceconfig.json"
-    by_hand = options.data or options.resume
-    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
-    inside = inside or (config_file.exists() and not by_hand)
-    for name in ("data", "resume", "out", "validation"):
-        if inside and getattr(options, name):
-            raise ConfigError(
-                f"--{name}: in a container SageMaker says where things are; leave it out"
-            )
-    if not inside:
-        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
-        out = Path(options.resume or options.out or new)
-        return Container(
-            inside=False,
-            hosts=("localhost",),
-            current_host="localhost",
-            num_gpus=None,
-            interface=None,
-            training=Path(options.data).absolute() if options.data else None,
-            validation=Path(options.validation).absolute() if options.validation else None,
-            model_dir=out / "model",
-            output_dir=out / "output",
-            checkpoint_dir=out / "checkpoints",
-        )
-
-    hosts, current_host, interface = read_hosts(env, config_file)
-    training, validation = read_channels(env, base / "input/data")
-    gpus = env.get("SM_NUM_GPUS", "")
-    return Container(
-        inside=True,
-        hosts=tuple(hosts),
-        current_host=current_host,
-        num_gpus=int(gpus) if gpus.isdecimal() else None,
-        interface=interface,
-        training=training,
-        validation=validation,
-        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
-        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
-        checkpoint_dir=base / "checkpoints",
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
-# not, by which operations, with the text where, and what the ranks share. A training says what it
-# chose; device, precision, compile, --processes and OMP_NUM_THREADS override it.
-
-
-def choose_device(config: Config, container: Container, processes: int) -> str:
-    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
-
-    Raises:
-        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
-    """
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cpu":
-        return "cpu"
-    if container.num_gpus and seen != container.num_gpus:
-        raise TopologyError(
-            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
-            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
-            " or set device=cpu"
-        )
-    if config.device == "cuda" and not seen:
-        raise TopologyError(
-            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
-        )
-    if seen and config.device != "mps":
-        return "cuda"
-    mps = torch.backends.mps.is_available()
-    if config.device == "mps" and not mps:
-        raise TopologyError(
-            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
-        )
-    if config.device == "mps" and processes > 1:
-        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
-    return "mps" if mps and processes == 1 else "cpu"
-
-
-def check_kernels(device: torch.device) -> None:
-    """Raises TopologyError where this build of torch has no kernels for the GPU."""
-    major, minor = torch.cuda.get_device_capability(device)
-    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
-    fitting = (
-        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
-        for kind, number in known  # compute is compiled for the GPU when it is used
-    )
-    if known and not any(fitting):
-        raise TopologyError(
-            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
-            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
-            " image or another GPU"
-        )
-
-
-def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
-    """The device of this rank; of GPUs, each has one.
-
-    Raises:
-        TopologyError: there is no such device, or not one process for each GPU.
-    """
-    kind = choose_device(config, container, ranks.world_size)
-    if kind != "cuda":
-        return torch.device(kind)
-    gpus = torch.cuda.device_count()
-    if ranks.local_world_size != gpus:
-        raise TopologyError(
-            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
-            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
-        )
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    check_kernels(device)
-    return device
-
-
-def local_processes(config: Config, container: Container, options: Options) -> int:
-    """How many processes this host runs: one per GPU; on a CPU what is asked for or fastest."""
-    device = choose_device(config, container, options.processes or 1)
-    if device == "cpu":
-        said = options.processes or options.processes_before
-        return said or cpu_processes(config, len(container.hosts))
-    if device == "mps":
-        return 1
-    gpus = torch.cuda.device_count()
-    if options.processes not in (0, gpus):
-        raise TopologyError(
-            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
-            " one process; CUDA_VISIBLE_DEVICES chooses among them"
-        )
-    return gpus
-
-
-def cpu_processes(config: Config, n_hosts: int = 1) -> int:
-    """Processes per host that train fastest on a CPU: one with all cores, or several.
-
-    Threads wait for each other at every operation, processes once in a step, but for all
-    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
-    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
-    threads lose most, as each waits for the slowest.
-    """
-    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
-        return 1
-    shares = config.batch_size // config.gradient_accumulation_steps
-    at_once = min(available_cores() // (threads_said() or 1), 8)
-    fits = (n for n in range(at_once, 1, -1) if shares % (n * n_hosts) == 0)
-    return next(fits, 1)
-
-
-def threads_said() -> int:
-    """Threads of a process, as OMP_NUM_THREADS has them (a number for each nesting), or 0."""
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(said) if said.isdecimal() else 0
-
-
-def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once.
-
-    torch's own count is not asked: it knows no quotas of containers, beyond which threads are
-    halted, and some builds take 1 when Open MPI's variables are there.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, int(min(len(cores), cpu_quota(Path("/")))))
-
-
-def cpu_quota(root: Path) -> float:
-    """CPU seconds a second that this process's control groups allow, infinite where they say none.
-
-    Version 2 has one group with cpu.max ("max 100000", "150000 100000"), version 1 one of the
-    controller `cpu` with two files. A container sees its own group at the top of the tree.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
-    """
-    quota = math.inf
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        own = top / path.lstrip("/")
-        for directory in (own, *own.parents):  # each of them limits those within
-            with suppress(OSError):
-                said = " ".join((directory / name).read_text() for name in names).split()
-                if said[0] not in ("max", "-1"):
-                    quota = min(quota, int(said[0]) / int(said[1]))
-    return quota
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep the memory of freed tensors for the next ones.
-
-    Else it returns large blocks to the system, which clears each page when it is asked for again.
-    In some runs, as the heap happened to lie, that took a fifth of a step.
-    """
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
-    if mallopt is not None:
-        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
-        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16."""
-    if device.type == "cpu":
-        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
-
-    Raises:
-        ConfigError: TF32 was chosen, and the device has none.
-    """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if config.precision == "tf32" and capability < (8, 0):
-        raise ConfigError(
-            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
-            " this device has"
-        )
-    if config.precision != "auto":
-        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return said.get(config.precision, torch.float32)
-    if has_fast_bfloat16(device):
-        return torch.bfloat16
-    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
-    return torch.float16 if capability >= (7, 0) else torch.float32
-
-
-def agreed_precision(config: Config, group: Group) -> torch.dtype:
-    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
-    dtype = choose_precision(config, group.device)
-    shorts = (torch.bfloat16, torch.float16)
-    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
-    return dtype if group.world_size in group.sum_(chosen) else torch.float32
-
-
-def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
-
-    The bound is on each rank's arithmetic, 6 operations per parameter and token
-    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
-    each length of windows.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
-        return False
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = config.max_steps * config.batch_size * config.block_size
-    lengths = 4 if config.short_windows else 1
-    return 6 * parameters * tokens / world_size > 3e15 * lengths
-
-
-def can_compile() -> bool:
-    """Whether Triton is here, and what it builds its host code with."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return bool(find_spec("triton") and compiler and header.is_file())
-
-
-def plain_operations(device: torch.device) -> bool:
-    """Whether dropout is made of few plain operations, not by torch's own function.
-
-    On a CPU torch's takes several times as long, unless a compiler fuses them.
-    """
-    return device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-# Whether torch has a kernel for norms on CUDA: 2.8 has none.
-FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-
-
-def plain_norms(device: torch.device) -> bool:
-    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
-
-    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
-    of the bytes: of what a step of `baby` moves, norms were half.
-    """
-    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
-    return chain or plain_operations(device)
-
-
-def plain_attention(q: Tensor, dropout: float) -> bool:
-    """Whether attention that is trained is made of plain batched products, not torch's kernel.
-
-    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
-    as long as two products.
-    """
-    costly = bool(dropout) or q.dtype == torch.bfloat16
-    return q.device.type == "cpu" and torch.is_grad_enabled() and costly
-
-
-def near_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
-
-    Batches are then cut there, without the host.
-    """
-    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
-        return tokens.to(device)
-    return tokens
-
-
-SHARED_FROM = 1 << 22  # parameters
-
-
-def sharing_pays(stacks: Sequence[Tensor]) -> bool:
-    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
-
-    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
-    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
-    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
-    """
-    if stacks[0].device.type == "cuda":
-        return max(stack.size(2) for stack in stacks) >= 768
-    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
-
-
-# ------------------------------------------------------------------------------------------------
-# The group: one process per GPU, over all hosts, or failure; never two groups
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process in the group, as its launcher gave it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
-
-
-def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
-    """torchrun's variables, else Open MPI's; None when nothing launched this process.
-
-    Raises:
-        TopologyError: the variables contradict themselves or the number of hosts.
-    """
-
-    def number(name: str) -> int:
-        try:
-            return int(env[name])
-        except (KeyError, ValueError):
-            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
-
-    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    if "RANK" in env and "WORLD_SIZE" in env:
-        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
-        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
-    elif mpi[1] in env:
-        names = mpi
-    else:
-        return None
-    rank, world_size, local_rank, *rest = map(number, names)
-    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
-    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
-    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
-    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
-        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
-    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
-        raise TopologyError(
-            f"{ranks.launcher} made a group of {ranks.world_size} with"
-            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
-            " each would train a model of its own"
-        )
-    return ranks
-
-
-def in_one_line(error: Exception) -> str:
-    """What torch says of a connection, in one line."""
-    # NCCL's cause stands in a later line; what follows this word are places in C++.
-    return " ".join(str(error).split("Exception raised from")[0].split())
-
-
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
-# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
-LONGEST_WAIT = timedelta(minutes=30)
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-def master_port() -> int:
-    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
-    said = os.environ.get("MASTER_PORT", "7777")
-    if not said.isdecimal() or int(said) >= 1 << 16:
-        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
-    return int(said)
-
-
-def is_loopback(address: str) -> bool:
-    return address == "localhost" or address == "::1" or address.startswith("127.")
-
-
-def serve_store(address: str, port: int) -> dist.TCPStore:
-    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
-
-    At a loopback address it listens there alone; torch's own socket listens at all addresses.
-
-    Raises:
-        TopologyError: it cannot be served there.
-    """
-    try:
-        listener = None
-        if is_loopback(address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, port), family=family)
-            port, listener = listening.getsockname()[1], listening.detach()
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-    except (OSError, RuntimeError) as error:
-        raise TopologyError(
-            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
-            " (MASTER_PORT names another port)"
-        ) from None
-
-
-class Watch:
-    """Finds the rank that hangs, by what each rank says of itself in the store every second.
-
-    That is how many operations with the others it has begun (`beats`), and how many seconds the way
-    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
-    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
-    beats, for which all others wait, when their patience is over. So a rank that is slow where it
-    may be is let alone, and so are those that wait for it.
-
-    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
-    """
-
-    def __init__(
-        self,
-        place: tuple[str, int],
-        world_size: int,
-        rank: int | None,
-        host: str,
-        hang_seconds: float,
-        on_hang: Callable[[str], object],
-        join_seconds: float = LONGEST_WAIT.total_seconds(),
-    ) -> None:
-        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
-        self.hang_seconds = hang_seconds
-        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
-        # Of each rank: how often it spoke, beats, patience, host.
-        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
-        self.talks = 0
-        self.ended = threading.Event()
-        self.talker = threading.Thread(target=self.talk, daemon=True)
-        self.talker.start()
-        threading.Thread(target=self.judge, daemon=True).start()
-
-    def expect(self, seconds: float) -> None:
-        """Says how long this rank may be on its way, within bounds."""
-        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
-
-    def talk(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
-            # Older torch would hold all threads up while it waits for a host that comes later.
-            while not self.ended.wait(0.1):
-                with suppress(OSError):
-                    socket.create_connection(self.place, timeout=5).close()
-                    break
-            # A connection of its own, as one that waits in the main thread is not free to speak.
-            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
-            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
-            for key, nothing in zip(keys, self.heard, strict=True):
-                store.compare_set(key, "", json.dumps(nothing))
-            while not self.ended.is_set():
-                self.talks += 1
-                if self.rank is not None:
-                    said = [self.talks, self.beats, self.patience, self.host]
-                    store.set(keys[self.rank], json.dumps(said))
-                self.heard = [json.loads(said) for said in store.multi_get(keys)]
-                self.ended.wait(1)
-
-    def judge(self) -> None:
-        before, talks = self.heard, 0
-        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
-        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
-        while not self.ended.wait(1):
-            unheard = unheard + 1 if 0 < talks == self.talks else 0
-            talks, now = self.talks, self.heard
-            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
-                quiet[rank] = quiet[rank] + 1 if said == was else 0
-                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
-            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
-            limits = [self.hang_seconds if said[0] else said[2] for said in now]
-            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
-            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
-            if unheard > self.hang_seconds + more:
-                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
-            elif silent:
-                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            elif all(still[rank] > now[rank][2] + more for rank in last):
-                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
-                hung += " while the others waited" * (len(last) < len(now))
-            else:
-                continue
-            seconds = max(*quiet, *still, unheard)
-            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
-            return
-
-    def end(self) -> None:
-        self.ended.set()
-        self.talker.join(10)
-
-
-def end_hung(why: str) -> NoReturn:
-    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
-    with suppress(OSError):  # nobody may read it
-        sys.stderr.write(failure_report(HangError(why)) + "\n")
-        sys.stderr.flush()
-    os._exit(1)
-
-
-def spawn(config: Config, container: Container, n_local: int) -> int:
-    """Starts this script again as each of the host's ranks, and returns their exit status.
-
-    It is what torchrun does, less the elasticity: the first host's parent serves the store at
-    which all ranks meet, so a host started alone waits for the others.
-    """
-    n_hosts = len(container.hosts)
-    world_size = n_local * n_hosts
-    address, port = "127.0.0.1", 0
-    if n_hosts > 1:
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-    if container.host_index == 0:
-        store = serve_store(address, port)  # which lives as long as its name
-        port = store.port
-    children = []
-    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
-    for local_rank in range(n_local):
-        env = dict(
-            os.environ,
-            RANK=str(container.host_index * n_local + local_rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(n_local),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
-            TORCHELASTIC_RESTART_COUNT="0",
-            SM_NANOGPT_LAUNCHER="train.py",
-            SM_NANOGPT_LIFELINE=str(lifeline),
-        )
-        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
-        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-
-    status, deadline = 0, math.inf
-    stop_signal, stopped_at = 0, 0.0
-    hung: list[str] = []
-
-    def terminate(number: int = signal.SIGTERM) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
-
-    def forward(signum: int, frame: Any) -> None:
-        nonlocal stop_signal, stopped_at, deadline
-        if not stop_signal:
-            stop_signal, stopped_at = signum, time.monotonic()
-            terminate()
-        elif is_second(stopped_at):
-            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
-            deadline = min(deadline, time.monotonic() + 2)
-            terminate(signal.SIGINT)
-
-    on_stop_signals(forward)
-    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
-    while None in (codes := [child.poll() for child in children]):
-        failed = [code for code in codes if code]
-        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
-            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
-            failed = [1]
-        if failed and not status:
-            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
-            terminate()
-        if time.monotonic() > deadline:
-            for child in children:
-                child.kill()
-        if any(code is not None for code in codes):
-            watch.ended.set()  # the store may go with the first host
-        time.sleep(0.05)
-    watch.end()
-    status = status or next((code for code in codes if code), 0)
-    if stop_signal and (status < 0 or status > 128):
-        return 128 + stop_signal
-    if status >= 0:
-        return status
-    # A killed rank says nothing itself.
-    rank = next(i for i, child in enumerate(children) if child.returncode == status)
-    name = f"rank {container.host_index * n_local + rank}"
-    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
-    if -status == signal.SIGKILL:
-        killed += ", as a machine does that runs out of memory"
-    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
-    return 128 - status
-
-
-def is_second(stopped_at: float) -> bool:
-    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
-    parent and its ranks alike."""
-    return time.monotonic() - stopped_at > 1
-
-
-def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Sets what is done when somebody ends this process, or the terminal that it runs in.
-
-    nohup has a process ignore the end of its terminal, and it goes on doing so.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def end_with_parent(env: Mapping[str, str]) -> None:
-    """Ends this process when the one that started it ends, however that ends.
-
-    Orphans would train on, and write into the checkpoints of whoever is started next.
-    """
-    if "SM_NANOGPT_LIFELINE" not in env:
-        return
-    lifeline = int(env["SM_NANOGPT_LIFELINE"])
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def mute_stdout() -> Iterator[None]:
-    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
-
-    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
-    """
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-class Group:
-    """The processes that train together, and the few things they say to each other.
-
-    With one process there is nobody to talk to, and each method answers at once.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        container: Container,
-        hang_seconds: float = Config.hang_seconds,
-    ) -> None:
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
-        # torchrun may have brought together hosts that no container names: each goes by its first
-        # rank, as they need not have equally many.
-        named = len(container.hosts) > 1
-        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
-        self.device = device
-        self.store: dist.Store | None = None
-        self.said = 0
-        self.watch: Watch | None = None
-        if ranks.world_size == 1:
-            return
-        served = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # by torchrun, or by spawn
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-        alone = len(container.hosts) == 1 and (
-            container.inside
-            or is_loopback(address)
-            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
-        )
-        if not served and (address == "localhost" or (alone and container.inside)):
-            address = "127.0.0.1"
-        interface = LOOPBACK if alone else container.interface
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface == LOOPBACK:  # which NCCL takes only where it is named
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        try:
-            if ranks.rank == 0 and not served:
-                self.store = serve_store(address, port)
-            else:
-                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
-            host = container.current_host if container.inside else socket.gethostname()
-            self.watch = Watch(
-                (address, port),
-                ranks.world_size,
-                ranks.rank,
-                host,
-                hang_seconds,
-                on_hang=end_hung,
-                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
-            )
-            if ranks.local_world_size == ranks.world_size:
-                # torchrun's store outlives the ranks, and holds where those before a restart were.
-                # (Of several hosts each counts its restarts by itself, and no count is common.)
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
-            cuda = device.type == "cuda"
-            with nullcontext() if cuda else mute_stdout():
-                dist.init_process_group(
-                    "nccl" if cuda else "gloo",
-                    store=self.store,
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
-                    device_id=device if cuda else None,
-                )
-            with mute_stdout():
-                # Flags travel on the host's side, so that asking never waits for a GPU.
-                self.flags = dist.new_group(backend="gloo") if cuda else None
-        except (RuntimeError, ValueError) as error:
-            raise TopologyError(
-                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
-                f" {address}:{port}:"
-                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
-                " interface to use)"
-            ) from None
-        # What they said to each other is there too, so this group speaks under a name of its own.
-        began = torch.tensor(time.time_ns(), device=device)
-        self.broadcast_([began])
-        self.store = dist.PrefixStore(str(int(began)), self.store)
-        if named:
-            self.check_hosts(container)
-        else:
-            self.check_order(ranks)
-
-    def check_order(self, ranks: Ranks) -> None:
-        """Raises TopologyError unless the ranks are numbered host by host."""
-        begins_host = torch.zeros(self.world_size, device=self.device)
-        begins_host[self.rank] = self.local_rank == 0
-        begins = [*map(bool, self.sum_(begins_host)), True]
-        first = self.rank - self.local_rank
-        placed = first >= 0 and begins[first]
-        if placed and ranks.local_world_size < self.world_size:  # else it may be a guess
-            placed = begins.index(True, first + 1) == first + ranks.local_world_size
-        if self.sum_(torch.tensor(float(placed), device=self.device)) < self.world_size:
-            example = f": rank {self.rank} is number {self.local_rank} of its host" * (not placed)
-            raise TopologyError(
-                f"the ranks are not numbered host by host{example}"
-                " (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
-            )
-
-    def check_hosts(self, container: Container) -> None:
-        """Raises TopologyError unless each host of the job brought the same number of ranks."""
-        ranks_of_host = torch.zeros(len(container.hosts), dtype=torch.int32, device=self.device)
-        ranks_of_host[self.host_index] = 1
-        counts = self.sum_(ranks_of_host).tolist()
-        if len(set(counts)) > 1:
-            named = zip(container.hosts, counts, strict=True)
-            found = ", ".join(f"{host}: {count}" for host, count in named)
-            raise TopologyError(
-                f"the hosts are not equally in the group of ranks: {found}; start as many on each"
-            )
-
-    def beat(self) -> None:
-        """Every rank calls it at the same points, before it waits for others."""
-        if self.watch is not None:
-            self.watch.beats += 1
-
-    def expect(self, seconds: float) -> None:
-        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
-        if self.watch is not None:
-            self.watch.expect(seconds)
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
-        self.beat()
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors [n] of all ranks, by rank: [world_size, n]."""
-        self.beat()
-        gathered = tensor.new_empty(self.world_size * len(tensor))
-        # torch has renamed it, and warns of the old name.
-        new = hasattr(dist, "all_gather_single")
-        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
-        gather(gathered, tensor)
-        return gathered.view(self.world_size, -1)
-
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites each tensor with rank 0's."""
-        self.beat()
-        if self.world_size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
-
-    def largest_soon(self, value: int) -> Callable[[], int]:
-        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
-
-        What is computed in between hides the time that asking takes.
-        """
-        if self.world_size == 1:
-            return lambda: value
-        self.beat()
-        tensor = torch.tensor(value, dtype=torch.uint8)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
-
-        def answer() -> int:
-            work.wait()
-            return int(tensor)
-
-        return answer
-
-    def average_soon(
-        self, dtype: torch.dtype, bucket: dist.GradBucket
-    ) -> torch.futures.Future[Tensor]:
-        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
-
-        Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
-        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
-        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
-        """
-        gradients = bucket.buffer()
-        sent = gradients.to(dtype).div_(self.world_size)
-
-        def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(future.value()[0])
-
-        return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
-
-    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
-        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
-        if self.store is None:
-            return value
-        self.beat()
-        self.said += 1
-        key = f"sm-nanogpt/{within}/{self.said}"
-        if source:
-            self.store.set(key, json.dumps(value))
-            return value
-        return json.loads(self.store.get(key))
-
-    def settle(self) -> None:
-        """Waits until the device has done what it was given, so that a clock may be read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-
-    def barrier(self) -> None:
-        self.beat()
-        if self.world_size > 1:
-            dist.barrier()
-
-    def close(self) -> None:
-        self.barrier()
-        if self.watch is not None:
-            self.watch.end()
-            self.barrier()  # till then nobody leaves, with the store that another talks to
-            dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------------------------
-# Text: a vocabulary of characters, and ids in a memory map
-
-CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
-CODE_POINTS = 0x110000
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The text as ids.
-
-    train and val are 1-D, of the smallest integer type that holds the vocabulary.
-    vocabulary holds each character once, sorted by code point: the id is the place in it.
-    """
-
-    vocabulary: str
-    train: Tensor
-    val: Tensor
-    sha256: str
-
-
-def text_files(path: Path) -> list[Path]:
-    """The file itself, or the *.txt files below a directory, sorted by path.
-
-    Raises:
-        DataError: nothing is there.
-    """
-    if path.is_file():
-        return [path]
-    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
-    if not files:
-        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
-        raise DataError(f"{path}: {there}")
-    return files
-
-
-class FirstIds:
-    """Ids of characters in the order of their first appearance: all are known at the end alone."""
-
-    def __init__(self) -> None:
-        self.of_code_point = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
-        self.count = 0
-
-    def __call__(self, codes: Tensor) -> Tensor:
-        """The id of each code point, new ones included: int32 [n] both."""
-        ids = self.of_code_point.index_select(0, codes)
-        if ids.min() < 0:
-            new = codes[ids < 0].unique().long()
-            self.of_code_point[new] = self.count + torch.arange(len(new), dtype=torch.int32)
-            self.count += len(new)
-            ids = self.of_code_point.index_select(0, codes)
-        return ids
-
-    def in_order(self) -> tuple[str, Tensor]:
-        """The characters sorted by code point, and the place there of each id: [count]."""
-        codes = (self.of_code_point >= 0).nonzero().flatten()
-        places = torch.empty(self.count, dtype=id_dtype(self.count))
-        places[self.of_code_point[codes].long()] = torch.arange(self.count).to(places)
-        return "".join(map(chr, codes.tolist())), places
-
-
-def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
-    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
-
-    Raises:
-        DataError: a file is not UTF-8.
-    """
-    for path in files:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        offset = 0
-        with path.open("rb") as file:
-            while True:
-                data = file.read(CHUNK_BYTES)
-                digest.update(data)
-                pending = decoder.getstate()[0]
-                if data and not pending and data.isascii():
-                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
-                else:
-                    try:
-                        text = decoder.decode(data, final=not data)
-                    except UnicodeDecodeError as error:
-                        at = offset - len(pending) + error.start
-                        raise DataError(f"{path}: not UTF-8 text (byte {at})") from None
-                    if text:
-                        codes = bytearray(text.encode("utf-32-le"))
-                        yield torch.frombuffer(codes, dtype=torch.int32)
-                offset += len(data)
-                if not data:
-                    break
-        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
-
-
-def write_first_ids(
-    files: Sequence[Path], first_ids: FirstIds, out: Path
-) -> tuple[dict[torch.dtype, int], str]:
-    """Writes the text as first ids, in a wider type from the chunk on that needs it.
-
-    Returns the number of characters in each type, in the file's order, and the SHA-256 of the
-    files.
-    """
-    digest = hashlib.sha256()
-    lengths: dict[torch.dtype, int] = {}
-    with out.open("wb") as file:
-        for codes in code_points(files, digest):
-            ids = first_ids(codes)
-            dtype = id_dtype(first_ids.count)
-            file.write(raw_bytes(ids.to(dtype)))
-            lengths[dtype] = lengths.get(dtype, 0) + len(ids)
-    return lengths, digest.hexdigest()
-
-
-def write_ids(draft: Path, lengths: Mapping[torch.dtype, int], places: Tensor, out: Path) -> None:
-    """Writes the place of each first id of a draft with these lengths, as raw integers."""
-    with draft.open("rb") as source, out.open("wb") as file:
-        for dtype, length in lengths.items():
-            for start in range(0, length, CHUNK_BYTES):
-                ids = torch.empty(min(CHUNK_BYTES, length - start), dtype=dtype)
-                source.readinto(raw_bytes(ids))
-                file.write(raw_bytes(places.index_select(0, ids.int())))
-
-
-def id_dtype(count: int) -> torch.dtype:
-    """The smallest type that holds so many ids."""
-    if count <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if count <= 1 << 15 else torch.int32
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, shared, readable and writable."""
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
-    return memoryview(array).cast("B")
-
-
-def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
-    """Tokenises the text once per host into a file that the host's ranks map into memory.
-
-    Without a validation channel, the last part of the text is kept for validation, as in
-    nanoGPT's data/shakespeare_char/prepare.py.
-
-    Raises:
-        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
-            host; or there is no room for its ids.
-    """
-    if container.training is None:
-        raise DataError("no text: name it with --data FILE")
-    first = group.local_rank == 0
-    directory, described = None, {}
-    try:
-        if first:
-            try:
-                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
-                described = tokenize(container, Path(directory))
-            except OSError as error:
-                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
-                raise DataError(f"{error.filename or place}: {error.strerror}") from None
-        described = group.share(described, source=first, within=f"host{group.host_index}")
-        chief = group.share(described, source=group.rank == 0)
-        if described["sha256"] != chief["sha256"]:
-            named = len(container.hosts) > 1
-            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
-            raise DataError(
-                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
-                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
-            )
-        dtype = id_dtype(len(described["vocabulary"]))
-        parts = [
-            # Shared, as a private copy of more than the memory is refused, though nobody writes.
-            torch.from_file(path, shared=True, size=size, dtype=dtype)
-            for path, size in described["parts"]
-        ]
-        group.barrier()
-    finally:
-        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-    if len(parts) == 1:
-        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
-        train, val = parts[0][:n_train], parts[0][n_train:]
-    else:
-        train, val = parts
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) < config.block_size + 1:
-            raise DataError(
-                f"the {name} part has {len(part)} characters, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1};"
-                " bring more text, or set a smaller block_size"
-            )
-    return Corpus(described["vocabulary"], train, val, described["sha256"])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on this thread alone: on small chunks, waiting for others costs more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
-def tokenize(container: Container, directory: Path) -> dict[str, Any]:
-    """Writes the ids of each channel into the directory and says what it found.
-
-    Decoding takes the most time, and ids are known when all text is: so it is decoded once, to a
-    draft whose ids are in the order of their coming, and these are then replaced.
-    """
-    channels = [c for c in (container.training, container.validation) if c is not None]
-    files = [text_files(channel) for channel in channels]
-    first_ids = FirstIds()
-    drafts = [directory / f"{index}.draft" for index in range(len(files))]
-    found = [
-        write_first_ids(of_channel, first_ids, draft)
-        for of_channel, draft in zip(files, drafts, strict=True)
-    ]
-    for channel, (lengths, _) in zip(channels, found, strict=True):
-        if not lengths:
-            raise DataError(f"{channel}: no text in it")
-    vocabulary, places = first_ids.in_order()
-    parts = []
-    for draft, (lengths, _) in zip(drafts, found, strict=True):
-        path = draft.with_suffix(".ids")
-        write_ids(draft, lengths, places, path)
-        draft.unlink()
-        parts.append((str(path), sum(lengths.values())))
-    sha256 = hashlib.sha256("".join(digest for _, digest in found).encode()).hexdigest()
-    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256}
-
-
-# ------------------------------------------------------------------------------------------------
-# Batches
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that is a pure function of its parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
-
-
-def seed_draws(device: torch.device, seed: int) -> None:
-    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    elif device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
-        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
-
-
-class Batches:
-    """Training windows. The batch of a step is a pure function of (seed, step).
-
-    An epoch cuts the text into windows that touch each other, from a random phase, and visits
-    each once in random order. What the phase leaves over at both ends, less than two windows, has
-    its turn in another epoch.
-    """
-
-    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
-        self.tokens, self.device = near_device(tokens, device), device
-        self.block_size, self.batch_size = config.block_size, config.batch_size
-        self.seed = config.seed
-        n = len(tokens) - 1  # the last character is only ever a target
-        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
-        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
-        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
-
-    def window_starts(self, step: int) -> Tensor:
-        """Where each window of the global batch begins: int64 [batch_size]."""
-        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
-        while index < end:
-            epoch, place = divmod(index, self.windows_per_epoch)
-            if epoch != self.epoch:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
-                phase = torch.randint(self.phases, (), generator=generator)
-                order = torch.randperm(self.windows_per_epoch, generator=generator)
-                starts = order.mul_(self.block_size).add_(phase)
-                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
-            part = self.starts[place : place + end - index]
-            parts.append(part)
-            index += len(part)
-        return torch.cat(parts)
-
-    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
-        rows = self.batch_size // world_size
-        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
-        return gather_windows(self.tokens, starts, self.block_size, self.device)
-
-
-def gather_windows(
-    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
-    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
-    windows = tokens[places]
-    if windows.device != device:
-        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
-        pinned = device.type == "cuda"
-        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
-    windows = windows.long()
-    return windows[:, :-1], windows[:, 1:]
+# fmt: on
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2178,7 +510,329 @@ class GPT(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizers
+# The exported model: a Hugging Face model directory
+
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+)
+
+
+def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
+
+    Raises:
+        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+    """
+    left = dict(weights)
+    try:
+        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
+        for layer in range(config.n_layer):
+            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
+            for name, part in zip("qkv", qkv, strict=True):
+                out[f"{theirs}self_attn.{name}_proj.weight"] = part
+            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
+            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
+            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
+            for name in ("q_norm", "k_norm"):
+                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
+        out["model.norm.weight"] = torch.ones(config.n_embd)
+        if not config.tie_embeddings:
+            out["lm_head.weight"] = left.pop("head.weight")
+    except KeyError as error:
+        raise ModelError(f"it has no weight {error}") from None
+    if left:
+        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
+    return out
+
+
+def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
+
+    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
+    code with GPT: whatever an edit changes in GPT shows as a difference.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"])
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
+    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
+    x = tensors["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        y = norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
+        x = x + linear(y, mlp + "down_proj")
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return linear(norm(x, "model.norm"), head)
+
+
+# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
+# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
+LOGIT_TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Compares the exported model's logits with the model's own (CPU, float32).
+
+    The windows hold each id once, in random order: an edit may depend on what a text holds.
+
+    Raises:
+        ModelError: they differ: the model is not the one that config.json describes.
+    """
+    size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
+    T = model.config.block_size
+    order = [torch.randperm(size, generator=generator) for _ in range(-(-T // size))]
+    for ids in torch.cat(order).split(T):
+        own = model(ids[None])[0]
+        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
+        if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
+            raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
+
+
+def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
+    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocabulary_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_head,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": MLP.activation.__name__,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": True,
+        "sliding_window": config.block_size,
+        "max_window_layers": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
+    """tokenizer.json: one token per character, given back exactly.
+
+    The format wants an unknown token that is in the vocabulary, or an unknown character raises
+    in other tools; a space is the least harmful. Our own sampler refuses such characters.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {character: index for index, character in enumerate(vocabulary)},
+            "unk_token": " " if " " in vocabulary else vocabulary[0],
+        },
+    }
+
+
+def write_artefact(
+    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
+) -> str:
+    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+
+    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
+    names, and config.json has a `model_type` that no other tool takes for one it knows.
+
+    Returns why the model is not Qwen3's; "" if it is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config, why = model.config, ""
+    weights: dict[str, Tensor] = model.state_dict()
+    try:
+        tensors = to_hugging_face(weights, config)
+        document = hugging_face_config(config, len(vocabulary))
+        check_export(model, tensors, document)
+    except Exception as error:  # an edit may lack an activation, or have another shape
+        tensors = weights
+        why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        document = {
+            "model_type": "sm-nanogpt-edited",
+            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
+            "vocab_size": len(vocabulary),
+        }
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    documents = {
+        "tokenizer.json": hugging_face_tokenizer(vocabulary),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.block_size,
+        },
+        "training.json": {"config": dataclasses.asdict(config), **training},
+        "config.json": document,
+    }
+    for name, content in documents.items():
+        with replacing(directory / name) as temporary:
+            temporary.write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+    write_sums(directory)
+    return why
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in MODEL_FILES
+    ]
+    with replacing(directory / "SHA256SUMS") as temporary:
+        temporary.write_text("".join(lines))
+
+
+def script_sha256() -> str:
+    """The SHA-256 of this file, which says what script made a model."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
+    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
+    model = GPT(config, vocabulary_size)
+    live = model.state_dict()
+    for name in sorted(live.keys() | weights.keys()):
+        own, given = (list(of[name].shape) if name in of else "nothing" for of in (live, weights))
+        if own != given:
+            raise ModelError(f"weight {name} is {given}, where this script has {own}")
+    for name, tensor in live.items():
+        tensor.copy_(weights[name])
+    return model.eval()
+
+
+def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "model."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
+
+    temperature 0, or next to it, takes the most likely.
+    """
+    if temperature < 1e-30:  # logits divided by less may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # What torch.multinomial does, less its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> Iterator[Tensor]:
+    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
+
+    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
+    model. The same seed gives the same ids.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt
+    for _ in range(max_new_tokens):
+        ids = ids[:, -model.config.block_size :]
+        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)
+
+
+def sample_text(model: GPT, vocabulary: str, length: int) -> str:
+    """A text of `length` characters that begins after a line's end."""
+    start = max(0, vocabulary.find("\n"))
+    prompt = torch.tensor([[start]], device=model.embed.weight.device)
+    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
+    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    model.eval()
+    with sdpa_kernel(others):
+        steps = list(generate(model, prompt, length))
+    model.train()
+    ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
+    return "".join(vocabulary[i] for i in ids)
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers and schedule
 
 # Polar Express (arXiv:2505.16932, Algorithm 1): the polynomials a x + b x^3 + c x^5, in turn, that
 # bring all singular values in [0.001, 1] to 1 fastest.
@@ -2328,11 +982,11 @@ class Optimizer:
     def __init__(self, model: GPT, config: Config, group: Group) -> None:
         self.config = config
         self.dtype = model.compute_dtype
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         matrices = {
             f"{name}.weight": (module.weight, module.n_fused)
             for name, module in model.blocks.named_modules(prefix="blocks")
-            if isinstance(module, Linear)
+            if isinstance(module, Linear) and module.weight.requires_grad
         }
         rest = {name: p for name, p in self.parameters.items() if name not in matrices}
         self.muon: Muon | None = None
@@ -2403,15 +1057,992 @@ def learning_rate_scale(step: int, config: Config) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
+# Batches
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that is a pure function of its parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    elif device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
+
+
+class Batches:
+    """Training windows. The batch of a step is a pure function of (seed, step).
+
+    An epoch cuts the text into windows that touch each other, from a random phase, and visits
+    each once in random order. What the phase leaves over at both ends, less than two windows, has
+    its turn in another epoch.
+    """
+
+    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
+        self.tokens, self.device = near_device(tokens, device), device
+        self.block_size, self.batch_size = config.block_size, config.batch_size
+        self.seed = config.seed
+        n = len(tokens) - 1  # the last character is only ever a target
+        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
+        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
+
+    def window_starts(self, step: int) -> Tensor:
+        """Where each window of the global batch begins: int64 [batch_size]."""
+        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
+        while index < end:
+            epoch, place = divmod(index, self.windows_per_epoch)
+            if epoch != self.epoch:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+                phase = torch.randint(self.phases, (), generator=generator)
+                order = torch.randperm(self.windows_per_epoch, generator=generator)
+                starts = order.mul_(self.block_size).add_(phase)
+                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
+            part = self.starts[place : place + end - index]
+            parts.append(part)
+            index += len(part)
+        return torch.cat(parts)
+
+    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
+        rows = self.batch_size // world_size
+        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
+        return gather_windows(self.tokens, starts, self.block_size, self.device)
+
+
+def gather_windows(
+    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
+    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
+    windows = tokens[places]
+    if windows.device != device:
+        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
+        pinned = device.type == "cuda"
+        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    windows = windows.long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+# With the digits that are shown of each.
+METRICS = {
+    "train_loss": 5,
+    "val_loss": 5,
+    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "learning_rate": 7,
+    "tokens_per_second": 0,
+}
+
+
+def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
+    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
+    words = [f"step={row['step']}/{max_steps}"]
+    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
+    words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
+    return " ".join(words)
+
+
+def metric_definitions() -> list[dict[str, str]]:
+    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> float:
+    """Mean loss in nats per character over fixed windows of the validation part.
+
+    The windows do not overlap and are spread evenly. They are cut into chunks that do not depend
+    on the number of ranks, each chunk is computed by one rank, and the chunks are added up in
+    order, so any number of ranks gets the same loss from the same weights.
+    """
+    available = (len(val) - 1) // config.block_size
+    count = min(config.eval_windows or available, available)
+    starts = torch.arange(count) * available // count * config.block_size
+    chunks = starts.split(max(1, 8192 // config.block_size))
+    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
+    model.eval()
+    for index in range(group.rank, len(chunks), group.world_size):
+        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
+        losses[index] = model(x, y)
+    model.train()
+    per_chunk = group.sum_(losses).tolist()
+    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
+
+
+NOTHING, CHECKPOINT, STOP = range(3)
+# The part of the time that checkpoints may take, where nothing else is said: a model of the size of
+# GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
+# that was slow once must not cost an hour of work.
+CHECKPOINT_SHARE = 0.02
+LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
+
+
+class Trainer:
+    """One training: the model, its optimizer, its data, and where it stands."""
+
+    def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
+        self.config, self.container, self.group, self.corpus = config, container, group, corpus
+        self.chief = group.rank == 0
+        self.script_sha256 = script_sha256()  # now, as the file may be edited while this runs
+        self.batches = Batches(corpus.train, config, group.device)
+        self.checkpoints = Checkpoints(container.checkpoint_dir)
+        self.stop_signal = 0  # its number, once there was one
+        self.step = 0
+        self.kept_step: int | None = None  # of the newest checkpoint
+        self.saved_at = math.inf  # when that was, or the training began
+        self.best_step: int | None = None
+        self.best_val_loss = math.inf
+        self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
+        self.checkpoint_cost = 0.0  # seconds that the newest one took
+        self.metrics: list[dict[str, Any]] = []
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
+        device = group.device
+        # Since the last metric line: this rank's losses, and the steps they are of. In float64
+        # (which MPS lacks) the sum is exact, so that an interrupted training logs the same numbers.
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self.loss_sum = torch.zeros((), device=device, dtype=exact)
+        self.steps_summed = 0
+
+        dtype = agreed_precision(config, group)
+        if config.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
+        self.model.init_weights(config.seed)
+        self.optimizer = Optimizer(self.model, config, group)
+        self.compiled = config.compile == "on"
+        pays = compiling_pays(self.model, config, device, group.world_size)
+        if config.compile == "auto" and pays:
+            self.compiled = can_compile()
+            if not self.compiled and self.chief:
+                say("note: not compiled: it takes Triton, a C compiler and Python.h")
+        # Evaluations run the model itself: to compile it for them too takes longer than they do.
+        # A graph for all lengths of windows would break at each attention.
+        net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
+        self.ddp: nn.Module = net
+        if group.world_size > 1:
+            self.ddp = DistributedDataParallel(
+                net,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
+            if dtype != torch.float32:  # in a lambda, as DDP takes no annotations that are strings
+                self.ddp.register_comm_hook(
+                    dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
+                )
+        # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
+        # they are then infinite is left out and the scale halved; after 2000 good ones it is
+        # doubled. Other types need no scale.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.scale_told = 0.0  # the scale at the last metric line: that it fell is told
+
+    @property
+    def choices(self) -> list[str]:
+        """What was chosen by the device and the model, in words."""
+        cpu = self.group.device.type == "cpu"
+        near = self.batches.tokens.device.type != "cpu"
+        named = str(self.model.compute_dtype).removeprefix("torch.")
+        operations = "fused operations"
+        if not self.compiled and plain_norms(self.group.device):
+            operations = "plain operations" if cpu else "fused operations but for norms"
+        choices = [
+            "tf32" if self.config.precision == "tf32" else named,
+            "compiled" if self.compiled else "eager",
+            operations,
+            f"text {'on the GPU' if near else 'in memory'}",
+        ]
+        if self.group.world_size > 1:
+            choices.append(f"gradients averaged in {named}")
+            if muon := self.optimizer.muon:
+                choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
+        return choices
+
+    def introduce(self, ranks: Ranks) -> None:
+        """Says where this training runs, what was chosen for it, and what it learns from."""
+        device, corpus = self.group.device, self.corpus
+        first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
+        hosts = int(self.group.sum_(first_of_host))
+        if not self.chief:
+            return
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
+        even = hosts * ranks.local_world_size == ranks.world_size
+        each = f"{ranks.local_world_size} {machine}" if even else machine
+        say(
+            f"running on {counted(hosts, 'host')} x {each}"
+            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
+        )
+        say(f"chosen: {', '.join(self.choices)}")
+        parameters = sum(p.numel() for p in self.model.parameters())
+        say(
+            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
+            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
+        )
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name; the live tensors."""
+        optimizer = {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
+        return {**self.weights(), **optimizer}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's parameters, and the buffers that an edited one may have."""
+        return {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
+
+    def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
+        """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
+        on_cpu = self.group.device.type == "cpu"
+        return {
+            "step": self.step,
+            "best_step": self.best_step,
+            "best_val_loss": self.best_val_loss if self.best_step is not None else None,
+            "config": dataclasses.asdict(self.config),
+            "script_sha256": self.script_sha256,
+            "vocabulary": self.corpus.vocabulary,
+            "corpus_sha256": self.corpus.sha256,
+            "data": str(self.container.training),
+            "validation": str(self.container.validation or ""),
+            "metrics": self.metrics,
+            "loss_sum": loss_sum,
+            "world_size": self.group.world_size,
+            "processes": self.group.local_world_size if on_cpu else 0,
+            "steps_summed": self.steps_summed,
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def save_checkpoint(self) -> None:
+        """Every rank calls it at the same step, and rank 0 writes.
+
+        Raises:
+            NonFiniteLossError: the loss or the weights are not finite, so nothing is written.
+        """
+        self.saved_at = time.monotonic()
+        loss_sum = float(self.group.sum_(self.loss_sum.clone()))
+        self.check_finite(loss_sum)
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise NonFiniteLossError(self.diverged("the weights are"))
+        if self.chief:
+            if self.unsaved_best:
+                self.checkpoints.save("best", self.unsaved_best, {"step": self.best_step})
+                self.unsaved_best = {}
+            self.checkpoints.save("checkpoint", self.tensors(), self.state(loss_sum))
+        self.kept_step = self.step
+        self.checkpoint_cost = time.monotonic() - self.saved_at
+
+    def restore(self) -> None:
+        """Takes rank 0's newest checkpoint, if there is one, on every rank."""
+        loaded = self.checkpoints.load_latest() if self.chief else None
+        if loaded is not None:
+            check_resumable(loaded[1], self.state())
+        state = loaded and loaded[1]
+        # The curve may be longer than the store takes; the others need its last row alone.
+        short = state and {**state, "metrics": state["metrics"][-1:]}
+        shared = self.group.share(short, source=self.chief)
+        state = state or shared
+        if state is None:
+            return
+        if state["step"] > self.config.max_steps:
+            raise ConfigError(
+                f"the checkpoint is at step {state['step']}, past"
+                f" max_steps={self.config.max_steps}; give a larger max_steps"
+            )
+        live = self.tensors()
+        if loaded is not None:
+            for name in sorted(live.keys() | loaded[0].keys()):
+                own, saved = (
+                    list(tensors[name].shape) if name in tensors else "nothing"
+                    for tensors in (live, loaded[0])
+                )
+                if own != saved:
+                    raise ModelError(
+                        f"{name} is {saved} in the checkpoint and {own} in this script"
+                    )
+                live[name].data.copy_(loaded[0][name])
+        self.group.broadcast_([tensor.data for tensor in live.values()])
+        self.step, self.metrics = state["step"], state["metrics"]
+        self.kept_step = self.step
+        self.steps_summed = state["steps_summed"]
+        if state.get("scaler"):  # empty in other types; older checkpoints have none
+            self.scaler.load_state_dict(state["scaler"])
+        ranks = self.group.world_size
+        ranks_before = state.get("world_size", ranks)  # older checkpoints have none
+        if self.chief:
+            self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
+        same_script = state.get("script_sha256", self.script_sha256) == self.script_sha256
+        if state["best_step"] is not None and same_script:
+            self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
+        if self.chief:
+            say(f"resumed from the checkpoint of step {self.step}")
+            if not same_script:  # its best weights would be exported as this model's
+                say(
+                    "note: another script wrote it, so the best weights are looked for from here on"
+                )
+        if self.chief and ranks != ranks_before:
+            say(
+                f"note: {counted(ranks_before, 'process')} trained up to here, and"
+                f" {counted(ranks, 'process')} from here on: the last bits may differ"
+            )
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
+        config, group = self.config, self.group
+        x, y = self.batches.rows(step, group.rank, group.world_size)
+        length = window_length(step, config)
+        x, y = x.reshape(-1, length), y.reshape(-1, length)
+        if length not in self.angles:
+            self.angles[length] = self.model.angles(length)
+        passes = config.gradient_accumulation_steps
+        total = torch.zeros((), device=group.device)
+        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
+            if config.dropout:
+                seed = derive_seed(config.seed, "dropout", step, index, group.rank)
+                seed_draws(group.device, seed)
+            # Only the last pass has to average gradients over the ranks.
+            alone = group.world_size > 1 and index < passes - 1
+            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
+                loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
+                group.beat()  # what follows waits for the others, in DDP
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def warm_up(self) -> None:
+        """Two steps of each length of windows, whose gradients are thrown away.
+
+        DDP lays its buckets out anew after its first step, and the order in which gradients are
+        added up follows the layout; after this, a resumed run adds in the same order as one that
+        was never interrupted (on CPUs: on GPUs some kernels add in no fixed order). Compilation
+        happens here too, outside the measured time.
+        """
+        steps, block_size = range(self.config.max_steps), self.config.block_size
+        found = {
+            bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
+            for cut in range(4)
+        }
+        first_steps = [step for step in found if step in steps]  # some lengths may never come
+        for step in sorted(2 * first_steps):
+            try:
+                self.forward_backward(step)
+                self.optimizer.check_gradients()  # DDP itself says nothing before its next step
+            except Exception as error:
+                if not type(error).__module__.startswith(
+                    ("torch._dynamo", "torch._inductor", "triton")
+                ):
+                    raise
+                first = str(error).strip().splitlines()[0]
+                raise ConfigError(
+                    f"torch.compile does not work here ({first}); set compile=off"
+                ) from None
+            self.optimizer.zero_grad()
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Trains to max_steps and writes the artefact; False when a signal ended it before."""
+        config, group = self.config, self.group
+        began = time.monotonic()
+        self.restore()
+        if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
+            self.warm_up()
+        self.saved_at = time.monotonic()
+        self.scale_told = self.scaler.get_scale()
+        if self.chief:  # lines after the checkpoint's step go, as those steps come again
+            self.checkpoints.write_metrics(self.metrics, append=False)
+        if self.chief and config.sample_length and self.step == 0:
+            self.say_sample("before training", config.sample_length // 3)
+        steps_timed, started = 0, time.perf_counter()
+        while self.step < config.max_steps:
+            now = time.monotonic()
+            group.expect(5 * (now - began))  # of the last step, so that long ones have their time
+            began = now
+            agreement = group.largest_soon(self.wish())
+            self.loss_sum += self.forward_backward(self.step)
+            scale = learning_rate_scale(self.step, config)
+            self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.step += 1
+            self.steps_summed += 1
+            steps_timed += 1
+
+            wish = agreement()
+            group.expect(math.inf)  # of evaluations and checkpoints
+            last = self.step == config.max_steps
+            evaluates = self.step % config.eval_interval == 0 or last
+            if self.step % config.log_interval == 0 or evaluates:
+                group.settle()
+                self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
+                steps_timed, started = 0, time.perf_counter()
+            if wish or last:
+                group.settle()
+                before = time.perf_counter()
+                self.save_checkpoint()
+                started += time.perf_counter() - before
+            if wish == STOP and not last:
+                if self.chief:
+                    say(f"stopped by a signal; the checkpoint of step {self.step} is written")
+                return False
+        newest = self.metrics[-1] if self.metrics else {"step": -1}
+        if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
+            # It was stopped here, between two evaluations, and is now told to end here; or the best
+            # weights were damaged.
+            self.log(True, learning_rate_scale(self.step - 1, config), 0.0)
+            self.save_checkpoint()
+        if self.chief:
+            self.finish()
+        return True
+
+    def log(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
+        """The metric line of the steps since the last; takes the weights if they are the best."""
+        config, group = self.config, self.group
+        row: dict[str, Any] = {"step": self.step}
+        if self.steps_summed:
+            losses = float(group.sum_(self.loss_sum)) / group.world_size
+            row["train_loss"] = losses / self.steps_summed
+            self.check_finite(row["train_loss"])
+        gradient_scale = self.scaler.get_scale()
+        if gradient_scale < 1:  # it was halved again and again
+            raise NonFiniteLossError(self.diverged("the gradients are"))
+        if self.chief and gradient_scale < self.scale_told:
+            say(
+                "note: steps whose gradients were infinite in float16 are left out; the loss is now"
+                f" scaled by {gradient_scale:g}"
+            )
+        self.scale_told = gradient_scale
+        if evaluates:
+            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
+            self.check_finite(row["val_loss"])
+            row["best_loss"] = min(self.best_val_loss, row["val_loss"])
+        row["learning_rate"] = config.peak_learning_rate * scale
+        if seconds_per_step:
+            row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
+        self.metrics.append(row)
+        if self.chief:
+            left = (config.max_steps - self.step) * seconds_per_step
+            say(metric_line(row, config.max_steps, left))
+            self.checkpoints.write_metrics([row], append=True)
+        if evaluates and row["val_loss"] < self.best_val_loss:
+            self.best_step, self.best_val_loss = self.step, row["val_loss"]
+            if self.chief:
+                self.unsaved_best = {
+                    name: weights.detach().to("cpu", copy=True)
+                    for name, weights in self.weights().items()
+                }
+        self.loss_sum.zero_()
+        self.steps_summed = 0
+
+    def wish(self) -> int:
+        """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
+
+        The ranks then do the greatest wish together; the timer is rank 0's.
+        """
+        if self.stop_signal:
+            return STOP
+        passed = time.monotonic() - self.saved_at
+        cheap_after = min(self.checkpoint_cost / CHECKPOINT_SHARE, LONGEST_WITHOUT_CHECKPOINT)
+        late = passed > (self.config.checkpoint_seconds or max(60.0, cheap_after))
+        evaluates = (self.step + 1) % self.config.eval_interval == 0
+        due = late or (evaluates and passed >= cheap_after)
+        return CHECKPOINT if self.chief and due else NOTHING
+
+    def check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(self.diverged(f"the loss is {loss},"))
+
+    def diverged(self, what: str) -> str:
+        kept = self.kept_step
+        where = (
+            "there is no checkpoint yet"
+            if kept is None
+            else f"the checkpoint of step {kept} is kept"
+        )
+        wider = " or precision=float32" * self.scaler.is_enabled()
+        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
+
+    def say_sample(self, when: str, length: int) -> None:
+        text = sample_text(self.model, self.corpus.vocabulary, length)
+        # The bars keep a sample from being taken for something that the training says.
+        say("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
+
+    def finish(self) -> None:
+        """Writes the artefact of the best validation loss, and shows what it says."""
+        assert self.best_step is not None
+        tensors, _ = self.checkpoints.load("best", self.best_step)
+        vocabulary = self.corpus.vocabulary
+        best = with_weights(self.config, len(vocabulary), model_tensors(tensors))
+        self.model.load_state_dict(best.state_dict())
+        training = {
+            "script_sha256": self.script_sha256,
+            "step": self.best_step,
+            "val_loss": self.best_val_loss,
+            "metrics": self.metrics[-1],
+            "corpus_sha256": self.corpus.sha256,
+            "world_size": self.group.world_size,
+            "torch_version": torch.__version__,
+        }
+        model_dir, output_dir = self.container.model_dir, self.container.output_dir
+        try:
+            why = write_artefact(model_dir, best, vocabulary, training)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {error.filename or model_dir}: {error.strerror};"
+                f" the checkpoint of step {self.kept_step} is kept"
+            ) from None
+        if self.config.sample_length:
+            self.say_sample("after training", self.config.sample_length)
+        self.say_result()
+        if why:
+            say(f"note: only this script computes the model, as it is not Qwen3's: {why}")
+        say(f"model written to {model_dir}")
+
+    def say_result(self) -> None:
+        """The loss of the model that is kept, and what a person may wonder at in it."""
+        assert self.best_step is not None
+        say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
+        if self.best_step < self.step:
+            say(
+                f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
+                " val_loss"
+            )
+        guessing = math.log(len(self.corpus.vocabulary))
+        if self.best_val_loss > 0.99 * guessing:
+            learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
+            remedy = (
+                "what it learns of one part of the text is not true of the other; bring more text"
+                if learnt
+                else "another learning_rate or more steps may learn"
+            )
+            say(f"note: guessing has {guessing:.5f}: {remedy}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
+# not, by which operations, with the text where, and what the ranks share. A run says what it chose;
+# device, precision, compile, --processes and OMP_NUM_THREADS override it.
+
+
+def choose_device(config: Config, container: Container, processes: int) -> str:
+    """The kind of device: 'cuda' (ROCm's name too), 'mps' or 'cpu'; never a silent fallback.
+
+    Raises:
+        TopologyError: the device asked for, or that SageMaker counted, is not to be had.
+    """
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu":
+        return "cpu"
+    if container.num_gpus and seen != container.num_gpus:
+        raise TopologyError(
+            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
+            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            " or set device=cpu"
+        )
+    if config.device == "cuda" and not seen:
+        raise TopologyError(
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto does without"
+        )
+    if seen and config.device != "mps":
+        return "cuda"
+    mps = torch.backends.mps.is_available()
+    if config.device == "mps" and not mps:
+        raise TopologyError(
+            f"device=mps, but torch {torch.__version__} sees none; device=auto does without"
+        )
+    if config.device == "mps" and processes > 1:
+        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
+    return "mps" if mps and processes == 1 else "cpu"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises TopologyError where this build of torch has no kernels for the GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    fitting = (
+        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
+        for kind, number in known  # compute is compiled for the GPU when it is used
+    )
+    if known and not any(fitting):
+        raise TopologyError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
+            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; take another"
+            " image or another GPU"
+        )
+
+
+def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
+    """The device of this rank; of GPUs, each has one.
+
+    Raises:
+        TopologyError: there is no such device, or not one process for each GPU.
+    """
+    kind = choose_device(config, container, ranks.world_size)
+    if kind != "cuda":
+        return torch.device(kind)
+    gpus = torch.cuda.device_count()
+    if ranks.local_world_size != gpus:
+        raise TopologyError(
+            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    check_kernels(device)
+    return device
+
+
+def local_processes(config: Config, container: Container, options: Options) -> int:
+    """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
+    device = choose_device(config, container, options.processes or 1)
+    if device == "cpu":
+        return options.processes or options.processes_before or 1
+    if device == "mps":
+        return 1
+    gpus = torch.cuda.device_count()
+    if options.processes not in (0, gpus):
+        raise TopologyError(
+            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
+            " one process; CUDA_VISIBLE_DEVICES chooses among them"
+        )
+    return gpus
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep the memory of freed tensors for the next ones.
+
+    Else it returns large blocks to the system, which clears each page when it is asked for again.
+    In some runs, as the heap happened to lie, that took a fifth of a step.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if mallopt is not None:
+        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
+        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type that this rank would compute in, before all agree on one; TF32 counts as float32.
+
+    Raises:
+        ConfigError: TF32 was chosen, and the device has none.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if config.precision == "tf32" and capability < (8, 0):
+        raise ConfigError(
+            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
+            " this device has"
+        )
+    if config.precision != "auto":
+        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return said.get(config.precision, torch.float32)
+    if has_fast_bfloat16(device):
+        return torch.bfloat16
+    # Of floats, the tensor cores of Volta (V100) and Turing (T4) take float16 alone.
+    return torch.float16 if capability >= (7, 0) else torch.float32
+
+
+def agreed_precision(config: Config, group: Group) -> torch.dtype:
+    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
+    dtype = choose_precision(config, group.device)
+    shorts = (torch.bfloat16, torch.float16)
+    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
+    return dtype if group.world_size in group.sum_(chosen) else torch.float32
+
+
+def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
+    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
+
+    The bound is on each rank's arithmetic, 6 operations per parameter and token
+    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
+    each length of windows.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = config.max_steps * config.batch_size * config.block_size
+    lengths = 4 if config.short_windows else 1
+    return 6 * parameters * tokens / world_size > 3e15 * lengths
+
+
+def can_compile() -> bool:
+    """Whether Triton is here, and what it builds its host code with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(find_spec("triton") and compiler and header.is_file())
+
+
+def plain_operations(device: torch.device) -> bool:
+    """Whether dropout is made of few plain operations, not by torch's own function.
+
+    On a CPU torch's takes several times as long, unless a compiler fuses them.
+    """
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# Whether torch has a kernel for norms on CUDA: 2.8 has none.
+FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def plain_norms(device: torch.device) -> bool:
+    """Likewise norms: on a CPU, and on a GPU where torch has no kernel for them.
+
+    Without one torch takes 20 operations for a norm and its gradient, where 11 do that move a fifth
+    of the bytes: of what a step of `baby` moves, norms were half.
+    """
+    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
+    return chain or plain_operations(device)
+
+
+def plain_attention(q: Tensor, dropout: float) -> bool:
+    """Whether attention that is trained is made of plain batched products, not torch's kernel.
+
+    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
+    as long as two products.
+    """
+    costly = bool(dropout) or q.dtype == torch.bfloat16
+    return q.device.type == "cpu" and torch.is_grad_enabled() and costly
+
+
+def near_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
+
+    Batches are then cut there, without the host.
+    """
+    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
+        return tokens.to(device)
+    return tokens
+
+
+SHARED_FROM = 1 << 22  # parameters
+
+
+def sharing_pays(stacks: Sequence[Tensor]) -> bool:
+    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
+
+    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
+    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
+    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
+    """
+    if stacks[0].device.type == "cuda":
+        return max(stack.size(2) for stack in stacks) >= 768
+    return sum(stack.numel() for stack in stacks) >= SHARED_FROM
+
+
+# ------------------------------------------------------------------------------------------------
+# Text: a vocabulary of characters, and ids in a memory map
+
+CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
+CODE_POINTS = 0x110000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as ids.
+
+    train and val are 1-D, of the smallest integer type that holds the vocabulary.
+    vocabulary holds each character once, sorted by code point: the id is the place in it.
+    """
+
+    vocabulary: str
+    train: Tensor
+    val: Tensor
+    sha256: str
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file itself, or the *.txt files below a directory, sorted by path.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
+    if not files:
+        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
+        raise DataError(f"{path}: {there}")
+    return files
+
+
+def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
+    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
+
+    Raises:
+        DataError: a file is not UTF-8.
+    """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        offset = 0
+        with path.open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                pending = decoder.getstate()[0]
+                if not pending and data.isascii():
+                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
+                else:
+                    yield decoded(decoder, data, path, offset - len(pending))
+                offset += len(data)
+        decoded(decoder, b"", path, offset - len(decoder.getstate()[0]))
+        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
+
+
+def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
+    """The code points of the next bytes, or of the last if there are none: int32 [n]."""
+    try:
+        text = decoder.decode(data, final=not data)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {offset + error.start})") from None
+    codes = bytearray(text.encode("utf-32-le"))
+    return (
+        torch.frombuffer(codes, dtype=torch.int32) if codes else torch.empty(0, dtype=torch.int32)
+    )
+
+
+def id_dtype(count: int) -> torch.dtype:
+    """The smallest type that holds so many ids."""
+    if count <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if count <= 1 << 15 else torch.int32
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, shared, readable and writable."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
+    return memoryview(array).cast("B")
+
+
+def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
+    """Tokenises the text once per host into a file that the host's ranks map into memory.
+
+    Without a validation channel, the last part of the text is kept for validation, as in
+    nanoGPT's data/shakespeare_char/prepare.py.
+
+    Raises:
+        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
+            host; or there is no room for its ids.
+    """
+    if container.training is None:
+        raise DataError("no text: name it with --data FILE")
+    first = group.local_rank == 0
+    directory, described = None, {}
+    try:
+        if first:
+            try:
+                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
+                described = tokenize(container, Path(directory))
+            except OSError as error:
+                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
+                raise DataError(f"{error.filename or place}: {error.strerror}") from None
+        described = group.share(described, source=first, within=f"host{group.host_index}")
+        chief = group.share(described, source=group.rank == 0)
+        if described["sha256"] != chief["sha256"]:
+            named = len(container.hosts) > 1
+            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
+            raise DataError(
+                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
+            )
+        dtype = id_dtype(len(described["vocabulary"]))
+        parts = [
+            # Shared, as a private copy of more than the memory is refused, though nobody writes.
+            torch.from_file(path, shared=True, size=size, dtype=dtype)
+            for path, size in described["parts"]
+        ]
+        group.barrier()
+    finally:
+        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    if len(parts) == 1:
+        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
+        train, val = parts[0][:n_train], parts[0][n_train:]
+    else:
+        train, val = parts
+    for name, part in (("training", train), ("validation", val)):
+        if len(part) < config.block_size + 1:
+            raise DataError(
+                f"the {name} part has {len(part)} characters, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1};"
+                " bring more text, or set a smaller block_size"
+            )
+    return Corpus(described["vocabulary"], train, val, described["sha256"])
+
+
+def tokenize(container: Container, directory: Path) -> dict[str, Any]:
+    """Writes the ids of each channel into the directory and says what it found.
+
+    One pass finds the vocabulary, a second one writes the ids.
+    """
+    channels = [c for c in (container.training, container.validation) if c is not None]
+    sha256, seen = hashlib.sha256(), torch.zeros(CODE_POINTS, dtype=torch.bool)
+    for channel in channels:
+        digest, size = hashlib.sha256(), 0
+        for codes in code_points(text_files(channel), digest):
+            if not seen.index_select(0, codes).all():  # cheaper than to mark all of them
+                seen[codes.long()] = True
+            size += len(codes)
+        if not size:
+            raise DataError(f"{channel}: no text in it")
+        sha256.update(digest.hexdigest().encode())
+    known = seen.nonzero().flatten()
+    ids = torch.zeros(CODE_POINTS, dtype=id_dtype(len(known)))
+    ids[known] = torch.arange(len(known)).to(ids)
+    parts = []
+    for index, channel in enumerate(channels):
+        path = directory / f"{index}.ids"
+        with path.open("wb") as file:
+            for codes in code_points(text_files(channel), hashlib.sha256()):
+                file.write(raw_bytes(ids.index_select(0, codes)))
+            parts.append((str(path), file.tell() // ids.itemsize))
+    vocabulary = "".join(map(chr, known.tolist()))
+    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256.hexdigest()}
+
+
+# ------------------------------------------------------------------------------------------------
 # safetensors files (huggingface.co/docs/safetensors): a length, a JSON header, raw tensors
 
 DTYPES = {
+    "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -2656,7 +2287,7 @@ class Checkpoints:
 
     def latest_state(self) -> dict[str, Any]:
         """The state that load_latest gives, without a word. Raises CheckpointError without any."""
-        loaded = self.load_latest(keep=False, tell=lambda line: None)
+        loaded = self.load_latest(keep=False, log=lambda line: None)
         if loaded is None:
             raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
         return loaded[1]
@@ -2680,7 +2311,7 @@ class Checkpoints:
         return tensors, state
 
     def load_latest(
-        self, keep: bool = True, tell: Callable[[str], None] = say
+        self, keep: bool = True, log: Callable[[str], None] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest checkpoint that is whole and whose best weights are whole; None without any.
 
@@ -2689,6 +2320,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and all are damaged.
         """
+        log = log or say
         self.passed_over = {}
         found = fallback = None
         for step in self.steps("checkpoint"):
@@ -2705,13 +2337,13 @@ class Checkpoints:
         if found is None and fallback is not None:
             tensors, state = fallback
             why = self.passed_over.pop(state["step"])
-            tell(f"note: {why}; the best weights are now looked for from step {state['step']} on")
+            log(f"note: {why}; the best weights are now looked for from step {state['step']} on")
             found = tensors, {**state, "best_step": None, "best_val_loss": None}
         if found is None and self.passed_over:
             why = next(iter(self.passed_over.values()))
             raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
         for step, why in self.passed_over.items():
-            tell(f"checkpoint of step {step} is passed over: {why}")
+            log(f"checkpoint of step {step} is passed over: {why}")
         return found
 
 
@@ -2734,847 +2366,991 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# The artefact: a Hugging Face model directory
+# The container: where things are, and which hosts there are
 
 
-MODEL_FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "training.json",
-)
+@dataclass(frozen=True)
+class Container:
+    """What SageMaker tells a host: its name, the others, and its directories.
+
+    `inside` is False on a machine of one's own, where the directories come from Options.
+    """
+
+    inside: bool
+    hosts: tuple[str, ...]
+    current_host: str
+    num_gpus: int | None  # as SageMaker counts them; None where it says nothing
+    interface: str | None  # network interface between the hosts
+    training: Path | None
+    validation: Path | None
+    model_dir: Path
+    output_dir: Path
+    checkpoint_dir: Path
+
+    @property
+    def host_index(self) -> int:
+        return self.hosts.index(self.current_host)
 
 
-def script_sha256() -> str:
-    """The SHA-256 of this file, which says what script made a model."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+def host_names(value: Any) -> list[str]:
+    """The value, if it is a list of names; else none."""
+    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if whole else []
 
 
-def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
+def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
+    """The job's hosts, which of them this one is, and the network interface between them.
+
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
+    them, so a value that cannot be read is looked up in the file that every host has.
 
     Raises:
-        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+        TopologyError: the hosts cannot be learnt, or this one is not among them.
     """
-    left = dict(weights)
     try:
-        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
-        for layer in range(config.n_layer):
-            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
-            for name, part in zip("qkv", qkv, strict=True):
-                out[f"{theirs}self_attn.{name}_proj.weight"] = part
-            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
-            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
-            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
-            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
-            for name in ("q_norm", "k_norm"):
-                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
-        out["model.norm.weight"] = torch.ones(config.n_embd)
-        if not config.tie_embeddings:
-            out["lm_head.weight"] = left.pop("head.weight")
-    except KeyError as error:
-        raise ModelError(f"it has no weight {error}") from None
-    if left:
-        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
-    return out
-
-
-def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
-
-    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
-    code with GPT: whatever an edit changes in GPT shows as a difference.
-    """
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, tensors[f"{name}.weight"])
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-
-    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
-    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
-    x = tensors["model.embed_tokens.weight"][ids]
-    for layer in range(config["num_hidden_layers"]):
-        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        y = norm(x, f"model.layers.{layer}.input_layernorm")
-        q, k, v = (
-            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
-            for name in "qkv"
+        resources = json.loads(config_file.read_text())
+        hosts_there = host_names(resources["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        resources, hosts_there = {}, []
+    try:
+        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
+    except (KeyError, ValueError):
+        hosts = hosts_there
+    current_host = env.get("SM_CURRENT_HOST")
+    if current_host not in hosts:
+        current_host = resources.get("current_host")
+    if current_host is None or current_host not in hosts:
+        raise TopologyError(
+            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
+            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
+            f" {'does not settle it' if config_file.exists() else 'is missing'}"
         )
-        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
-        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
-        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
-        x = x + linear(y, mlp + "down_proj")
-    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-    return linear(norm(x, "model.norm"), head)
+    return hosts, current_host, resources.get("network_interface_name")
 
 
-# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
-# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
-LOGIT_TOLERANCE = 1e-4
-
-
-@torch.inference_mode()
-def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Holds the exported model's logits against the model's own (CPU, float32) on one window.
+def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
+    """The directories of the text, and of the text for validation alone where there is one.
 
     Raises:
-        ModelError: they differ: the model is not the one that config.json describes.
+        DataError: the `training` channel is missing, or a channel is no directory.
     """
-    generator = torch.Generator().manual_seed(0)
-    shape = (model.config.block_size,)
-    ids = torch.randint(config["vocab_size"], shape, generator=generator)
-    own = model(ids[None])[0]
-    try:
-        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
-    except (RuntimeError, AttributeError) as error:  # shapes, or an activation of one's own
-        raise ModelError(f"Qwen3 cannot be computed from it ({error})") from None
-    if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
-        raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
+
+    def channel(name: str) -> Path | None:
+        variable = f"SM_CHANNEL_{name.upper()}"
+        path = Path(env.get(variable) or channels / name)
+        if env.get(variable) and not path.is_dir():
+            raise DataError(f"{variable}={path}: no such directory")
+        return path if path.is_dir() else None
+
+    training = channel("training")
+    if training is None:
+        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        raise DataError(
+            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+        )
+    return training, channel("validation")
 
 
-def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
-    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocabulary_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_head,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.block_size,
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": MLP.activation.__name__,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": True,
-        "sliding_window": config.block_size,
-        "max_window_layers": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": "float32",
-    }
+def read_container(env: Mapping[str, str], options: Options) -> Container:
+    """Reads SM_* variables and resourceconfig.json, or on a machine of one's own the options.
 
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
 
-def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """tokenizer.json: one token per character, given back exactly.
-
-    The format wants an unknown token that is in the vocabulary, or an unknown character raises
-    in other tools; a space is the least harmful. Our own sampler refuses such characters.
+    Raises:
+        TopologyError, DataError: as read_hosts and read_channels.
+        ConfigError: --data, --resume, --out or --validation, in a container.
     """
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: index for index, character in enumerate(vocabulary)},
-            "unk_token": " " if " " in vocabulary else vocabulary[0],
-        },
-    }
-
-
-def write_artefact(
-    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
-) -> str:
-    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
-
-    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
-    names, and config.json has a `model_type` that no other tool takes for one it knows.
-
-    Returns why the model is not Qwen3's; "" if it is.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    config, why = model.config, ""
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    document = hugging_face_config(config, len(vocabulary))
-    try:
-        tensors = to_hugging_face(weights, config)
-        check_export(model, tensors, document)
-    except ModelError as error:
-        tensors, why = weights, str(error)
-        document = {
-            "model_type": "sm-nanogpt-edited",
-            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
-            "vocab_size": len(vocabulary),
-        }
-    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
-    documents = {
-        "tokenizer.json": hugging_face_tokenizer(vocabulary),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config.block_size,
-        },
-        "training.json": {"config": dataclasses.asdict(config), **training},
-        "config.json": document,
-    }
-    for name, content in documents.items():
-        with replacing(directory / name) as temporary:
-            temporary.write_text(
-                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    config_file = base / "input/config/resourceconfig.json"
+    by_hand = options.data or options.resume
+    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    inside = inside or (config_file.exists() and not by_hand)
+    for name in ("data", "resume", "out", "validation"):
+        if inside and getattr(options, name):
+            raise ConfigError(
+                f"--{name}: in a container SageMaker says where things are; leave it out"
             )
-    write_sums(directory)
-    return why
-
-
-def write_sums(directory: Path) -> None:
-    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
-    lines = [
-        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in MODEL_FILES
-    ]
-    with replacing(directory / "SHA256SUMS") as temporary:
-        temporary.write_text("".join(lines))
-
-
-def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
-    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
-    model = GPT(config, vocabulary_size)
-    parameters = dict(model.named_parameters())
-    for name in sorted(parameters.keys() | weights.keys()):
-        own, given = (
-            list(of[name].shape) if name in of else "nothing" for of in (parameters, weights)
+    if not inside:
+        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
+        out = Path(options.resume or options.out or new)
+        return Container(
+            inside=False,
+            hosts=("localhost",),
+            current_host="localhost",
+            num_gpus=None,
+            interface=None,
+            training=Path(options.data).absolute() if options.data else None,
+            validation=Path(options.validation).absolute() if options.validation else None,
+            model_dir=out / "model",
+            output_dir=out / "output",
+            checkpoint_dir=out / "checkpoints",
         )
-        if own != given:
-            raise ModelError(f"weight {name} is {given}, where this script has {own}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():  # an edited model may have buffers besides
-            parameter.copy_(weights[name])
-    return model.eval()
 
-
-def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "model."
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-# ------------------------------------------------------------------------------------------------
-# Sampling
-
-
-def logits_to_probabilities(
-    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
-
-    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
-    (arXiv:1904.09751).
-    """
-    logits = logits / temperature
-    if 0 < top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
-    if top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= top_p
-        outside = torch.zeros_like(outside).scatter(-1, order, outside)
-        probabilities = probabilities.masked_fill(outside, 0.0)
-        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-    return probabilities
-
-
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """The next ids, int64 [B], of logits [B, V].
-
-    temperature 0, or next to it, takes the most likely.
-    """
-    if temperature < 1e-30:  # logits divided by less may be infinite
-        return logits.argmax(dim=-1)
-    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-    # What torch.multinomial does, less its checks of the probabilities.
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / noise).argmax(dim=-1)
-
-
-@torch.inference_mode()
-def generate(
-    model: GPT,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
-) -> Iterator[Tensor]:
-    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
-
-    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
-    model. The same seed gives the same ids.
-    """
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    ids = prompt
-    for _ in range(max_new_tokens):
-        ids = ids[:, -model.config.block_size :]
-        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
-        yield following
-        ids = torch.cat((ids, following[:, None]), dim=1)
-
-
-def sample_text(model: GPT, vocabulary: str, length: int) -> str:
-    """A text of `length` characters that begins after a line's end."""
-    start = max(0, vocabulary.find("\n"))
-    prompt = torch.tensor([[start]], device=model.embed.weight.device)
-    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
-    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    model.eval()
-    with sdpa_kernel(others):
-        steps = list(generate(model, prompt, length))
-    model.train()
-    ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
-    return "".join(vocabulary[i] for i in ids)
+    hosts, current_host, interface = read_hosts(env, config_file)
+    training, validation = read_channels(env, base / "input/data")
+    gpus = env.get("SM_NUM_GPUS", "")
+    return Container(
+        inside=True,
+        hosts=tuple(hosts),
+        current_host=current_host,
+        num_gpus=int(gpus) if gpus.isdecimal() else None,
+        interface=interface,
+        training=training,
+        validation=validation,
+        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
+        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
+        checkpoint_dir=base / "checkpoints",
+    )
 
 
 # ------------------------------------------------------------------------------------------------
-# Training
+# The group: one process per GPU, over all hosts, or failure; never two groups
 
 
-# With the digits that are shown of each.
-METRICS = {
-    "train_loss": 5,
-    "val_loss": 5,
-    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
-    "learning_rate": 7,
-    "tokens_per_second": 0,
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
+    """torchrun's variables, else Open MPI's; None when nothing launched this process.
+
+    Raises:
+        TopologyError: the variables contradict themselves or the number of hosts.
+    """
+
+    def number(name: str) -> int:
+        try:
+            return int(env[name])
+        except (KeyError, ValueError):
+            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
+
+    mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if "RANK" in env and "WORLD_SIZE" in env:
+        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
+    elif mpi[1] in env:
+        names = mpi
+    else:
+        return None
+    rank, world_size, local_rank, *rest = map(number, names)
+    local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
+    launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
+    ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
+    if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
+    if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
+        raise TopologyError(
+            f"{ranks.launcher} made a group of {ranks.world_size} with"
+            f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
+            " each would train a model of its own"
+        )
+    return ranks
+
+
+def in_one_line(error: Exception) -> str:
+    """What torch says of a connection, in one line."""
+    # NCCL's cause stands in a later line; what follows this word are places in C++.
+    return " ".join(str(error).split("Exception raised from")[0].split())
+
+
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
+# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
+LONGEST_WAIT = timedelta(minutes=30)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def master_port() -> int:
+    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
+    said = os.environ.get("MASTER_PORT", "7777")
+    if not said.isdecimal() or int(said) >= 1 << 16:
+        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
+    return int(said)
+
+
+def is_loopback(address: str) -> bool:
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
+def serve_store(address: str, port: int) -> dist.TCPStore:
+    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
+
+    At a loopback address it listens there alone; torch's own socket listens at all addresses.
+
+    Raises:
+        TopologyError: it cannot be served there.
+    """
+    try:
+        listener = None
+        if is_loopback(address):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening = socket.create_server((address, port), family=family)
+            port, listener = listening.getsockname()[1], listening.detach()
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (OSError, RuntimeError) as error:
+        raise TopologyError(
+            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
+            " (MASTER_PORT names another port)"
+        ) from None
+
+
+class Watch:
+    """Finds the rank that hangs, by what each rank says of itself in the store every second.
+
+    That is how many operations with the others it has begun (`beats`), and how many seconds the way
+    to the next may take (`patience`). Two kinds of rank hang: one that has said nothing for
+    hang_seconds, as its process is stopped or its host is out of reach; and those with the fewest
+    beats, for which all others wait, when their patience is over. So a rank that is slow where it
+    may be is let alone, and so are those that wait for it.
+
+    Seconds are counted awake: Ctrl-Z and `fg`, or a closed lid, are no hang of the others.
+    """
+
+    def __init__(
+        self,
+        place: tuple[str, int],
+        world_size: int,
+        rank: int | None,
+        host: str,
+        hang_seconds: float,
+        on_hang: Callable[[str], object],
+        join_seconds: float = LONGEST_WAIT.total_seconds(),
+    ) -> None:
+        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
+        self.hang_seconds = hang_seconds
+        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
+        # Of each rank: how often it spoke, beats, patience, host.
+        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
+        self.talks = 0
+        self.ended = threading.Event()
+        self.talker = threading.Thread(target=self.talk, daemon=True)
+        self.talker.start()
+        threading.Thread(target=self.judge, daemon=True).start()
+
+    def expect(self, seconds: float) -> None:
+        """Says how long this rank may be on its way, within bounds."""
+        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
+
+    def talk(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: whoever served it ends the others
+            # Older torch would hold all threads up while it waits for a host that comes later.
+            while not self.ended.wait(0.1):
+                with suppress(OSError):
+                    socket.create_connection(self.place, timeout=5).close()
+                    break
+            # A connection of its own, as one that waits in the main thread is not free to speak.
+            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
+            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
+            for key, nothing in zip(keys, self.heard, strict=True):
+                store.compare_set(key, "", json.dumps(nothing))
+            while not self.ended.is_set():
+                self.talks += 1
+                if self.rank is not None:
+                    said = [self.talks, self.beats, self.patience, self.host]
+                    store.set(keys[self.rank], json.dumps(said))
+                self.heard = [json.loads(said) for said in store.multi_get(keys)]
+                self.ended.wait(1)
+
+    def judge(self) -> None:
+        before, talks = self.heard, 0
+        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
+        more = 5 if self.rank is None else 0  # what started the ranks speaks where none of them can
+        while not self.ended.wait(1):
+            unheard = unheard + 1 if 0 < talks == self.talks else 0
+            talks, now = self.talks, self.heard
+            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
+                quiet[rank] = quiet[rank] + 1 if said == was else 0
+                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
+            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
+            limits = [self.hang_seconds if said[0] else said[2] for said in now]
+            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
+            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
+            if unheard > self.hang_seconds + more:
+                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
+            elif silent:
+                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+            elif all(still[rank] > now[rank][2] + more for rank in last):
+                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+                hung += " while the others waited" * (len(last) < len(now))
+            else:
+                continue
+            seconds = max(*quiet, *still, unheard)
+            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
+            return
+
+    def end(self) -> None:
+        self.ended.set()
+        self.talker.join(10)
+
+
+def end_hung(why: str) -> NoReturn:
+    """Ends a rank whose main thread waits for one that hangs; its launcher then ends all others."""
+    with suppress(OSError):  # nobody may read it
+        sys.stderr.write(failure_report(HangError(why)) + "\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+class Group:
+    """The processes that train together, and the few things they say to each other.
+
+    With one process there is nobody to talk to, and each method answers at once.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        container: Container,
+        hang_seconds: float = Config.hang_seconds,
+    ) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        # torchrun may have brought together hosts that no container names: each goes by its first
+        # rank, as they need not have equally many.
+        named = len(container.hosts) > 1
+        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
+        self.device = device
+        self.store: dist.Store | None = None
+        self.said = 0
+        self.watch: Watch | None = None
+        if ranks.world_size == 1:
+            return
+        served = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # by torchrun, or by spawn
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+        alone = len(container.hosts) == 1 and (
+            container.inside
+            or is_loopback(address)
+            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
+        )
+        if not served and (address == "localhost" or (alone and container.inside)):
+            address = "127.0.0.1"
+        interface = LOOPBACK if alone else container.interface
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface == LOOPBACK:  # which NCCL takes only where it is named
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        try:
+            if ranks.rank == 0 and not served:
+                self.store = serve_store(address, port)
+            else:
+                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
+            host = container.current_host if container.inside else socket.gethostname()
+            self.watch = Watch(
+                (address, port),
+                ranks.world_size,
+                ranks.rank,
+                host,
+                hang_seconds,
+                on_hang=end_hung,
+                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
+            )
+            if ranks.local_world_size == ranks.world_size:
+                # torchrun's store outlives the ranks, and holds where those before a restart were.
+                # (Of several hosts each counts its restarts by itself, and no count is common.)
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
+            cuda = device.type == "cuda"
+            with nullcontext() if cuda else mute_stdout():
+                dist.init_process_group(
+                    "nccl" if cuda else "gloo",
+                    store=self.store,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
+                    device_id=device if cuda else None,
+                )
+            with mute_stdout():
+                # Flags travel on the host's side, so that asking never waits for a GPU.
+                self.flags = dist.new_group(backend="gloo") if cuda else None
+        except (RuntimeError, ValueError) as error:
+            raise TopologyError(
+                f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
+                f" {address}:{port}:"
+                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
+                " interface to use)"
+            ) from None
+        # What they said to each other is there too, so this group speaks under a name of its own.
+        began = torch.tensor(time.time_ns(), device=device)
+        self.broadcast_([began])
+        self.store = dist.PrefixStore(str(int(began)), self.store)
+        self.check_hosts(container, ranks)
+
+    def check_hosts(self, container: Container, ranks: Ranks) -> None:
+        """Raises TopologyError unless the ranks are numbered host by host.
+
+        Where the container names the hosts, each must have the same number of ranks instead.
+        """
+        places = torch.zeros(self.world_size, 3, dtype=torch.int64, device=self.device)
+        for column, value in enumerate((self.host_index, ranks.local_rank, ranks.local_world_size)):
+            places[self.rank, column] = value
+        hosts, locals_, sizes = self.sum_(places).T.tolist()
+        if len(container.hosts) > 1:
+            counts = [hosts.count(index) for index in range(len(container.hosts))]
+            if len(set(counts)) > 1:
+                named = zip(container.hosts, counts, strict=True)
+                found = ", ".join(f"{host}: {count}" for host, count in named)
+                raise TopologyError(f"the hosts have different numbers of ranks ({found})")
+            return
+        for rank, (local, size) in enumerate(zip(locals_, sizes, strict=True)):
+            first = rank - local
+            known = size if size < self.world_size else local + 1  # else the size may be a guess
+            if first < 0 or locals_[first : first + known] != list(range(known)):
+                raise TopologyError(
+                    f"the ranks are not numbered host by host: rank {rank} is number {local} on its"
+                    " host (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
+                )
+
+    def beat(self) -> None:
+        """Every rank calls it at the same points, before it waits for others."""
+        if self.watch is not None:
+            self.watch.beats += 1
+
+    def expect(self, seconds: float) -> None:
+        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
+        if self.watch is not None:
+            self.watch.expect(seconds)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
+        self.beat()
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors [n] of all ranks, by rank: [world_size, n]."""
+        self.beat()
+        gathered = tensor.new_empty(self.world_size * len(tensor))
+        # torch has renamed it, and warns of the old name.
+        new = hasattr(dist, "all_gather_single")
+        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
+        gather(gathered, tensor)
+        return gathered.view(self.world_size, -1)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites each tensor with rank 0's."""
+        self.beat()
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def largest_soon(self, value: int) -> Callable[[], int]:
+        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
+
+        What is computed in between hides the time that asking takes.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        self.beat()
+        tensor = torch.tensor(value, dtype=torch.uint8)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(tensor)
+
+        return answer
+
+    def average_soon(
+        self, dtype: torch.dtype, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
+
+        Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
+        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
+        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
+        """
+        gradients = bucket.buffer()
+        sent = gradients.to(dtype).div_(self.world_size)
+
+        def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            return gradients.copy_(future.value()[0])
+
+        return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
+
+    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
+        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
+        if self.store is None:
+            return value
+        self.beat()
+        self.said += 1
+        key = f"sm-nanogpt/{within}/{self.said}"
+        if source:
+            self.store.set(key, json.dumps(value))
+            return value
+        return json.loads(self.store.get(key))
+
+    def settle(self) -> None:
+        """Waits until the device has done what it was given, so that a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def barrier(self) -> None:
+        self.beat()
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        self.barrier()
+        if self.watch is not None:
+            self.watch.end()
+            self.barrier()  # till then nobody leaves, with the store that another talks to
+            dist.destroy_process_group()
+
+
+@contextmanager
+def mute_stdout() -> Iterator[None]:
+    """Keeps what C++ prints off stdout: gloo in torch 2.8 says on every rank that it connected.
+
+    NCCL is not muted, as it speaks when it is asked to, by NCCL_DEBUG.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def spawn(config: Config, container: Container, n_local: int) -> int:
+    """Starts this script again as each of the host's ranks, and returns their exit status.
+
+    It is what torchrun does, less the elasticity: the first host's parent serves the store at
+    which all ranks meet, so a host started alone waits for the others.
+    """
+    n_hosts = len(container.hosts)
+    world_size = n_local * n_hosts
+    address, port = "127.0.0.1", 0
+    if n_hosts > 1:
+        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
+    if container.host_index == 0:
+        store = serve_store(address, port)  # which lives as long as its name
+        port = store.port
+    children = []
+    lifeline, _held = os.pipe()  # nobody writes: the children see its end when this process ends
+    for local_rank in range(n_local):
+        env = dict(
+            os.environ,
+            RANK=str(container.host_index * n_local + local_rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(n_local),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
+            TORCHELASTIC_RESTART_COUNT="0",
+            SM_NANOGPT_LAUNCHER="train.py",
+            SM_NANOGPT_LIFELINE=str(lifeline),
+        )
+        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
+        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
+
+    status, deadline = 0, math.inf
+    stop_signal, stopped_at = 0, 0.0
+    hung: list[str] = []
+
+    def terminate(number: int = signal.SIGTERM) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def forward(signum: int, frame: Any) -> None:
+        nonlocal stop_signal, stopped_at, deadline
+        if not stop_signal:
+            stop_signal, stopped_at = signum, time.monotonic()
+            terminate()
+        elif is_second(stopped_at):
+            sys.stderr.write("ending at once: steps after the newest checkpoint are lost\n")
+            deadline = min(deadline, time.monotonic() + 2)
+            terminate(signal.SIGINT)
+
+    on_stop_signals(forward)
+    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
+    while None in (codes := [child.poll() for child in children]):
+        failed = [code for code in codes if code]
+        if hung and not failed and not status:  # the one rank that is here hangs, and says nothing
+            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
+            failed = [1]
+        if failed and not status:
+            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
+            terminate()
+        if time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+        if any(code is not None for code in codes):
+            watch.ended.set()  # the store may go with the first host
+        time.sleep(0.05)
+    watch.end()
+    status = status or next((code for code in codes if code), 0)
+    if stop_signal and (status < 0 or status > 128):
+        return 128 + stop_signal
+    if status >= 0:
+        return status
+    # A killed rank says nothing itself.
+    rank = next(i for i, child in enumerate(children) if child.returncode == status)
+    name = f"rank {container.host_index * n_local + rank}"
+    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
+    if -status == signal.SIGKILL:
+        killed += ", as a machine does that runs out of memory"
+    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
+    return 128 - status
+
+
+def is_second(stopped_at: float) -> bool:
+    """Whether a signal is a second one, and not an echo of the first, which a terminal sends to the
+    parent and its ranks alike."""
+    return time.monotonic() - stopped_at > 1
+
+
+def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+    """Sets what is done when somebody ends this process, or the terminal that it runs in.
+
+    nohup has a process ignore the end of its terminal, and it goes on doing so.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def end_with_parent(env: Mapping[str, str]) -> None:
+    """Ends this process when the one that started it ends, however that ends.
+
+    Orphans would train on, and write into the checkpoints of whoever is started next.
+    """
+    if "SM_NANOGPT_LIFELINE" not in env:
+        return
+    lifeline = int(env["SM_NANOGPT_LIFELINE"])
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors and the log. Each error is reported as one last line, `ErrorName: cause`, which SageMaker
+# shows.
+
+
+class TrainingError(Exception):
+    """A failure that the person who started the training can act on."""
+
+
+class ConfigError(TrainingError):
+    """A hyperparameter or option that is unknown or impossible, here or with what is resumed."""
+
+
+class DataError(TrainingError):
+    """Text that is missing, unreadable or too short."""
+
+
+class TopologyError(TrainingError):
+    """Hosts, GPUs and processes that do not add up to one group."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that cannot be written, or none that is whole where one has to be."""
+
+
+class FormatError(TrainingError):
+    """A file that is not what its name says: damaged, truncated or of another kind."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The device or the machine has less memory than a step takes."""
+
+
+class HangError(TrainingError):
+    """A rank that makes no progress while the others wait for it."""
+
+
+class ModelError(TrainingError):
+    """A model that cannot be trained, or is not what it is exported as."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss, the gradients or the weights became infinite or not a number."""
+
+
+def failure_report(error: BaseException) -> str:
+    """What is printed of an error: `ErrorName: cause` on one last line.
+
+    SageMaker takes the reason of a failure from the first line that names an exception it knows, so
+    an error that we did not foresee comes after its places in the code, without their text.
+    """
+    cause = " ".join(str(error).split()) or "no further word"
+    line = f"{type(error).__name__}: {cause}"
+    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
+        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
+    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+        return line
+    frames = traceback.extract_tb(error.__traceback__)
+    return "\n".join(
+        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
+    )
+
+
+def say(line: str) -> None:
+    """One line of the log in one write, so that lines of several ranks do not mix.
+
+    Whoever read them may have left (`| head`), or closed the terminal. That stops the training, as
+    SIGTERM does.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with suppress(OSError):  # it may be the same reader's
+            sys.stderr.write("nobody reads the log any more: what still trains stops now\n")
+        signal.raise_signal(signal.SIGTERM)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+
+
+def counted(n: int, word: str) -> str:
+    """'1 host', '2 hosts', '2 processes'."""
+    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
+    short = {"".join(word[0] for word in other.split("_")): other for other in known}
+    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
+
+
+def choices_for(value: str, choices: Sequence[str]) -> str:
+    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
+    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
+
+
+def allowed(f: dataclasses.Field[Any]) -> str:
+    """What the field accepts, in words."""
+    m = f.metadata
+    if m["choices"]:
+        return "one of " + ", ".join(m["choices"])
+    if f.type == "bool":
+        return "True or False"
+    kind = "a whole number" if f.type == "int" else "a number"
+    if m["most"] is not None:
+        return f"{kind} from {m['least']} to {m['most']}"
+    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
+
+
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
 }
 
 
-def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
-    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
-    words = [f"step={row['step']}/{max_steps}"]
-    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
-    words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
-    return " ".join(words)
+def check_range(f: dataclasses.Field[Any], value: Any) -> None:
+    m = f.metadata
+    wrong = (
+        type(value) not in FIELD_TYPES[str(f.type)]
+        or (isinstance(value, float) and not math.isfinite(value))
+        or (m["choices"] and value not in m["choices"])
+        or (m["least"] is not None and value < m["least"])
+        or (m["most"] is not None and value > m["most"])
+    )
+    if wrong:
+        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
+        raise ConfigError(f"{f.name}={value!r}: must be {must}")
 
 
-def metric_definitions() -> list[dict[str, str]]:
-    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
-    number = r"([0-9]+(?:\.[0-9]+)?)"
-    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> float:
-    """Mean loss in nats per character over fixed windows of the validation part.
-
-    The windows do not overlap and are spread evenly. They are cut into chunks that do not depend
-    on the number of ranks, each chunk is computed by one rank, and the chunks are added up in
-    order, so any number of ranks gets the same loss from the same weights.
-    """
-    available = (len(val) - 1) // config.block_size
-    count = min(config.eval_windows or available, available)
-    starts = torch.arange(count) * available // count * config.block_size
-    chunks = starts.split(max(1, 8192 // config.block_size))
-    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
-    model.eval()
-    for index in range(group.rank, len(chunks), group.world_size):
-        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
-        losses[index] = model(x, y)
-    model.train()
-    per_chunk = group.sum_(losses).tolist()
-    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
-
-
-def preemptions() -> int:
-    """How often a thread of this process was halted for another program's; 0 outside of Linux.
-
-    With 2 to 4 threads: about 5 a second on a quiet machine, 300 to 2500 where a core was taken.
-    """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if sys.platform == "linux" else 0
-
-
-NOTHING, CHECKPOINT, STOP = range(3)
-# The part of the time that checkpoints may take, where nothing else is said: a model of the size of
-# GPT-2 takes some seconds to write, and on a GPU evaluations may come every few seconds. But a disk
-# that was slow once must not cost an hour of work.
-CHECKPOINT_SHARE = 0.02
-LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
-
-
-class Trainer:
-    """One training: the model, its optimizer, its data, and where it stands."""
-
-    def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
-        self.config, self.container, self.group, self.corpus = config, container, group, corpus
-        self.chief = group.rank == 0
-        self.script_sha256 = script_sha256()  # now, as the file may be edited while this runs
-        self.batches = Batches(corpus.train, config, group.device)
-        self.checkpoints = Checkpoints(container.checkpoint_dir)
-        self.stop_signal = 0  # its number, once there was one
-        self.last_look: tuple[float, int] | None = None  # at the preemptions: when, how many
-        self.step = 0
-        self.kept_step: int | None = None  # of the newest checkpoint
-        self.saved_at = math.inf  # when that was, or the training began
-        self.best_step: int | None = None
-        self.best_val_loss = math.inf
-        self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
-        self.checkpoint_cost = 0.0  # seconds that the newest one took
-        self.metrics: list[dict[str, Any]] = []
-        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
-        device = group.device
-        # Since the last metric line: this rank's losses, and the steps they are of. In float64
-        # (which MPS lacks) the sum is exact, so that an interrupted training logs the same numbers.
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self.loss_sum = torch.zeros((), device=device, dtype=exact)
-        self.steps_summed = 0
-
-        dtype = agreed_precision(config, group)
-        if config.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
-        self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
-        self.model.init_weights(config.seed)
-        self.optimizer = Optimizer(self.model, config, group)
-        self.compiled = config.compile == "on"
-        pays = compiling_pays(self.model, config, device, group.world_size)
-        if config.compile == "auto" and pays:
-            self.compiled = can_compile()
-            if not self.compiled and self.chief:
-                say("note: not compiled: it takes Triton, a C compiler and Python.h")
-        # Evaluations run the model itself: to compile it for them too takes longer than they do.
-        # A graph for all lengths of windows would break at each attention.
-        net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
-        self.ddp: nn.Module = net
-        if group.world_size > 1:
-            self.ddp = DistributedDataParallel(
-                net,
-                device_ids=[device.index] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
-            if dtype != torch.float32:  # in a lambda, as DDP takes no annotations that are strings
-                self.ddp.register_comm_hook(
-                    dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
-                )
-        # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
-        # they are then infinite is left out and the scale halved; after 2000 good ones it is
-        # doubled. Other types need no scale.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.scale_told = 0.0  # the scale at the last metric line: that it fell is told
-
-    @property
-    def choices(self) -> list[str]:
-        """What was chosen by the device and the model, in words."""
-        cpu = self.group.device.type == "cpu"
-        near = self.batches.tokens.device.type != "cpu"
-        named = str(self.model.compute_dtype).removeprefix("torch.")
-        operations = "fused operations"
-        if not self.compiled and plain_norms(self.group.device):
-            operations = "plain operations" if cpu else "fused operations but for norms"
-        choices = [
-            "tf32" if self.config.precision == "tf32" else named,
-            "compiled" if self.compiled else "eager",
-            operations,
-            f"text {'on the GPU' if near else 'in memory'}",
-        ]
-        if self.group.world_size > 1:
-            choices.append(f"gradients averaged in {named}")
-            if muon := self.optimizer.muon:
-                choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
-        return choices
-
-    def introduce(self, ranks: Ranks) -> None:
-        """Says where this training runs, what was chosen for it, and what it learns from."""
-        device, corpus = self.group.device, self.corpus
-        first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
-        hosts = int(self.group.sum_(first_of_host))
-        if not self.chief:
-            return
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
-        even = hosts * ranks.local_world_size == ranks.world_size
-        each = f"{ranks.local_world_size} {machine}" if even else machine
-        say(
-            f"running on {counted(hosts, 'host')} x {each}"
-            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
-            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
-        )
-        say(f"chosen: {', '.join(self.choices)}")
-        parameters = sum(p.numel() for p in self.model.parameters())
-        say(
-            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
-            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
-        )
-
-    # -- state ------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name; the live tensors."""
-        optimizer = {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
-        return {**self.weights(), **optimizer}
-
-    def weights(self) -> dict[str, Tensor]:
-        return {f"model.{name}": p for name, p in self.model.named_parameters()}
-
-    def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
-        """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
-        on_cpu = self.group.device.type == "cpu"
-        return {
-            "step": self.step,
-            "best_step": self.best_step,
-            "best_val_loss": self.best_val_loss if self.best_step is not None else None,
-            "config": dataclasses.asdict(self.config),
-            "script_sha256": self.script_sha256,
-            "vocabulary": self.corpus.vocabulary,
-            "corpus_sha256": self.corpus.sha256,
-            "data": str(self.container.training),
-            "validation": str(self.container.validation or ""),
-            "metrics": self.metrics,
-            "loss_sum": loss_sum,
-            "world_size": self.group.world_size,
-            "processes": self.group.local_world_size if on_cpu else 0,
-            "steps_summed": self.steps_summed,
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def save_checkpoint(self) -> None:
-        """Every rank calls it at the same step, and rank 0 writes.
-
-        Raises:
-            NonFiniteLossError: the loss or the weights are not finite, so nothing is written.
-        """
-        self.saved_at = time.monotonic()
-        loss_sum = float(self.group.sum_(self.loss_sum.clone()))
-        self.check_finite(loss_sum)
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
-            raise NonFiniteLossError(self.diverged("the weights are"))
-        if self.chief:
-            if self.unsaved_best:
-                self.checkpoints.save("best", self.unsaved_best, {"step": self.best_step})
-                self.unsaved_best = {}
-            self.checkpoints.save("checkpoint", self.tensors(), self.state(loss_sum))
-        self.kept_step = self.step
-        self.checkpoint_cost = time.monotonic() - self.saved_at
-
-    def restore(self) -> None:
-        """Takes rank 0's newest checkpoint, if there is one, on every rank."""
-        loaded = self.checkpoints.load_latest() if self.chief else None
-        if loaded is not None:
-            check_resumable(loaded[1], self.state())
-        state = loaded and loaded[1]
-        # The curve may be longer than the store takes; the others need its last row alone.
-        short = state and {**state, "metrics": state["metrics"][-1:]}
-        shared = self.group.share(short, source=self.chief)
-        state = state or shared
-        if state is None:
-            return
-        if state["step"] > self.config.max_steps:
-            raise ConfigError(
-                f"the checkpoint is at step {state['step']}, past"
-                f" max_steps={self.config.max_steps}; give a larger max_steps"
-            )
-        live = self.tensors()
-        if loaded is not None:
-            for name, tensor in live.items():
-                tensor.data.copy_(loaded[0][name].view(tensor.shape))
-        self.group.broadcast_([tensor.data for tensor in live.values()])
-        self.step, self.metrics = state["step"], state["metrics"]
-        self.kept_step = self.step
-        self.steps_summed = state["steps_summed"]
-        if state.get("scaler"):  # empty in other types; older checkpoints have none
-            self.scaler.load_state_dict(state["scaler"])
-        ranks = self.group.world_size
-        ranks_before = state.get("world_size", ranks)  # older checkpoints have none
-        if self.chief:
-            self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
-        if state["best_step"] is not None:
-            self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
-        if self.chief:
-            say(f"resumed from the checkpoint of step {self.step}")
-        if self.chief and ranks != ranks_before:
-            say(
-                f"note: {counted(ranks_before, 'process')} trained up to here, and"
-                f" {counted(ranks, 'process')} from here on: the last bits may differ"
-            )
-
-    # -- one step ---------------------------------------------------------------------------------
-
-    def forward_backward(self, step: int) -> Tensor:
-        """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
-        config, group = self.config, self.group
-        x, y = self.batches.rows(step, group.rank, group.world_size)
-        length = window_length(step, config)
-        x, y = x.reshape(-1, length), y.reshape(-1, length)
-        if length not in self.angles:
-            self.angles[length] = self.model.angles(length)
-        passes = config.gradient_accumulation_steps
-        total = torch.zeros((), device=group.device)
-        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
-            if config.dropout:
-                seed = derive_seed(config.seed, "dropout", step, index, group.rank)
-                seed_draws(group.device, seed)
-            # Only the last pass has to average gradients over the ranks.
-            alone = group.world_size > 1 and index < passes - 1
-            with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
-                group.beat()  # what follows waits for the others, in DDP
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
-        return total
-
-    def warm_up(self) -> None:
-        """Two steps of each length of windows, whose gradients are thrown away.
-
-        DDP lays its buckets out anew after its first step, and the order in which gradients are
-        added up follows the layout; after this, a resumed run adds in the same order as one that
-        was never interrupted (on CPUs: on GPUs some kernels add in no fixed order). Compilation
-        happens here too, outside the measured time.
-        """
-        steps, block_size = range(self.config.max_steps), self.config.block_size
-        found = {
-            bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
-            for cut in range(4)
-        }
-        first_steps = [step for step in found if step in steps]  # some lengths may never come
-        for step in sorted(2 * first_steps):
+def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
+    """The value of a field from its text form, as on a command line."""
+    try:
+        if f.type == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if f.type == "float":
+            return float(text)
+        if f.type == "int":
             try:
-                self.forward_backward(step)
-                self.optimizer.check_gradients()  # DDP itself says nothing before its next step
-            except Exception as error:
-                if not type(error).__module__.startswith(
-                    ("torch._dynamo", "torch._inductor", "triton")
-                ):
-                    raise
-                first = str(error).strip().splitlines()[0]
-                raise ConfigError(
-                    f"torch.compile does not work here ({first}); set compile=off"
-                ) from None
-            self.optimizer.zero_grad()
+                return int(text)
+            except ValueError:
+                if float(text).is_integer():  # 1e5
+                    return int(float(text))
+                raise
+    except (ValueError, KeyError):
+        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
+    return text
 
-    # -- the loop ---------------------------------------------------------------------------------
 
-    def run(self) -> bool:
-        """Trains to max_steps and writes the artefact; False when a signal ended it before."""
-        config, group = self.config, self.group
-        began = time.monotonic()
-        self.restore()
-        if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
-            self.warm_up()
-        self.saved_at = time.monotonic()
-        self.scale_told = self.scaler.get_scale()
-        if self.chief:  # lines after the checkpoint's step go, as those steps come again
-            self.checkpoints.write_metrics(self.metrics, append=False)
-        if self.chief and config.sample_length and self.step == 0:
-            self.say_sample("before training", config.sample_length // 3)
-        steps_timed, started = 0, time.perf_counter()
-        if self.chief and group.device.type == "cpu" and torch.get_num_threads() > 1:
-            self.last_look = time.monotonic(), preemptions()
-        while self.step < config.max_steps:
-            now = time.monotonic()
-            group.expect(5 * (now - began))  # of the last step, so that long ones have their time
-            began = now
-            agreement = group.largest_soon(self.wish())
-            self.loss_sum += self.forward_backward(self.step)
-            scale = learning_rate_scale(self.step, config)
-            self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
-            self.scaler.update()
-            self.optimizer.zero_grad()
-            self.step += 1
-            self.steps_summed += 1
-            steps_timed += 1
-            self.notice_busy_cores()
+def make_config(
+    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from names and values (text or typed) over a preset over a base over the defaults.
 
-            wish = agreement()
-            group.expect(math.inf)  # of evaluations and checkpoints
-            last = self.step == config.max_steps
-            evaluates = self.step % config.eval_interval == 0 or last
-            if self.step % config.log_interval == 0 or evaluates:
-                group.settle()
-                self.log(evaluates, scale, (time.perf_counter() - started) / steps_timed)
-                steps_timed, started = 0, time.perf_counter()
-            if wish or last:
-                group.settle()
-                before = time.perf_counter()
-                self.save_checkpoint()
-                started += time.perf_counter() - before
-            if wish == STOP and not last:
-                if self.chief:
-                    say(f"stopped by a signal; the checkpoint of step {self.step} is written")
-                return False
-        newest = self.metrics[-1] if self.metrics else {"step": -1}
-        if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
-            # It was stopped here, between two evaluations, and is now told to end here; or the best
-            # weights were damaged.
-            self.log(True, learning_rate_scale(self.step - 1, config), 0.0)
-            self.save_checkpoint()
-        if self.chief:
-            self.finish()
-        return True
+    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
+    unset hyperparameter becomes on its way through SageMaker.
 
-    def log(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
-        """The metric line of the steps since the last; takes the weights if they are the best."""
-        config, group = self.config, self.group
-        row: dict[str, Any] = {"step": self.step}
-        if self.steps_summed:
-            losses = float(group.sum_(self.loss_sum)) / group.world_size
-            row["train_loss"] = losses / self.steps_summed
-            self.check_finite(row["train_loss"])
-        gradient_scale = self.scaler.get_scale()
-        if gradient_scale < 1:  # it was halved again and again
-            raise NonFiniteLossError(self.diverged("the gradients are"))
-        if self.chief and gradient_scale < self.scale_told:
-            say(
-                "note: steps whose gradients were infinite in float16 are left out; the loss is now"
-                f" scaled by {gradient_scale:g}"
+    Raises:
+        ConfigError: an unknown name or preset, or a value that is not allowed.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
+    known = {f.name: f for f in dataclasses.fields(Config)}
+    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
+    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
+        of_preset.pop("learning_rate", None)  # which is for Muon
+    chosen = {**base, **of_preset}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
             )
-        self.scale_told = gradient_scale
-        if evaluates:
-            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
-            self.check_finite(row["val_loss"])
-            row["best_loss"] = min(self.best_val_loss, row["val_loss"])
-        row["learning_rate"] = config.peak_learning_rate * scale
-        if seconds_per_step:
-            row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
-        self.metrics.append(row)
-        if self.chief:
-            left = (config.max_steps - self.step) * seconds_per_step
-            say(metric_line(row, config.max_steps, left))
-            self.checkpoints.write_metrics([row], append=True)
-        if evaluates and row["val_loss"] < self.best_val_loss:
-            self.best_step, self.best_val_loss = self.step, row["val_loss"]
-            if self.chief:
-                self.unsaved_best = {
-                    name: weights.detach().to("cpu", copy=True)
-                    for name, weights in self.weights().items()
-                }
-        self.loss_sum.zero_()
-        self.steps_summed = 0
+        if value is None or value == "":
+            continue
+        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
+    return Config(**chosen)
 
-    def notice_busy_cores(self) -> None:
-        """Says once, after some seconds of it, that other programs hold this one's threads up.
 
-        All threads wait for the slowest in each operation: on four cores, one of them busy, four
-        threads took 20 times as long as one. Fewer are not taken unasked, as another number of
-        threads may change the last bits of what is learnt.
-        """
-        if self.last_look is None:
-            return
-        (then, before), now = self.last_look, time.monotonic()
-        if now - then < 3:
-            return
-        count, threads = preemptions(), torch.get_num_threads()
-        self.last_look = now, count
-        if (count - before) / (now - then) > max(100, 25 * threads):
-            self.last_look = None
-            say(
-                f"note: other programs use this machine's cores, and {threads} CPU threads wait for"
-                " each other: fewer are faster then; OMP_NUM_THREADS=1 and --resume go on with one"
-            )
+def option(default: Any, help: str) -> Any:
+    """A field of Options."""
+    return field(default=default, metadata={"help": help})
 
-    def wish(self) -> int:
-        """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
 
-        The ranks then do the greatest wish together; the timer is rank 0's.
-        """
-        if self.stop_signal:
-            return STOP
-        passed = time.monotonic() - self.saved_at
-        cheap_after = min(self.checkpoint_cost / CHECKPOINT_SHARE, LONGEST_WITHOUT_CHECKPOINT)
-        late = passed > (self.config.checkpoint_seconds or max(60.0, cheap_after))
-        evaluates = (self.step + 1) % self.config.eval_interval == 0
-        due = late or (evaluates and passed >= cheap_after)
-        return CHECKPOINT if self.chief and due else NOTHING
+@dataclass(frozen=True)
+class Options:
+    """What a person says beside hyperparameters; in a container, `processes` and `preset` alone."""
 
-    def check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(self.diverged(f"the loss is {loss},"))
+    data: str = option("", "a text file, or a directory of *.txt files")
+    validation: str = option("", "likewise, for validation alone")
+    out: str = option("", "directory for the results (default: a new one in runs/)")
+    resume: str = option("", "directory of an earlier training (on every host) to go on with")
+    processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
+    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
 
-    def diverged(self, what: str) -> str:
-        kept = self.kept_step
-        where = (
-            "there is no checkpoint yet"
-            if kept is None
-            else f"the checkpoint of step {kept} is kept"
+
+OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
+
+
+def read_words(argv: Sequence[str]) -> dict[str, str]:
+    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or its value is missing.
+    """
+    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
+    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
+    given: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        name = key.replace("-", "_")
+        if not word.startswith("-"):
+            raise ConfigError(f"{word}: there is no such option; a text is named by --data {word}")
+        if not word.startswith("--") or name not in known:
+            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
+            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in flags:
+                value = "True"
+            else:
+                raise ConfigError(f"{word}: a value is missing")
+        if name in given:
+            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
+        given[name] = value
+    return given
+
+
+def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
+    """Hyperparameters and options from the words of a command line.
+
+    A resumed training takes those that are not given from its checkpoint.
+
+    Raises:
+        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
+            a checkpoint that this script can go on from.
+    """
+    given = read_words(argv)
+    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
+    processes = said.pop("processes")
+    if processes and not (processes.isdecimal() and int(processes)):
+        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
+    options = Options(**said, processes=int(processes or 0))
+    if options.resume and options.out:
+        raise ConfigError(
+            f"--out {options.out}: --resume goes on in the directory that it names; to keep that"
+            " as it is, resume a copy"
         )
-        wider = " or precision=float32" * self.scaler.is_enabled()
-        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
-
-    def say_sample(self, when: str, length: int) -> None:
-        text = sample_text(self.model, self.corpus.vocabulary, length)
-        # The bars keep a sample from being taken for something that the training says.
-        say("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
-
-    def finish(self) -> None:
-        """Writes the artefact of the best validation loss, and shows what it says."""
-        assert self.best_step is not None
-        tensors, _ = self.checkpoints.load("best", self.best_step)
-        vocabulary = self.corpus.vocabulary
-        best = with_weights(self.config, len(vocabulary), model_tensors(tensors))
-        self.model.load_state_dict(best.state_dict())
-        training = {
-            "script_sha256": self.script_sha256,
-            "step": self.best_step,
-            "val_loss": self.best_val_loss,
-            "metrics": self.metrics[-1],
-            "corpus_sha256": self.corpus.sha256,
-            "world_size": self.group.world_size,
-            "torch_version": torch.__version__,
-        }
-        model_dir, output_dir = self.container.model_dir, self.container.output_dir
+    base: dict[str, Any] = {}
+    if options.resume:
         try:
-            why = write_artefact(model_dir, best, vocabulary, training)
-            output_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {error.filename or model_dir}: {error.strerror};"
-                f" the checkpoint of step {self.kept_step} is kept"
-            ) from None
-        if self.config.sample_length:
-            self.say_sample("after training", self.config.sample_length)
-        self.say_result()
-        if why:
-            say(f"note: only this script computes the model, as it is not Qwen3's: {why}")
-        say(f"model written to {model_dir}")
+            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        except CheckpointError as error:
+            raise ConfigError(f"--resume {options.resume}: {error}") from None
+        base = saved["config"]
+        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
+            raise ConfigError(
+                f"{options.resume} was trained by a script with other hyperparameters"
+                f" ({', '.join(foreign)}); go on with it by that script"
+            )
+        options = dataclasses.replace(
+            options,
+            data=options.data or saved["data"],
+            validation=options.validation or saved["validation"],
+            processes_before=saved.get("processes", 0),  # older checkpoints have none
+        )
+    return make_config(given, options.preset or None, base), options
 
-    def say_result(self) -> None:
-        """The loss of the model that is kept, and what a person may wonder at in it."""
-        assert self.best_step is not None
-        say(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
-        if self.best_step < self.step:
-            say(
-                f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
-                " val_loss"
-            )
-        guessing = math.log(len(self.corpus.vocabulary))
-        if self.best_val_loss > 0.99 * guessing:
-            learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
-            remedy = (
-                "what it learns of one part of the text is not true of the other; bring more text"
-                if learnt
-                else "another learning_rate or more steps may learn"
-            )
-            say(f"note: guessing has {guessing:.5f}: {remedy}")
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [__doc__ or "", "options:"]
+    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"]:
+            lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
+        kept = "; --resume keeps it" * f.metadata["fixed"]
+        lines.append(
+            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
+        )
+    return "\n".join(lines)
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:
@@ -3586,8 +3362,6 @@ def end_at_once(signum: int, frame: Any) -> NoReturn:
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """One rank's whole life; returns its exit status."""
     device = rank_device(config, container, ranks)
-    if not threads_said():
-        torch.set_num_threads(max(1, available_cores() // ranks.local_world_size))
     config.check_world_size(ranks.world_size)
 
     checkpoints = Checkpoints(container.checkpoint_dir)
@@ -3601,7 +3375,12 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     group = Group(ranks, device, container, config.hang_seconds)
     if ranks.local_rank == 0:  # the others only wait, deaf to Python's handlers
         on_stop_signals(end_at_once)
+    threads = torch.get_num_threads()  # OMP_NUM_THREADS, if it is set
+    if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
+        threads = max(1, available_cores() // ranks.local_world_size)
+    torch.set_num_threads(1)  # the chunks of a text are too small to share
     corpus = load_corpus(container, config, group)
+    torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()  # of the steps; what reading the text took has gone back by now
     trainer = Trainer(config, container, group, corpus)
@@ -3627,10 +3406,6 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 
 
 def main(argv: Sequence[str]) -> int:
-    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:  # `>&-` left it free for any file
-        os.set_inheritable(nowhere, True)
-    os.close(nowhere)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
         print(usage())

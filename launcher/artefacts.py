@@ -62,8 +62,9 @@ def script_finder(
 ) -> FindScript:
     """A function that finds the script which trained a model: entry_point, else the job's copy."""
     if entry_point is not None:
-        return lambda: entry_point
-    return lambda: backend_for(description.instance, settings).script(description.job_id)
+        return lambda sha256: entry_point
+    backend = backend_for(description.instance, settings)
+    return lambda sha256: backend.script(description.job_id, sha256)
 
 
 def fetch_described(

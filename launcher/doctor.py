@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -55,6 +56,9 @@ DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "Unauth
 SDK_V3_PARTS = ("sagemaker-mlops", "sagemaker-serve", "sagemaker-train")
 # Condition operators that `trusts` evaluates.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
+
+
+ROOM = 500_000_000  # bytes that a job and its model may take
 
 
 class Doubt(Exception):
@@ -178,6 +182,16 @@ def sdk_is_whole() -> bool:
     """Whether files of SDK version 2 remain: uninstalling version 3 deletes some."""
     sdk = metadata.distribution("sagemaker")
     return Path(str(sdk.locate_file("sagemaker/__init__.py"))).exists()
+
+
+def check_disk(patient: Patient) -> str:
+    home = patient.settings.home
+    there = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{free / 1e9:.1f} GB free for {home}"
+    if free < ROOM:
+        raise InputError(f"{text}: delete files, or move it with SM_NANOGPT_HOME")
+    return text
 
 
 def check_training(patient: Patient) -> str:
@@ -530,7 +544,8 @@ class Check:
 HERE = (
     Check("python", check_python),
     Check("packages", check_packages),
-    Check("local training", check_training, needs=("packages",)),
+    Check("disk", check_disk),
+    Check("local training", check_training, needs=("packages", "disk")),
 )
 AWS = (
     Check("region", check_the_region),

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
@@ -129,8 +129,8 @@ def reason_of(error: ValidationError) -> str:
     return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises InputError if that fails."""
+def read_toml(path: Path, tables: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a TOML file. Raises InputError if that fails, or if it has other tables."""
     try:
         values = tomllib.loads(read_file(path).decode())
         json.dumps(
@@ -140,4 +140,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
+    for name, value in values.items():
+        if isinstance(value, dict) and name not in tables:
+            raise InputError(f"{path}: [{name}]: delete this line; the file has no sections")
     return values

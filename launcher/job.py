@@ -298,8 +298,12 @@ def load_script(file: Path, source: bytes) -> ModuleType:
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
         _ = module.make_config, module.PRESETS, module.metric_definitions
+        _ = module.script_sha256, module.with_weights, module.write_artefact
     except AttributeError as error:
-        raise InputError(f"{file}: not an edited copy of train.py ({error})") from None
+        raise InputError(
+            f"{file}: not an edited copy of this version's train.py ({error}); start from the file"
+            " that `sm-nanogpt copy-script` writes"
+        ) from None
     except SyntaxError as error:
         raise InputError(f"{file}: {error}") from None
     except KeyboardInterrupt:

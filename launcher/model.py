@@ -1,9 +1,9 @@
 """Load a model directory without trusting it, or export one from a checkpoint.
 
-Called by `launcher.artefacts`, to check downloads, and by `launcher.sampling`. If config.json is
-what the packaged train.py would write, the packaged model computes the same (each run compares its
-logits with Qwen3's). Otherwise the script that trained the model, identified by its SHA-256, has to
-compute it. Only local files are executed, never a script from S3.
+Called by `launcher.artefacts`, to check downloads, and by `launcher.sampling`. The script that
+trained a model, identified by its SHA-256, computes it. Without that script, the packaged model
+computes a model that is Qwen3's, since its run compared the logits. Only local scripts that were
+launched or named here are executed, never code or a path from S3.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field, JsonValue
@@ -29,7 +31,9 @@ from launcher.job import load_script
 
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
-FindScript = Callable[[], Path | None]  # the local script that may have trained a model
+# Maps the SHA-256 of a script to the local file that may be it.
+FindScript = Callable[[str], Path | None]
+logger = logging.getLogger(__name__)
 
 
 class Ids(Document):
@@ -45,7 +49,7 @@ class Tokenizer(Document):
 class Training(Document):
     """training.json."""
 
-    script_sha256: str
+    script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     config: dict[str, Scalar | None]
 
 
@@ -64,7 +68,7 @@ def script_module(sha256: str, find_script: FindScript) -> ModuleType:
     """
     if sha256 == train.script_sha256():
         return train
-    script = find_script()
+    script = find_script(sha256)
     source = script.read_bytes() if script is not None and script.is_file() else b""
     if hashlib.sha256(source).hexdigest() != sha256:
         but = f"and {script} is another one" if source else "which is not here"
@@ -83,12 +87,12 @@ def known_config(values: Mapping[str, Any]) -> Config:
 
 
 def load_artefact(
-    directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
+    directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
 ) -> tuple[GPT, str]:
     """Load the model (CPU, float32, eval mode) and the vocabulary of a model directory.
 
-    Uses the packaged model if that computes the same and own_script is not set; else the model of
-    the script that trained it.
+    The script that trained the model computes it. Without that script, the packaged model computes
+    a model that is Qwen3's, and logs this, unless own_script is set.
 
     Raises:
         FormatError: write_artefact did not write this directory, or it is damaged.
@@ -106,10 +110,15 @@ def load_artefact(
         sha256 = training.script_sha256
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
         script: ModuleType = train
-        config = known_config(training.config)
-        expected = train.hugging_face_config(config, len(vocabulary))
-        if own_script or (found != expected and sha256 != train.script_sha256()):
+        try:
             script = script_module(sha256, find_script)
+        except InputError:
+            if own_script or found.get("model_type") != "qwen3":
+                raise
+            log_absent_script(sha256)
+        if script is train:
+            config = known_config(training.config)
+            expected = train.hugging_face_config(config, len(vocabulary))
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
@@ -127,7 +136,15 @@ def load_artefact(
     with errors_of(script):
         if script is not train:
             config = script.make_config(training.config)
-        return fill(script, config, tensors, found, vocabulary), vocabulary
+        return fill(script, config, tensors, found["model_type"] != "qwen3", vocabulary), vocabulary
+
+
+@lru_cache  # once, though a model is checked and then loaded
+def log_absent_script(sha256: str) -> None:
+    logger.warning(
+        f"the script that trained this model (SHA-256 {sha256[:12]}...) is not on this machine; the"
+        " packaged one computes it, as the export found no difference (--entry-point FILE names it)"
+    )
 
 
 def read(directory: Path, name: str, kind: type[T]) -> T:
@@ -162,7 +179,7 @@ def fill(
     script: ModuleType,
     config: Any,
     tensors: Mapping[str, Tensor],
-    found: Mapping[str, Any],
+    edited: bool,
     vocabulary: str,
 ) -> GPT:
     """Create the script's model with the tensors of a file.
@@ -172,12 +189,12 @@ def fill(
     """
 
     def exported(model: GPT) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = dict(model.named_parameters())
-        if found["model_type"] == "qwen3":
-            weights = script.to_hugging_face(weights, config)
-        return weights
+        weights = model.state_dict()
+        return weights if edited else script.to_hugging_face(weights, config)
 
-    with torch.device("meta"):  # check the sizes before allocating memory
+    # Check the sizes before allocating memory. (An edited script may not support the meta device;
+    # its configuration is the one that it trained.)
+    with torch.device("meta") if script is train else contextlib.nullcontext():
         shapes = exported(script.GPT(config, len(vocabulary)))
     for name in sorted(shapes.keys() | tensors.keys()):
         said, there = (
@@ -190,16 +207,17 @@ def fill(
             raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
     model: GPT = script.GPT(config, len(vocabulary))
     for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
-        if name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
+        if not edited and name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
             raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
-        if not bool(tensors[name].isfinite().all()):
+        # The mask of an edited model may hold infinities.
+        if bool(tensors[name].isnan().any() if edited else not tensors[name].isfinite().all()):
             raise FormatError(f"model.safetensors: {name} holds numbers that are not finite")
         tensor.copy_(tensors[name])
     return model.eval()
 
 
 def export_checkpoint(
-    checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda: None
+    checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda sha256: None
 ) -> int:
     """Export the newest intact checkpoint as a model directory; return its step.
 
@@ -210,12 +228,12 @@ def export_checkpoint(
         FormatError: the script cannot read it.
         InputError: the script is not here.
     """
+    with errors_of(train), contextlib.redirect_stdout(sys.stderr):  # it prints which it skips
+        loaded = train.Checkpoints(checkpoint_dir).load_latest()
+    if loaded is None:
+        raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
+    tensors, state = loaded
     with errors_of(train):
-        with contextlib.redirect_stdout(sys.stderr):  # it prints which checkpoints it skips
-            loaded = train.Checkpoints(checkpoint_dir).load_latest()
-        if loaded is None:
-            raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
-        tensors, state = loaded
         saved = parse(state, Saved, "its state")
     training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
     script = script_module(saved.script_sha256, find_script)

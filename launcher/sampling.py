@@ -19,7 +19,7 @@ from launcher.tracking import describe
 
 
 def load_model(
-    directory: Path, find_script: FindScript = lambda: None, own_script: bool = False
+    directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
 ) -> tuple[train.GPT, str]:
     """Load a model (CPU, float32 weights) and its vocabulary; a character's index is its id.
 
@@ -41,8 +41,8 @@ def load_model(
 
 
 def is_edited(model: train.GPT) -> bool:
-    """Whether the model is computed by an edited script."""
-    return not isinstance(model, train.GPT)
+    """Whether an edited script computes the model, not the packaged one."""
+    return type(model) is not train.GPT
 
 
 def stream_samples(
@@ -98,7 +98,18 @@ def stream_samples(
         top_p=top_p,
         seed=seed,
     )
-    return ("".join(vocabulary[i] for i in step.tolist()) for step in steps)
+    return characters(steps, vocabulary)
+
+
+def characters(steps: Iterator[torch.Tensor], vocabulary: str) -> Iterator[str]:
+    """The characters of each step's ids. Raises ServiceError if an edited script fails."""
+    try:
+        for step in steps:
+            yield "".join(vocabulary[i] for i in step.tolist())
+    except Exception as error:
+        raise ServiceError(
+            f"the script that trained the model fails to sample: {type(error).__name__}: {error}"
+        ) from error
 
 
 def sample(

@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        values = read_toml(config_file()) if config_file().exists() else {}
+        values = read_toml(config_file(), tables=["tags"]) if config_file().exists() else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, values)
 
     def command(self, words: str) -> str:
@@ -193,6 +193,10 @@ class Settings(BaseSettings):
     @property
     def jobs_dir(self) -> Path:
         return self.home / "jobs"
+
+    def kept_script(self, sha256: str) -> Path:
+        """Where a launch from here keeps an edited script, by the SHA-256 of its content."""
+        return self.home / "scripts" / f"{sha256}.py"
 
     @property
     def models_dir(self) -> Path:

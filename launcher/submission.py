@@ -233,9 +233,8 @@ def take_over(
     said = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
-    if job.entry_point is None:  # the presets are those of this script
-        home.check_script(job.resume, before)
-        job = job.model_copy(update={"entry_point": before.entry_point})
+    if job.entry_point is None:  # whose presets the words of this job mean
+        job = job.model_copy(update={"entry_point": home.edited_script(job.resume, before)})
     sent, known = earlier.hyperparameters, job.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):
         logger.info(

@@ -9,15 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import botocore.session
 import launching
 import pytest
 import torch
-from emulator import ROLE_ACTIONS, Emulator, make_role, serving
-from money_service import TODAY, MoneyService
-from sagemaker_service import SageMaker, scripted
+
+if TYPE_CHECKING:  # they import moto, for seconds
+    from emulator import Emulator
+    from money_service import MoneyService
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +28,30 @@ torch.set_num_threads(1)
 # Each session parses the models of services anew, and tests make thousands of sessions. Here these
 # share them, as the clients of one do; moto has its own, since clients change theirs a little.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "leave out tests that start a process, a server or a container (make check)"
+    parser.addoption("--quick", action="store_true", help=words)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    slow = collection_path.name in ("contract", "e2e") and collection_path.is_dir()
+    return True if slow and config.getoption("--quick") else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With --quick, skips a test when it starts a process, directly or through a fixture."""
+
+    def skip(*_: Any, **__: Any) -> None:
+        pytest.skip("it starts a process")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("--quick"):
+            patch.setattr("subprocess.Popen.__init__", skip)
+            patch.setattr("subprocess.Popen.__del__", lambda self: None)
+        yield
 
 
 @pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter
@@ -141,8 +166,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def emulator() -> Iterator[Emulator]:
+def emulator(pytestconfig: pytest.Config) -> Iterator[Emulator]:
     """AWS on loopback; shared, so that what a test puts there has names of its own."""
+    if pytestconfig.getoption("--quick"):
+        pytest.skip("it starts a server")
+    from emulator import ROLE_ACTIONS, make_role, serving
+    from sagemaker_service import SageMaker, scripted
+
     with serving(SageMaker(scripted)) as emulator:
         make_role(emulator.url, "training", *ROLE_ACTIONS)
         yield emulator
@@ -155,6 +185,7 @@ def s3(
     """A client of its S3, with a bucket of this test's own under `s3.bucket`."""
     import boto3
     from s3fs import S3FileSystem
+    from sagemaker_service import SageMaker, scripted
 
     for name, value in {
         "AWS_ENDPOINT_URL": emulator.url,
@@ -176,6 +207,8 @@ def s3(
 @pytest.fixture
 def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> MoneyService:
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
+    from money_service import TODAY
+
     for module in ("prices", "quotas"):
         monkeypatch.setattr(f"launcher.aws.{module}.date", SimpleNamespace(today=lambda: TODAY))
     return emulator.money

@@ -112,13 +112,22 @@ def test_each_finding_is_one_line_and_what_it_leaves_out_another_and_a_failure_i
 def test_a_machine_without_aws_is_checked_alone(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("doctor", "--instance", "local", "--no-train")
     assert ran.code == 0, ran.err
-    assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:"]
+    assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:", "disk:"]
     nowhere = cli("doctor", "--no-train")
     assert nowhere.code == 1
     assert "no region" in nowhere.out
     assert "warning  not checked:    credentials, clock, stack, role, store, " in nowhere.out
     assert nowhere.out.count("not checked") == 1
     assert "--instance local` checks only this machine" in nowhere.err
+
+
+def test_a_full_disk_is_a_failure(
+    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**8))
+    ran = cli("doctor", "--instance", "local")
+    assert ran.code == 1
+    assert f"failure  disk:           0.1 GB free for {home}: delete files" in ran.out
 
 
 def test_a_profile_that_is_not_there_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:

@@ -47,8 +47,29 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             "        x = x.to(self.compute_dtype)",
         ),
     ],
+    "buffer": [
+        (
+            "        self.blocks = ",
+            '        self.register_buffer("hot", torch.ones(()))\n        self.blocks = ',
+        ),
+        (
+            HEAD,
+            "if self.training:\n            self.hot *= 1.02\n"
+            f"        {HEAD}\n        logits = logits * self.hot",
+        ),
+    ],
+    "norms with weights, and a mask": [
+        (
+            "        self.blocks = ",
+            "        self.final_norm = nn.LayerNorm(config.n_embd)\n"
+            "        mask = torch.full((config.block_size,), float('-inf'))\n"
+            '        self.register_buffer("mask", mask)\n'
+            "        self.blocks = ",
+        ),
+        ("        x = norm(x)\n", "        x = self.final_norm(x.float()).to(x.dtype)\n"),
+    ],
     "hyperparameter": [
-        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits", group="model")\n{FIELD}'),
+        (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits")\n{FIELD}'),
         (
             HEAD,
             f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",
@@ -184,7 +205,7 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     directory = fetch_model(edited.job_id)
     assert directory.name == "step-00000010"
     script = edited.directory / "code/train.py"
-    model, _ = load_model(directory, lambda: script)
+    model, _ = load_model(directory, lambda sha256: script)
     assert type(model).__module__ == module_of(script).__name__
     ran = cli("fetch-and-sample", edited.job_id)
     assert ran.code == 0, ran.err
@@ -193,14 +214,86 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
 
-def test_an_edited_recipe_keeps_the_model_of_the_package(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+def test_the_package_computes_a_qwen3_model_whose_script_is_gone(
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     edit = ("warm * (config.final", "0.9 * warm * (config.final")
     job = launched(launching.edited(tmp_path / "mine.py", edit), home, cli, text_file)
     (job.directory / "code/train.py").unlink()
     model, _ = load_model(fetch_model(job.job_id))
     assert isinstance(model, train.GPT)
+    assert "is not on this machine; the packaged one computes it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (  # after one id alone
+            (
+                "        x = norm(x)\n",
+                "        x = norm(x)\n"
+                "        x = x * (1 - 2 * (idx == 9).int()).cumprod(1)[..., None]\n",
+            ),
+            "its logits differ from Qwen3's by",
+        ),
+        (
+            ("    activation = staticmethod(F.silu)", "    activation = nn.GELU()"),
+            "AttributeError: 'GELU' object has no attribute '__name__'",
+        ),
+    ],
+)
+def test_what_is_not_qwen3_is_exported_as_such(
+    edit: tuple[str, str], why: str, tmp_path: Path
+) -> None:
+    module = module_of(launching.edited(tmp_path / "mine.py", edit))
+    model = module.GPT(module.Config(), 11).eval()
+    model.init_weights(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    assert module.write_artefact(tmp_path / "model", model, "abcdefghijk", {}).startswith(why)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["model_type"] == "sm-nanogpt-edited"
+
+
+def test_the_best_weights_of_another_script_are_not_kept(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
+    words = ("--entry-point", str(script), "--set", "max_steps=11")
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
+    assert ran.code == 0, ran.err
+    assert "note: another script wrote it" in ran.err
+    assert "at step 11\n" in ran.err
+
+
+def test_a_resumed_script_with_other_weights_is_refused(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    script = launching.edited(tmp_path / "mine.py", *EDITS["bias"])
+    words = ("--entry-point", str(script), "--set", "max_steps=11")
+    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
+    assert ran.code == 1
+    assert "attention.out.bias is nothing in the checkpoint and [32] in this script" in ran.error
+
+
+def test_a_frozen_parameter_is_left_as_it_is() -> None:
+    model = train.GPT(train.Config(), 5)
+    model.init_weights(1)
+    model.embed.weight.requires_grad_(False)
+    dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
+    container = train.read_container({}, train.Options(data="none"))
+    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    optimizer = train.Optimizer(model, model.config, group)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
+    optimizer.step(1.0)
+    same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert {"embed.weight", "blocks.0.mlp.down.weight"} <= same
+    assert "head.weight" not in same
 
 
 def test_a_parameter_without_a_gradient_is_named(

@@ -1288,7 +1288,7 @@ def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    monkeypatch.setattr("entry_point.train.available_cores", lambda: 4)
+    monkeypatch.setattr("launcher.backends.cpu.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert plan_processes(TrainingJob(**words)) == expected
 

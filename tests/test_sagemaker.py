@@ -1451,8 +1451,13 @@ def test_a_job_that_has_its_model_is_not_resumed_without_more_steps(
     assert cli("launch", "--resume", job_id, *launching.sets(max_steps=11)).code == 0
 
 
-def test_a_resumed_job_runs_the_edited_script_as_it_was_run_unless_another_is_named(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+def test_a_resumed_job_runs_the_script_kept_at_launch_unless_another_is_named(
+    cloud: Emulator,
+    s3: Any,
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
 ) -> None:
     def archive(job_id: str) -> str:
         return f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
@@ -1465,16 +1470,15 @@ def test_a_resumed_job_runs_the_edited_script_as_it_was_run_unless_another_is_na
         assert ran.code == 0, ran.err
         return ran.out.strip()
 
-    mine = launching.edited(tmp_path / "mine.py", ("of the initial weights", "of mine"))
+    mine = launching.edited(tmp_path / "mine.py", ("of initial weights", "of mine"))
     first = stopped(s3, cli, text_file, "--entry-point", str(mine))
+    mine.unlink()
     assert sent(resumed()) == sent(first)
-    launching.edited(mine, ("of the initial weights", "of my other one"))
-    for _ in ("another", "none"):
-        ran = cli("launch", "--resume", first)
-        assert ran.code == 2
-        assert f"{archive(first)}); choose a script with --entry-point" in ran.error
-        mine.unlink(missing_ok=True)
-    other = launching.edited(tmp_path / "other.py", ("of the initial weights", "of another"))
+    shutil.rmtree(home / "scripts")  # as on another machine
+    ran = cli("launch", "--resume", first)
+    assert ran.code == 2
+    assert "is not on this machine; give it with --entry-point FILE" in ran.error
+    other = launching.edited(tmp_path / "other.py", ("of initial weights", "of another"))
     s3.delete_object(Bucket=s3.bucket, Key=archive(first))
     assert resumed("--entry-point", str(other))
 
@@ -1487,6 +1491,9 @@ def test_code_from_the_store_is_not_executed_here(
     evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n".encode()
     key = f"some/prefix/jobs/{first}/source/sourcedir.tar.gz"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=source_archive(evil))
+    (tmp_path / "fetched.py").write_bytes(evil)  # a path from the store is not taken either
+    record = json.dumps({"instance": "ml.g5.12xlarge", "entry_point": str(tmp_path / "fetched.py")})
+    s3.put_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{first}/job.json", Body=record.encode())
     assert cli("launch", "--resume", first).code == 2
     assert cli("launch", "--resume", first, "--dry-run").code == 2
     assert not (tmp_path / "executed").exists()

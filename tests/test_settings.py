@@ -213,3 +213,10 @@ def test_the_store_option_sends_an_upload_elsewhere(
     assert ran.code == 0
     assert ran.out.startswith((tmp_path / "elsewhere").as_uri())
     assert not (home / "store").exists()
+
+
+def test_a_section_in_the_config_file_is_named(home: Path) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text('[aws]\nregion = "us-east-1"\n')
+    with pytest.raises(InputError, match=r"config\.toml: \[aws\]: delete this line"):
+        load_settings()

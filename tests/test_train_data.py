@@ -162,12 +162,12 @@ def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_signal_while_tokenising_leaves_no_file_behind(tmp_path: Path, text_file: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    line = "    vocabulary, places = first_ids.in_order()\n"
-    command = edited_script(tmp_path / "train.py", (line, "    time.sleep(60)\n"))
+    line = "            parts.append((str(path), file.tell() // ids.itemsize))\n"
+    command = edited_script(tmp_path / "train.py", (line, "            time.sleep(60)\n"))
     env = environment(TMPDIR=str(temporary))
     arguments = words(**SMALL, data=text_file)
     with started(arguments, cwd=tmp_path, env=env, command=command) as process:
-        wait_for_file(temporary, "sm-nanogpt-*/*.draft")
+        wait_for_file(temporary, "sm-nanogpt-*/*.ids")
         process.send_signal(signal.SIGTERM)
         end = ended(process)
     assert (end.status, end.output) == (128 + signal.SIGTERM, "")

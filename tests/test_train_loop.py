@@ -539,18 +539,6 @@ def test_a_directory_that_cannot_be_locked_is_taken_with_a_word(
     assert f"note: {tmp_path} cannot be locked (No locks available); " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&-"])
-def test_a_training_needs_nobody_to_read_its_log(
-    tmp_path: Path, text_file: Path, closed: str
-) -> None:
-    command = ("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(SCRIPT))
-    how = words(**SMALL, data=text_file, out="mine", processes=2)
-    end = run(how, cwd=tmp_path, command=command)
-    assert end.status == 0, end.output
-    assert end.output == "" or closed == "2>&-"
-    assert (tmp_path / "mine/model/model.safetensors").exists()
-
-
 # -- losses that are not finite --------------------------------------------------------------------
 
 
@@ -1125,25 +1113,6 @@ def test_a_training_whose_terminal_is_closed_stops_with_a_checkpoint(
         status = process.wait(timeout=LIMIT)
     assert status == 128 + signal.SIGTERM
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
-
-
-def test_threads_that_other_programs_hold_up_are_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = trainer_of(tmp_path)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    monkeypatch.setattr(train, "preemptions", lambda: 1000)
-
-    def said_after(seconds: float, halted: int) -> str:
-        trainer.last_look = time.monotonic() - seconds, 1000 - halted
-        trainer.notice_busy_cores()
-        return capsys.readouterr().out
-
-    assert said_after(1, 1000) == said_after(10, 900) == ""  # too short a look; few enough
-    assert "note: other programs use this machine's cores, and 4 CPU" in said_after(4, 1000)
-    trainer.notice_busy_cores()
-    assert trainer.last_look is None
-    assert capsys.readouterr().out == ""
 
 
 def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:

@@ -46,11 +46,15 @@ class Backend(Protocol):
     def job(self, job_id: str) -> TrainingJob:
         """The job as it was submitted."""
 
-    def script(self, job_id: str) -> Path | None:
-        """The script on this machine that trained a job; None if there is none."""
+    def script(self, job_id: str, sha256: str) -> Path:
+        """The path of the script that trained a job, by its SHA-256; it may not exist."""
 
-    def check_script(self, job_id: str, job: TrainingJob) -> None:
-        """Raise InputError if the entry_point of a submitted job has changed since."""
+    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
+        """This machine's copy of the edited script that a job ran; None for the packaged one.
+
+        Raises:
+            InputError: this machine has no copy.
+        """
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         """Yield the jobs, newest first."""

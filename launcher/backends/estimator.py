@@ -133,6 +133,8 @@ def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any
     # The toolkit sets NCCL_DEBUG=INFO for all ranks, whatever the job's environment says, and
     # CloudWatch bills each line. Only this option changes that.
     debug = environment.get("NCCL_DEBUG") or "WARN"
+    if not debug.isalnum():  # the toolkit passes it through a shell
+        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, such as WARN or INFO")
     # With `enable`, as in a well-known tutorial, each host would train alone.
     return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
 

@@ -159,6 +159,9 @@ class LocalBackend:
         """Write the job's record and start its runner."""
         (directory / "code").mkdir()
         (directory / "code" / "train.py").write_bytes(script)
+        from launcher.backends.cpu import cores
+
+        ranks = record["job"]["instance_count"] * record["processes_per_host"]
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -175,6 +178,8 @@ class LocalBackend:
                 cwd=directory,  # it holds nothing to import by mistake
                 env={
                     **os.environ,
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+                    or str(max(1, cores() // ranks)),
                     "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
@@ -239,11 +244,11 @@ class LocalBackend:
         # The copy that was run; the user's file may have changed.
         return record.job.model_copy(update={"entry_point": self.script(job_id)})
 
-    def script(self, job_id: str) -> Path:
+    def script(self, job_id: str, sha256: str = "") -> Path:
         return self.jobs_dir / job_id / "code" / "train.py"
 
-    def check_script(self, job_id: str, job: TrainingJob) -> None:
-        """The script is the copy that was run."""
+    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
+        return job.entry_point
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         names = sorted(
@@ -303,6 +308,8 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     """
     import torch
 
+    from launcher.backends.cpu import cpu_processes
+
     config = job.config(1)
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
@@ -310,9 +317,7 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
             return job.processes_per_instance, 0
         # The hosts share this machine's cores, and MPS is one device.
         mps = config.device != "cpu" and torch.backends.mps.is_available()
-        # An older script lacks cpu_processes.
-        choose = getattr(job.script_module(), "cpu_processes", lambda config: 1)
-        return (1 if mps or job.instance_count > 1 else choose(config)), 0
+        return (1 if mps or job.instance_count > 1 else cpu_processes(config)), 0
     if gpus % job.instance_count:
         raise InputError(
             f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"

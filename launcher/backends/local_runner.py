@@ -207,10 +207,6 @@ class LocalRun:
                 kept["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in kept else every
             )
             kept["CUDA_VISIBLE_DEVICES"] = ",".join(chosen[index * gpus : (index + 1) * gpus])
-        if not kept.get("OMP_NUM_THREADS") and len(self.hosts) > 1:
-            # Each host would otherwise use all cores of the machine.
-            ranks = len(self.hosts) * self.record.processes_per_host
-            kept["OMP_NUM_THREADS"] = str(max(1, available_cpus() // ranks))
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
         values = self.record.hyperparameters
         arguments = command_line(values)
@@ -221,7 +217,7 @@ class LocalRun:
             "SM_HOSTS": json.dumps(self.hosts),
             "SM_CURRENT_HOST": host,
             "SM_NUM_GPUS": str(gpus),
-            "SM_NUM_CPUS": str(available_cpus()),
+            "SM_NUM_CPUS": str(os.cpu_count() or 1),
             "SM_NETWORK_INTERFACE_NAME": LOOPBACK,
             "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
             "SM_NANOGPT_LIFELINE": str(self.lifeline),
@@ -403,12 +399,6 @@ def reserve_port() -> int:
         accepted.close()  # closed first, so that this side enters TIME_WAIT
         client.recv(1)
         return int(listener.getsockname()[1])
-
-
-def available_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def main() -> None:

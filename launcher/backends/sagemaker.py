@@ -14,6 +14,7 @@ prefixes in the store:
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -43,7 +44,6 @@ from launcher.aws.session import (
 )
 from launcher.aws.stack import remembered
 from launcher.backends.toolkit import script_lines
-from launcher.documents import read_file
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
     RUNNING,
@@ -214,7 +214,11 @@ class SageMakerBackend:
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         request = self.request(job_id, job, plan)
-        archive = source_archive(job.script.read_bytes())
+        script = job.script.read_bytes()
+        if job.entry_point is not None:  # models and resumed jobs of this script need it here
+            kept = self.settings.kept_script(hashlib.sha256(script).hexdigest())
+            storage.write_bytes(str(kept), script)
+        archive = source_archive(script)
         storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
             source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
@@ -288,25 +292,23 @@ class SageMakerBackend:
             raise ServiceError(f"{record} is missing, so the submitted job is unknown")
         return job
 
-    def script(self, job_id: str) -> Path | None:
-        return self.job(job_id).entry_point
+    def script(self, job_id: str, sha256: str) -> Path:
+        return self.settings.kept_script(sha256)
 
-    def check_script(self, job_id: str, job: TrainingJob) -> None:
-        """Compare the script with the archive in the store. The archive is not executed here, since
-        others may write to the store."""
+    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
+        """Find the script by the SHA-256 of the archive in the store. Others may write there,
+        so it provides neither code nor a path."""
         if job.entry_point is None:
-            return
+            return None
         archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
-        ran = read_script(archive, self.settings)
-        try:
-            same = read_file(job.entry_point) == ran
-        except OSError:
-            same = False
-        if not same:
+        sha256 = hashlib.sha256(read_script(archive, self.settings)).hexdigest()
+        script = self.settings.kept_script(sha256)
+        if not script.exists():
             raise InputError(
-                f"{job.entry_point} has changed since job {job_id} ran it (as train.py in"
-                f" {archive}); choose a script with --entry-point"
+                f"the edited script of job {job_id} is not on this machine; give it with"
+                " --entry-point FILE"
             )
+        return script
 
     def files_of(self, job_id: str) -> str:
         """The prefix of a job's files, in the store that it was launched to."""

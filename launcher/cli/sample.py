@@ -65,8 +65,8 @@ from launcher.cli.show import byte_progress, note, print_json
 @click.option(
     "--entry-point",
     metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Edited train.py that trained the model (default: the job's own copy).",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The edited train.py that trained the model (default: the copy kept at launch).",
 )
 @JSON
 @click.pass_context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -107,8 +108,8 @@ def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
     assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
 
 
-def test_an_edited_model_is_sampled_by_the_file_it_was_launched_with(
-    aws: Emulator, command: Callable[..., Ran], text_file: Path, tmp_path: Path
+def test_an_edited_model_is_sampled_by_the_script_it_was_launched_with(
+    aws: Emulator, home: Path, command: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
     values = {**launching.TINY, "batch_size": 8}
@@ -119,6 +120,8 @@ def test_an_edited_model_is_sampled_by_the_file_it_was_launched_with(
     assert sampled.code == 0, sampled.err
     assert "sampling with the edited script that trained" in sampled.err
     kept = mine.rename(tmp_path / "kept.py")
+    assert command("fetch-and-sample", job_id).out == sampled.out  # the launch kept a copy
+    shutil.rmtree(home / "scripts")  # as on another machine
     refused = command("fetch-and-sample", job_id)
     assert (refused.code, refused.out) == (2, "")
     assert "name it with --entry-point FILE" in refused.error

@@ -1,0 +1,74 @@
+"""How a local job uses this machine's cores."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entry_point import train
+from launcher.backends import cpu
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
+        (
+            "3:cpuset:/\n1:cpu,cpuacct:/docker/7\n0::/\n",
+            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            4,
+        ),
+        (
+            "1:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            math.inf,
+        ),
+        ("1:cpu:/\n", {}, math.inf),
+        (None, {}, math.inf),
+    ],
+)
+def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(
+    tmp_path: Path, groups: str | None, files: dict[str, str], quota: float
+) -> None:
+    if groups is not None:
+        files = {"../../../proc/self/cgroup": groups, **files}
+    for name, content in files.items():
+        path = (tmp_path / "sys/fs/cgroup" / name).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert cpu.cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
+def test_a_job_takes_no_more_cores_than_the_quota_allows(
+    monkeypatch: pytest.MonkeyPatch, quota: float, cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
+    monkeypatch.setattr(cpu, "cpu_quota", lambda root: quota)
+    assert cpu.cores() == cores
+
+
+def test_a_large_model_takes_one_process_per_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def processes(cores: int, **values: Any) -> int:
+        monkeypatch.setattr(cpu, "cores", lambda: cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        return cpu.cpu_processes(train.make_config(values, "baby"))
+
+    assert [processes(cores) for cores in (1, 2, 4, 6, 64)] == [1, 2, 4, 4, 8]
+    assert processes(6, batch_size=60) == 6
+    assert processes(8, gradient_accumulation_steps=32) == 2
+    assert processes(8, n_layer=1, n_embd=24, batch_size=8) == 1
+
+
+@pytest.mark.parametrize(("said", "count"), [("", 4), ("0", 4), ("1", 4), ("2 ,1", 2), ("x", 4)])
+def test_omp_num_threads_limits_the_processes(
+    monkeypatch: pytest.MonkeyPatch, said: str, count: int
+) -> None:
+    monkeypatch.setattr(cpu, "cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert cpu.cpu_processes(train.make_config({}, "baby")) == count
