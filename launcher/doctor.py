@@ -1,8 +1,8 @@
-"""Whether this machine, and the AWS account behind it, are ready for a job.
+"""Check whether this machine and the AWS account are ready for a job. Called by `doctor`.
 
-Each check is a function that returns what it found to be well, raises `Doubt` for what may be
-wrong or cannot be looked at, and InputError or ServiceError for what is wrong; their text says what
-to do. A check names the ones that it needs, and is left out when one of those failed.
+Each check is a function. It returns what it found, raises `Doubt` for a warning, and InputError or
+ServiceError for a failure, whose text says what to do. A check is skipped if one that it needs has
+failed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from launcher.tracking import wait
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 LEFT_OUT = "not checked: it needs "
 
-MAX_SKEW_SECONDS = 300  # AWS refuses a request that is signed with a clock further off
-TRAINING_SECONDS = 300  # for a training that takes ten
+MAX_SKEW_SECONDS = 300  # AWS refuses requests if the clock is further off
+TRAINING_SECONDS = 300  # for a run that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
-# Version 3 of the SageMaker SDK puts these into the same directory as version 2, sagemaker/.
+# Packages of SageMaker SDK version 3, which share the directory sagemaker/ with version 2.
 SDK_V3_PARTS = ("sagemaker-mlops", "sagemaker-serve", "sagemaker-train")
-# The operators of conditions that `trusts` understands.
+# Condition operators that `trusts` evaluates.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
 
@@ -62,7 +62,7 @@ ROOM = 500_000_000  # bytes that a job and its model may take
 
 
 class Doubt(Exception):
-    """Something that may be wrong, or could not be looked at."""
+    """Something may be wrong, or could not be checked."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Finding:
 
     @property
     def left_out(self) -> bool:
-        """Whether nothing was looked at, as a check that it needs failed."""
+        """Whether the check was skipped because one that it needs has failed."""
         return self.text.startswith(LEFT_OUT)
 
 
 @dataclass
 class Patient:
-    """What is examined, and what earlier checks have found out about it."""
+    """The settings to check, and what earlier checks found."""
 
     settings: Settings
     instance: str
@@ -89,8 +89,8 @@ class Patient:
     session: Any = None
     region: str = ""
     account: str = ""
-    answered: str = ""  # the Date of an answer of AWS
-    answered_at: float = 0.0  # when it arrived, by the clock here
+    answered: str = ""  # Date header of an answer of AWS
+    answered_at: float = 0.0  # when it arrived, by this machine's clock
     stack: Stack | None = None
     role: str = ""
     store: str = ""
@@ -102,17 +102,17 @@ class Patient:
         return self.clients[service]
 
     def ask(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-        """An answer of AWS. Raises as `asking`."""
+        """Call AWS. Raises as `asking`."""
         with asking(operation):
             return dict(getattr(self.client(service), operation)(**request))
 
 
 @contextmanager
 def asking(operation: str) -> Iterator[None]:
-    """Turns what boto3 raises into words.
+    """Turn exceptions of boto3 into ours.
 
     Raises:
-        Doubt: the person may not ask this.
+        Doubt: the caller lacks the permission for this call.
         ServiceError: AWS refuses for another reason, or cannot be reached.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -141,7 +141,7 @@ def check_python(patient: Patient) -> str:
 def check_packages(patient: Patient) -> str:
     from packaging.requirements import Requirement
 
-    again = "install sm-nanogpt again, with its constraints.txt"
+    again = "reinstall sm-nanogpt with its constraints.txt"
     try:
         needed = [Requirement(line) for line in metadata.requires("sm-nanogpt") or []]
     except metadata.PackageNotFoundError:
@@ -160,7 +160,7 @@ def check_packages(patient: Patient) -> str:
         elif requirement.name == "sagemaker" and not sdk_is_whole():
             wrong.append(f"files of sagemaker {version} are missing")
     if parts := [f"{name} {version}" for name in SDK_V3_PARTS if (version := installed(name))]:
-        again = "install sm-nanogpt in an environment of its own, by `uv tool install` or `pipx`"
+        again = "install sm-nanogpt in its own environment, with `uv tool install` or `pipx`"
         mixed = f"{', '.join(parts)} of SageMaker SDK v3, which cannot share an environment with v2"
         if not wrong:
             raise Doubt(f"{mixed}: {again}")
@@ -171,7 +171,7 @@ def check_packages(patient: Patient) -> str:
 
 
 def installed(name: str) -> str:
-    """The version of a distribution in this environment, or ''."""
+    """The installed version of a distribution, or ''."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -179,7 +179,7 @@ def installed(name: str) -> str:
 
 
 def sdk_is_whole() -> bool:
-    """Uninstalling version 3 deletes files that version 2 put in place of its own."""
+    """Whether files of SDK version 2 remain: uninstalling version 3 deletes some."""
     sdk = metadata.distribution("sagemaker")
     return Path(str(sdk.locate_file("sagemaker/__init__.py"))).exists()
 
@@ -195,11 +195,11 @@ def check_disk(patient: Patient) -> str:
 
 
 def check_training(patient: Patient) -> str:
-    """A few steps of a tiny model, as a job like any other, in a home that is thrown away."""
+    """Train a tiny model for a few steps, as a normal job, in a temporary home."""
     if not patient.train:
         raise Doubt("not checked: --no-train")
     tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, max_steps=3, eval_interval=3)
-    # A batch that 1 to 8, 10, 12, 14, 15 and 16 GPUs share evenly.
+    # 1 to 8, 10, 12, 14, 15 and 16 GPUs can share this batch evenly.
     tiny |= dict(batch_size=1680, eval_windows=2, sample_length=0)
     with tempfile.TemporaryDirectory(prefix="sm-nanogpt-doctor-") as directory:
         text = Path(directory, "input.txt")
@@ -210,15 +210,15 @@ def check_training(patient: Patient) -> str:
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:
-            raise ServiceError(f"a tiny training has not ended in {TRAINING_SECONDS} s") from None
+            raise ServiceError(f"a tiny model did not train within {TRAINING_SECONDS} s") from None
         finally:
-            # After a time-out or Ctrl-C: a job outlives who launched it, and its home goes next.
+            # The job outlives this process, and its home is deleted next.
             LocalBackend(settings).stop(job_id)
             wait(job_id, settings)
     if ended.status != "Completed":
         raise ServiceError(
             f"{ended.failure_reason or ended.status}; `sm-nanogpt launch --instance local` shows"
-            " all of it"
+            " the full log"
         )
     return f"a tiny model trained here in {time.monotonic() - began:.0f} s"
 
@@ -253,17 +253,17 @@ def note_date(patient: Patient, answer: Mapping[str, Any]) -> None:
 
 
 def check_clock(patient: Patient) -> str:
-    """A wrong clock is a reason for AWS not to take the credentials, so it needs none."""
+    """Needs no valid credentials, since a wrong clock makes AWS reject them."""
     if not patient.answered:
         raise Doubt("not checked: AWS has not answered")
     skew = patient.answered_at - parsedate_to_datetime(patient.answered).timestamp()
     said = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} AWS"
     if abs(skew) > MAX_SKEW_SECONDS:
         raise ServiceError(
-            f"the clock here is {said}, and AWS refuses above {MAX_SKEW_SECONDS} s: set it right"
+            f"this machine's clock is {said}, and AWS allows {MAX_SKEW_SECONDS} s: correct it"
         )
     if abs(skew) > MAX_SKEW_SECONDS / 5:
-        raise Doubt(f"the clock here is {said}; AWS refuses above {MAX_SKEW_SECONDS} s")
+        raise Doubt(f"this machine's clock is {said}; AWS allows {MAX_SKEW_SECONDS} s")
     return said
 
 
@@ -277,11 +277,13 @@ def check_stack(patient: Patient) -> str:
         raise
     if stack is None:
         if configured:
-            return "none, and none is needed: store and role are configured"
-        raise Doubt(f"none: `{patient.settings.command('infra deploy')}` makes a bucket and a role")
+            return "none, and none is needed: store and role are set"
+        raise Doubt(
+            f"none: `{patient.settings.command('infra deploy')}` creates a bucket and a role"
+        )
     if not is_whole(stack.status):
         raise Doubt(
-            f"{stack.name} is {stack.status}: `{patient.settings.command('infra show')}` tells why"
+            f"{stack.name} is {stack.status}: `{patient.settings.command('infra show')}` shows why"
         )
     return f"{stack.name} is {stack.status}"
 
@@ -290,14 +292,14 @@ def check_stack(patient: Patient) -> str:
 
 
 def check_role(patient: Patient) -> str:
-    """It exists, and SageMaker may act as it."""
+    """The execution role exists, and SageMaker may assume it."""
     from launcher.backends.estimator import notebook_role
 
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
     patient.role = patient.role or notebook_role(patient.session, patient.settings.home)
     if not patient.role:
         deploy = patient.settings.command("infra deploy")
-        raise InputError(f"no execution role: `{deploy}` makes one, --role names one")
+        raise InputError(f"no execution role: create one with `{deploy}`, or set --role")
     name = patient.role.rsplit("/", 1)[-1]
     role = patient.ask("iam", "get_role", RoleName=name)["Role"]
     job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
@@ -307,17 +309,19 @@ def check_role(patient: Patient) -> str:
     }
     if not trusts(role["AssumeRolePolicyDocument"], "sagemaker.amazonaws.com", origin):
         raise InputError(
-            f"{patient.role}: its trust policy does not let sagemaker.amazonaws.com assume it for"
+            f"the trust policy of {patient.role} does not let sagemaker.amazonaws.com assume it for"
             f" training jobs of account {patient.account} in {patient.region}"
         )
     return patient.role
 
 
 def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -> bool:
-    """Whether a trust policy lets a service assume the role for what `origin` tells.
+    """Whether a trust policy lets a service assume the role, given the keys of `origin`.
+
+    IAM's simulation does not evaluate trust policies.
 
     Raises:
-        Doubt: it depends on a condition of another kind.
+        Doubt: it depends on another condition.
     """
 
     def listed(value: Any) -> list[Any]:
@@ -325,7 +329,7 @@ def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -
 
     def holds(operator: str, key: str, values: Any) -> bool:
         if key.lower() not in origin or operator not in WEIGHED:
-            raise Doubt(f"its trust policy has a condition that is not weighed here: {key}")
+            raise Doubt(f"not checked: the trust policy has a condition on {key}")
         return any(fnmatchcase(origin[key.lower()], value) for value in listed(values))
 
     def allows(statement: Mapping[str, Any]) -> bool:
@@ -347,12 +351,12 @@ def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -
 
 
 def check_store(patient: Patient) -> str:
-    """A tiny object is put below the store and deleted."""
+    """Write and delete an empty object in the store."""
     patient.store = patient.settings.store or (patient.stack.store if patient.stack else "")
     if not patient.store:
         raise InputError(
-            f"no store: `{patient.settings.command('infra deploy')}` makes one, or set --store or"
-            " SM_NANOGPT_STORE to s3://bucket/prefix"
+            f"no store: create one with `{patient.settings.command('infra deploy')}`, or set"
+            " --store or SM_NANOGPT_STORE to s3://bucket/prefix"
         )
     bucket, prefix = bucket_and_prefix(patient.store)
     key = f"{prefix}doctor-{secrets.token_hex(4)}.txt"
@@ -367,12 +371,12 @@ def check_store(patient: Patient) -> str:
         patient.ask("s3", "delete_object", Bucket=bucket, Key=key)
     except Doubt:
         left = f"s3://{bucket}/{key}"
-        raise Doubt(f"{patient.store} is writable; {left} may not be deleted") from None
+        raise Doubt(f"{patient.store} is writable, but {left} could not be deleted") from None
     return f"{patient.store} is writable"
 
 
 def bucket_and_prefix(store: str) -> tuple[str, str]:
-    """('bucket', 'some/prefix/') of a store. Raises InputError where SageMaker cannot read it."""
+    """Split a store into bucket and `some/prefix/`. Raises InputError if it is not on S3."""
     if not store.startswith("s3://"):
         raise InputError(f"SageMaker cannot read {store}: set --store to s3://bucket/prefix")
     bucket, _, prefix = store.removeprefix("s3://").partition("/")
@@ -380,7 +384,7 @@ def bucket_and_prefix(store: str) -> tuple[str, str]:
 
 
 def check_permissions(patient: Patient) -> str:
-    """What the role may do, by IAM's simulation, which leaves the bucket's own policy out."""
+    """Permissions of the role, by IAM's simulation, which ignores the bucket policy."""
     bucket, prefix = bucket_and_prefix(patient.store)
     partition = patient.role.split(":")[1]
     logs = f"arn:{partition}:logs:{patient.region}:{patient.account}:log-group:{LOG_GROUP}"
@@ -426,20 +430,19 @@ def check_permissions(patient: Patient) -> str:
                 found.append(f"{result['EvalActionName']} on {resource}")
     if denied:
         stack = patient.stack
-        # An older stack's role may lack what was added since.
+        # The role of an older stack may lack new permissions.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
         words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
-        deploy = f"`{patient.settings.command(words)}` brings it up to date"
+        deploy = f"update it with `{patient.settings.command(words)}`"
         remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:
-        raise Doubt(f"not decided, for it depends on conditions: {', '.join(undecided)}")
+        raise Doubt(f"not checked, since it depends on conditions: {', '.join(undecided)}")
     return "the role may read and write the store, log, and pull the image"
 
 
 def image_repositories(patient: Patient, partition: str) -> list[str]:
-    """The ARNs of the repositories that the role pulls AWS's images from: the default one's, and
-    for the stack's role those of all of them."""
+    """The ARNs of the image repositories: the default one's; for the stack's role, all of them."""
     registry, _, name = default_image(patient).partition("/")
     account, region = registry.split(".")[0], registry.split(".")[3]
     names = [name.partition(":")[0]]
@@ -449,7 +452,7 @@ def image_repositories(patient: Patient, partition: str) -> list[str]:
 
 
 def check_data(patient: Patient) -> str:
-    """What a launch would take."""
+    """The text that a launch would use."""
     settings = patient.settings.model_copy(update={"store": patient.store})
     try:
         return last_upload(settings)
@@ -465,7 +468,7 @@ def check_instance_type(patient: Patient) -> str:
 
 
 def check_image(patient: Patient) -> str:
-    """The default one runs on the instance type, and AWS patches it."""
+    """The default image runs on the instance type, and AWS patches it."""
     uri, launcher, today = default_image(patient), default_launcher(patient.instance), date.today()
     if unfit := problem(uri, patient.instance, launcher):
         raise InputError(unfit)
@@ -489,7 +492,7 @@ def check_price(patient: Patient) -> str:
     if prices.trouble:
         raise Doubt(f"{prices.trouble}{f'; {said}' if said else ''}")
     if price is None:
-        raise Doubt(f"what {patient.instance} costs in {patient.region} is not known")
+        raise Doubt(f"the price of {patient.instance} in {patient.region} is unknown")
     return said
 
 
@@ -501,18 +504,18 @@ def check_spot_quota(patient: Patient) -> str:
     try:
         return compare_quota(patient, SPOT)
     except InputError as error:
-        raise Doubt(f"{error} (for --spot alone)") from None
+        raise Doubt(f"{error} (only for --spot)") from None
 
 
 def compare_quota(patient: Patient, use: str) -> str:
-    """The quota against what runs now."""
+    """Compare a quota with the instances in use."""
     name = f"{patient.instance} for {use}"
     try:
         allowed = read_quota(name, patient.settings, patient.session)
     except ServiceError as error:
-        raise Doubt(f"{name!r} is not checked: {error}") from None
+        raise Doubt(f"could not check {name!r}: {error}") from None
     if allowed < 1:
-        raise InputError(f"{name!r} is {allowed:g}: ask for more in {CONSOLE}")
+        raise InputError(f"{name!r} is {allowed:g}: request an increase in {CONSOLE}")
     used = running_instances(patient, spot=use == SPOT)
     if used >= allowed:
         raise Doubt(f"{name!r} is {allowed:g}, and all are in use: wait, or stop a job")
@@ -520,7 +523,7 @@ def compare_quota(patient: Patient, use: str) -> str:
 
 
 def running_instances(patient: Patient, spot: bool) -> int:
-    """How many instances of the type the account's training jobs use, on spot capacity or not."""
+    """The number of instances of the type that training jobs use, on spot capacity or not."""
     with asking("search"):
         running = list(search_jobs(patient.client("sagemaker"), "TrainingJobStatus", "InProgress"))
     machines = [
@@ -562,9 +565,9 @@ AWS = (
 
 
 def examine(settings: Settings, instance: str, train: bool = True) -> Iterator[Finding]:
-    """Makes the checks for jobs on an instance type, or on this machine for `local`, one by one."""
+    """Yield the finding of each check for an instance type; `local` checks only this machine."""
     patient = Patient(settings, instance, train)
-    missing: set[str] = set()  # checks that failed, or were left out
+    missing: set[str] = set()  # failed or skipped
     for check in HERE if instance == "local" else HERE + AWS:
         lacking = [name for name in check.needs if name in missing]
         if lacking:
@@ -578,6 +581,6 @@ def examine(settings: Settings, instance: str, train: bool = True) -> Iterator[F
         except (InputError, ServiceError) as error:
             missing.add(check.name)
             yield Finding(check.name, FAILURE, str(error))
-        except Exception as error:  # a check that breaks keeps none of the others from being made
+        except Exception as error:  # a bug in one check must not stop the others
             missing.add(check.name)
             yield Finding(check.name, FAILURE, f"{type(error).__name__}: {error}")

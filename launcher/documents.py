@@ -1,8 +1,8 @@
-"""One door for documents: what a person, another version or an attacker may have written.
+"""Read JSON and TOML documents that a user, another version or an attacker may have written.
 
-A document is a regular file, or an object on S3, of at most LARGEST bytes. It is parsed into a
-pydantic model, a dataclass or a typed dict whose bounds hold from then on. pydantic's own parser
-refuses nesting deeper than 200 and integers of more than 4,300 digits.
+A document is a regular file or an S3 object of at most LARGEST bytes. It is parsed into a pydantic
+model, a dataclass or a typed dict, which enforces bounds. Pydantic's parser refuses nesting deeper
+than 200 and integers of more than 4,300 digits. Every module that reads a document uses it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from launcher.errors import InputError, ServiceError, must_be
 
 T = TypeVar("T")
 
-# Bytes: the manifest of some 50,000 files, or a tokenizer of 100,000 characters. Refusing the worst
-# document of this size takes half a gigabyte and five seconds.
+# Bytes; enough for the manifest of 50,000 files, or a tokenizer of 100,000 characters. The worst
+# document of this size takes half a gigabyte and five seconds to refuse.
 LARGEST = 1 << 21
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -44,7 +44,7 @@ Number = (
 
 
 class OneError:
-    """Says once what a value of several types must be, and not for each of them."""
+    """Gives one error for a union of types instead of one for each."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -61,20 +61,20 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class Document(BaseModel):
-    """The base of our documents: every number is finite."""
+    """Base class of our documents; numbers are finite."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class Damaged(ServiceError):
-    """A document is not what its model says."""
+    """A document does not fit its model."""
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Opens a regular file to read: a named pipe would wait for a writer, a device may never end.
+    """Open a regular file to read. A named pipe would block, and a device may never end.
 
     Raises:
-        OSError: it is something else, or cannot be opened.
+        OSError: it is no regular file, or cannot be opened.
     """
 
     def without_waiting(name: str, flags: int) -> int:
@@ -89,23 +89,23 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file of at most LARGEST bytes. Raises OSError."""
+    """Read a regular file of at most LARGEST bytes. Raises OSError."""
     with open_file(path) as file:
         return check_size(file.read(LARGEST + 1))
 
 
 def check_size(content: bytes) -> bytes:
-    """The content. Raises OSError if it has more than LARGEST bytes."""
+    """Return the content. Raises OSError if it has more than LARGEST bytes."""
     if len(content) > LARGEST:
         raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB")
     return content
 
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
-    """A JSON document, or one that was parsed before, as its kind.
+    """Validate a JSON document, as bytes or parsed, as `kind`.
 
     Raises:
-        Damaged: it is not of this kind, as an error in one line that begins with `name`.
+        Damaged: it does not fit; the message starts with `name`.
     """
     known: Any = kind  # as a type is hashable to lru_cache alone
     try:
@@ -123,17 +123,19 @@ def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:
 
 
 def reason_of(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first error, and its place."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = " ".join(".".join(map(str, first["loc"])).split())
     return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
 
 
 def read_toml(path: Path, tables: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a TOML file. Raises InputError if it cannot be read, or has other tables."""
+    """Read a TOML file. Raises InputError if that fails, or if it has other tables."""
     try:
         values = tomllib.loads(read_file(path).decode())
-        json.dumps(values, default=str)  # an integer of 5,000 digits, which no error could show
+        json.dumps(
+            values, default=str
+        )  # fails for an integer of 5,000 digits, which no message could show
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

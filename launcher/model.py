@@ -1,9 +1,9 @@
-"""A model directory as train.py writes it, read with suspicion; or made of a checkpoint.
+"""Load a model directory without trusting it, or export one from a checkpoint.
 
-`launcher.artefacts` checks by it what it fetches, and `launcher.sampling` loads by it. A model
-belongs to the script that trained it, known by its SHA-256. Without that script, the packaged model
-computes one that is Qwen3's: the run compared its logits. No script or path from S3 is used, only a
-file that was launched from here or is named.
+Called by `launcher.artefacts`, to check downloads, and by `launcher.sampling`. The script that
+trained a model, identified by its SHA-256, computes it. Without that script, the packaged model
+computes a model that is Qwen3's, since its run compared the logits. Only local scripts that were
+launched or named here are executed, never code or a path from S3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from launcher.job import load_script
 
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
-# From the SHA-256 of a script to the file here that may be it.
+# Maps the SHA-256 of a script to the local file that may be it.
 FindScript = Callable[[str], Path | None]
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class Saved(Training):
 
 
 def script_module(sha256: str, find_script: FindScript) -> ModuleType:
-    """The script of this SHA-256 as a module: the packaged one, or the one that is found.
+    """Import the script with this SHA-256: the packaged one or the one that is found.
 
     Raises:
-        InputError: it is neither.
+        InputError: neither has it.
     """
     if sha256 == train.script_sha256():
         return train
@@ -81,7 +81,7 @@ def script_module(sha256: str, find_script: FindScript) -> ModuleType:
 
 
 def known_config(values: Mapping[str, Any]) -> Config:
-    """The packaged script's Config, without the hyperparameters that an edited script added."""
+    """The packaged script's Config; drops hyperparameters that an edited script added."""
     known = {f.name for f in dataclasses.fields(Config)}
     return train.make_config({name: value for name, value in values.items() if name in known})
 
@@ -89,14 +89,14 @@ def known_config(values: Mapping[str, Any]) -> Config:
 def load_artefact(
     directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
 ) -> tuple[GPT, str]:
-    """The model (CPU, float32, evaluating) and the vocabulary of a model directory.
+    """Load the model (CPU, float32, eval mode) and the vocabulary of a model directory.
 
-    It is the model of the script that trained it. Where that script is not here, the packaged one
-    computes a model that is Qwen3's, and logs that, unless own_script is set.
+    The script that trained the model computes it. Without that script, the packaged model computes
+    a model that is Qwen3's, and logs this, unless own_script is set.
 
     Raises:
-        FormatError: the directory is not one that write_artefact wrote, or is damaged.
-        InputError: only the script which trained the model can compute it, and it is not here.
+        FormatError: write_artefact did not write this directory, or it is damaged.
+        InputError: the model needs the script that trained it, and that is not here.
     """
     try:
         check_sums(directory)
@@ -152,7 +152,7 @@ def read(directory: Path, name: str, kind: type[T]) -> T:
 
 
 def check_sums(directory: Path) -> None:
-    """Raises FormatError unless each file of the model is as SHA256SUMS says."""
+    """Raise FormatError unless each file has the checksum in SHA256SUMS."""
     lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in train.MODEL_FILES:
@@ -163,7 +163,7 @@ def check_sums(directory: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(script: ModuleType) -> Iterator[None]:
-    """An edited script may raise anything. Raises FormatError, or OSError as it is."""
+    """Turn any exception of an edited script, except OSError, into FormatError."""
     try:
         yield
     except (FormatError, OSError):
@@ -182,18 +182,18 @@ def fill(
     edited: bool,
     vocabulary: str,
 ) -> GPT:
-    """The script's model with the tensors of a file, which may have any names and shapes.
+    """Create the script's model with the tensors of a file.
 
     Raises:
-        FormatError: they are not the model's.
+        FormatError: their names, types or shapes do not fit, or a value is not finite.
     """
 
     def exported(model: GPT) -> dict[str, Tensor]:
         weights = model.state_dict()
         return weights if edited else script.to_hugging_face(weights, config)
 
-    # Nothing is allocated before the sizes are known to be right. (An edited script may be unable
-    # to compute on this device; its configuration is the one that it trained.)
+    # Check the sizes before allocating memory. (An edited script may not support the meta device;
+    # its configuration is the one that it trained.)
     with torch.device("meta") if script is train else contextlib.nullcontext():
         shapes = exported(script.GPT(config, len(vocabulary)))
     for name in sorted(shapes.keys() | tensors.keys()):
@@ -219,16 +219,16 @@ def fill(
 def export_checkpoint(
     checkpoint_dir: Path, model_dir: Path, find_script: FindScript = lambda sha256: None
 ) -> int:
-    """Writes the newest whole checkpoint of a run as a model directory; returns its step.
+    """Export the newest intact checkpoint as a model directory; return its step.
 
-    The script that trained it does so.
+    The script that trained the model exports it.
 
     Raises:
-        CheckpointError: there is none.
-        FormatError: it is not one that the script can read.
-        InputError: that script is not here.
+        CheckpointError: there is no checkpoint.
+        FormatError: the script cannot read it.
+        InputError: the script is not here.
     """
-    with errors_of(train), contextlib.redirect_stdout(sys.stderr):  # it names what it passes over
+    with errors_of(train), contextlib.redirect_stdout(sys.stderr):  # it prints which it skips
         loaded = train.Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
         raise CheckpointError(f"no checkpoint in {checkpoint_dir}")

@@ -1,4 +1,4 @@
-"""Text from a fetched model."""
+"""Generate text with a fetched model. Called by `fetch-and-sample` and the Python API."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from launcher.tracking import describe
 def load_model(
     directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
 ) -> tuple[train.GPT, str]:
-    """The model (CPU, float32 weights) and its vocabulary, in which a character's place is its id.
+    """Load a model (CPU, float32 weights) and its vocabulary; a character's index is its id.
 
-    A large one computes its products in bfloat16 where the CPU is fast at that, unless
-    precision=float32 was asked for. find_script and own_script: see launcher.model.load_artefact.
+    A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
+    trained with precision=float32. For find_script and own_script see launcher.model.load_artefact.
 
     Raises:
-        ServiceError: the directory holds no model of ours.
-        InputError: only the script that trained the model can compute it, and it is not here.
+        ServiceError: the directory holds no model of sm-nanogpt.
+        InputError: the model needs the script that trained it, and that is not here.
     """
     try:
         model, vocabulary = load_artefact(directory, find_script, own_script)
@@ -56,19 +56,19 @@ def stream_samples(
     top_p: float = 1.0,
     seed: int = 1337,
 ) -> Iterator[str]:
-    """Yields, position by position, the next character of each sample, as one string of them.
+    """Yield the next character of every sample, as one string, position by position.
 
-    The prompt (default: a line's end) is not repeated. The same arguments give the same text.
-    temperature 0 takes the most likely character; top_k 0 and top_p 1 leave all in play.
+    The prompt (default: a newline) is not repeated. The same arguments give the same text.
+    temperature 0 takes the most likely character; top_k 0 and top_p 1 allow all.
 
     Raises:
-        InputError: the prompt is empty or has characters that the model never saw, or a number is
-            out of its range.
+        InputError: the prompt is empty or has characters that are not in the vocabulary, or a
+            number is out of range.
     """
     start = "\n" if "\n" in vocabulary else vocabulary[0]
     text = start if prompt is None else prompt
     if not text:
-        raise InputError("the prompt is empty; leave it out to begin at a line's start")
+        raise InputError("the prompt is empty; leave it out to start with a new line")
     unknown = sorted(set(text) - set(vocabulary))
     if unknown:
         raise InputError(
@@ -86,7 +86,7 @@ def stream_samples(
         if not good:
             raise InputError(f"{name}={value}: must be {allowed}")
     ids = torch.tensor([[vocabulary.index(character) for character in text]])
-    # The engine computes the packaged model alone; an edited script's own loop computes that one's.
+    # The engine computes only the packaged model; an edited script has its own loop.
     script = sys.modules[type(model).__module__]
     generate = script.generate if is_edited(model) else engine.generate
     steps = generate(
@@ -124,9 +124,9 @@ def sample(
     settings: Settings | None = None,
     entry_point: Path | None = None,
 ) -> list[str]:
-    """num_samples texts of a job's model, each beginning with the prompt.
+    """Generate num_samples texts with a job's model, each starting with the prompt.
 
-    entry_point is the edited script that trained it, where that is not found by itself.
+    entry_point names the edited script that trained the model, if the job's copy is not here.
 
     Raises:
         InputError: as stream_samples.
@@ -137,7 +137,7 @@ def sample(
     directory = fetch_described(description, settings, entry_point=entry_point)
     if description.model_uri is None:
         warnings.warn(
-            f"job {job_id} did not complete; this is its checkpoint {directory.name}", stacklevel=2
+            f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
         )
     find_script = script_finder(description, settings, entry_point)
     model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)

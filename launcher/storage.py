@@ -1,6 +1,7 @@
-"""Bytes in and out of a store: `s3://bucket/prefix` or a local directory, through one code path.
+"""Read and write a store: `s3://bucket/prefix` or a local directory.
 
-The settings say as whom and where S3 is asked; None stands for those in force.
+Settings choose the AWS profile and region; None means those of `load_settings()`. Every module that
+moves files calls it.
 """
 
 from __future__ import annotations
@@ -29,31 +30,30 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
 PARALLEL_PARTS = 8
-TEMPORARY = ".tmp"  # ends the names of files that are being written
+TEMPORARY = ".tmp"  # suffix of files that are being written
 
-Progress = Callable[[int], object]  # told the number of bytes that were moved since the last call
+Progress = Callable[[int], object]  # gets the number of bytes since the last call
 
 
 def to_uri(location: str | Path) -> str:
-    """A URI for a path; one on S3 stays as it is. Raises InputError as local_path."""
+    """The URI of a location. Raises InputError as local_path."""
     path = local_path(str(location))
     return str(location) if path is None else path.as_uri()
 
 
 def path_of(word: str | Path) -> Path:
-    """The path that somebody names; `~` is the home directory.
+    """The path that a user typed; `~` is the home directory.
 
     Raises:
-        InputError: the word is empty, which would mean the current directory, `~NAME` is nobody,
-            it is too long for a path, as a text is, or it holds a zero.
+        InputError: it is empty, `~NAME` is no user, it is too long, or it has a null byte.
     """
     if word == "":
-        raise InputError("an empty word names no place: give a path, or s3://bucket/prefix")
+        raise InputError("the path is empty: give a path or s3://bucket/prefix")
     try:
         path = Path(word).expanduser()
     except RuntimeError:
         raise InputError(
-            f"{word}: there is no such user's home directory; a file of that name is ./{word}"
+            f"{word}: there is no such user; for a file of that name, give ./{word}"
         ) from None
     try:
         path.lstat()
@@ -61,7 +61,7 @@ def path_of(word: str | Path) -> Path:
         if error.errno == errno.ENAMETOOLONG:
             start = " ".join(str(word)[:60].split())
             raise InputError(
-                f"{start}...: too long for a path; a text is read from a file"
+                f"{start}...: too long for a path; give a file that holds the text"
             ) from None
     except ValueError as error:
         raise InputError(f"{word!r}: {error}") from None
@@ -69,7 +69,7 @@ def path_of(word: str | Path) -> Path:
 
 
 def local_path(location: str) -> Path | None:
-    """The path behind a local location, or None for one on S3.
+    """The path of a local location, or None for S3.
 
     Raises:
         InputError: it is neither, or as path_of.
@@ -86,31 +86,32 @@ def local_path(location: str) -> Path | None:
 
 
 def join(location: str, *parts: str) -> str:
-    """The location of what lies below. A file URI, unlike a path or a key, is percent-encoded."""
+    """Append parts to a location. File URIs, unlike paths and keys, are percent-encoded."""
     names = [quote(part) for part in parts] if location.startswith("file://") else parts
     return "/".join([location.rstrip("/"), *names])
 
 
 @contextmanager
 def reported(uri: str) -> Iterator[None]:
-    """Turns what a file system raises into one line about `uri`."""
+    """Turn exceptions of a file system into one line about `uri`."""
     try:
         yield
     except ValueError as error:
         raise InputError(f"{uri}: {error}") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # S3 is never full
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ServiceError(
-                f"{uri}: this machine's disk is full ({error.strerror}); make room and try again"
+                f"{uri}: this machine's disk is full ({error.strerror}); free some space"
             ) from None
         if error.strerror and not error.__cause__:
             raise ServiceError(f"{uri}: {error.strerror}") from None
-        if isinstance(error, FileNotFoundError) and not error.__cause__:  # of a bucket it has
+        if (
+            isinstance(error, FileNotFoundError) and not error.__cause__
+        ):  # for a bucket it has a cause
             raise ServiceError(f"{uri}: nothing is there") from None
         raise failure(uri, error) from None
     except Exception as error:
-        # botocore's errors share no base with anything in fsspec, and importing botocore to name
-        # it would cost every local command a quarter of a second.
+        # Compare names: importing botocore would take every local command a quarter of a second.
         if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
             raise
         raise failure(uri, error) from None
@@ -119,25 +120,24 @@ def reported(uri: str) -> Iterator[None]:
 def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     """The fsspec file system of a URI and the path in it.
 
-    fsspec would take `::` in a URI for a chain of several; here it belongs to the name.
+    `::` is part of a name here, not fsspec's chain of URLs.
 
     Raises:
-        InputError: as local_path, or a setting of AWS cannot be used.
+        InputError: as local_path, or AWS_MAX_ATTEMPTS is invalid.
     """
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
     options = s3_options(settings or load_settings())
-    max_attempts()  # which the file system reads as well
+    max_attempts()  # the file system reads it too
     kind = fsspec.get_filesystem_class("s3")
     return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
 
 
 def s3_options(settings: Settings) -> dict[str, Any]:
-    """What s3fs is given, so that it acts as boto3 does: the same person in the same place.
+    """Options that make s3fs use the same credentials and region as boto3.
 
-    fsspec's own configuration of these is not taken, as boto3 knows nothing of it; None leaves it
-    to AWS's.
+    They override fsspec's own configuration, which boto3 does not read; None means AWS's default.
     """
     encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
     return {
@@ -178,14 +178,13 @@ def write_file(
     progress: Progress = lambda n: None,
     settings: Settings | None = None,
 ) -> None:
-    """Copies a local file into the store, whole or not at all.
+    """Upload a local file atomically.
 
-    To S3 it goes in parallel parts, each checked on arrival by the checksum that botocore sends
-    along; the SHA-256 of the whole lies in the object's metadata, and the object is asked for
-    afterwards.
+    S3 receives parallel parts, each with a checksum; the object's metadata holds the SHA-256 of the
+    file, and its size is checked afterwards.
 
     Raises:
-        ServiceError: the store refuses, or what arrived is not what was sent.
+        ServiceError: the store failed, or the upload is damaged.
     """
     if (place := local_path(uri)) is not None:
         with (
@@ -211,11 +210,11 @@ def write_file(
         arrived = fs.info(path, refresh=True)
         there = (arrived["size"], fs.metadata(path, refresh=True).get("sha256"))
     if there != (source.stat().st_size, sha256):
-        raise ServiceError(f"{uri}: what arrived is not what was sent; upload it again")
+        raise ServiceError(f"{uri}: the upload is damaged; upload it again")
 
 
 class Told(fsspec.Callback):
-    """fsspec's way to tell of progress, as ours."""
+    """Adapts our progress hook to fsspec's callback."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -243,21 +242,18 @@ def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
 
 
 def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:
-    """Writes a small document, whole or not at all."""
+    """Write a small document atomically."""
     with reported(uri):
         if (place := local_path(uri)) is not None:
             with replacing(place, make_directory=True) as file:
                 file.write(content)
         else:
             fs, path = file_system(uri, settings)
-            fs.pipe_file(path, content)  # one request; it makes no bucket, so no misspelt one
+            fs.pipe_file(path, content)  # creates no bucket
 
 
 def copy(source: str, target: str, settings: Settings | None = None) -> int:
-    """Copies all files below one prefix of S3 to another, without bringing them here.
-
-    Returns how many there were.
-    """
+    """Copy all files from one S3 prefix to another, on S3. Returns their number."""
     fs, path = file_system(source, settings)
     _, to = file_system(target, settings)
     names = list_files(source, settings)
@@ -268,7 +264,7 @@ def copy(source: str, target: str, settings: Settings | None = None) -> int:
 
 
 def fingerprint(uri: str, settings: Settings | None = None) -> str:
-    """Twelve characters that change when the content of a file does: of its SHA-256 or its ETag."""
+    """Twelve characters that identify a file's content, from its SHA-256 or its ETag."""
     path = local_path(uri)
     with reported(uri):
         if path is not None:
@@ -278,10 +274,10 @@ def fingerprint(uri: str, settings: Settings | None = None) -> str:
 
 
 def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> T | None:
-    """A JSON document as its kind (see launcher.documents), or None where there is none.
+    """Read a JSON document (see launcher.documents); None if there is none.
 
     Raises:
-        Damaged: it is not of this kind.
+        Damaged: it does not fit `kind`.
         ServiceError: it cannot be read.
     """
     content = read_bytes(uri, settings)
@@ -289,7 +285,7 @@ def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> 
 
 
 def read_bytes(uri: str, settings: Settings | None = None) -> bytes | None:
-    """A file of at most LARGEST bytes, or None where there is none."""
+    """Read a file of at most LARGEST bytes; None if there is none."""
     with reported(uri):
         try:
             if (place := local_path(uri)) is not None:
@@ -301,7 +297,7 @@ def read_bytes(uri: str, settings: Settings | None = None) -> bytes | None:
 
 
 def read_cache(file: Path, kind: type[T]) -> T:
-    """A dict that was kept for the next time; an empty one where it is missing or damaged."""
+    """Read a cached dict; empty if it is missing or damaged."""
     try:
         return read_document(str(file), kind) or kind()
     except ServiceError:
@@ -309,15 +305,15 @@ def read_cache(file: Path, kind: type[T]) -> T:
 
 
 def write_cache(file: Path, known: Mapping[str, Any]) -> None:
-    """Keeps a dict for the next time, where that can be."""
+    """Cache a dict, if possible."""
     with suppress(ServiceError):
         write_json(str(file), known)
 
 
 def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
-    """The files at or below a URI, by path relative to it, with their sizes in bytes.
+    """The files at or below a URI: relative path to size in bytes.
 
-    A "folder" that S3's console made is an empty object whose name ends in a slash, and no file.
+    A folder made by the S3 console is an empty object whose name ends in a slash; it is skipped.
     """
     fs, path = file_system(uri, settings)
     with reported(uri):
@@ -340,10 +336,10 @@ def fetch(
     progress: Progress = lambda n: None,
     settings: Settings | None = None,
 ) -> list[Path]:
-    """Copies the file, or all files below a prefix, into a local directory; returns their paths.
+    """Download a file, or all files below a prefix, into a directory; return their paths.
 
     Raises:
-        ServiceError: nothing is there, or the store refuses.
+        ServiceError: nothing is there, or the store failed.
     """
     fs, path = file_system(uri, settings)
     files = list_files(uri, settings)
@@ -355,7 +351,7 @@ def fetch(
         for name in files:
             target = directory / name
             if not target.resolve().is_relative_to(directory.resolve()):
-                raise ServiceError(f"{uri}: refuses to write {name!r} outside of {directory}")
+                raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
             target.parent.mkdir(parents=True, exist_ok=True)
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
@@ -377,7 +373,7 @@ def fetch(
 
 
 def check_arrival(fs: Any, source: str, target: Path) -> None:
-    """Raises ServiceError unless a fetched file has the size, and SHA-256 if any, of its source."""
+    """Raise ServiceError unless a download has the size, and SHA-256 if known, of its source."""
     size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
     if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
-        raise ServiceError(f"s3://{source}: what arrived is not what is there; fetch it again")
+        raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")

@@ -170,7 +170,7 @@ def test_a_trial_training_that_takes_too_long_is_stopped_before_its_home_is_dele
     monkeypatch.setattr(doctor, "wait", noted)
     monkeypatch.setattr(doctor, "TRAINING_SECONDS", 0.1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ServiceError, match=r"has not ended in 0\.1 s"):
+    with pytest.raises(ServiceError, match=r"did not train within 0\.1 s"):
         doctor.check_training(Patient(Settings(), "local"))
     assert waited_for == ["Stopped"]
     assert not list(tmp_path.glob("sm-nanogpt-doctor-*"))
@@ -206,7 +206,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_version_3_of_the_sdk_needs_another_environment(install: Callable[..., None]) -> None:
     install("sagemaker", "3.26.0")
     install("sagemaker-train", "1.27.0")
-    expected = r"sagemaker 3\.26\.0 is not .*, sagemaker-train 1\.27\.0 of .* v3.*: .* of its own"
+    expected = (
+        r"sagemaker 3\.26\.0 is not .*, sagemaker-train 1\.27\.0 of .* v3.*: .* its own environment"
+    )
     with pytest.raises(InputError, match=expected):
         doctor.check_packages(Patient(Settings(), "local"))
 
@@ -219,7 +221,9 @@ def test_version_2_of_the_sdk_over_version_3_is_doubtful(install: Callable[..., 
 
 def test_an_sdk_without_its_files_fails(install: Callable[..., None]) -> None:
     install("sagemaker", "2.257.7")
-    with pytest.raises(InputError, match=r"files of sagemaker 2\.257\.7 are missing: install sm-n"):
+    with pytest.raises(
+        InputError, match=r"files of sagemaker 2\.257\.7 are missing: reinstall sm-n"
+    ):
         doctor.check_packages(Patient(Settings(), "local"))
 
 
@@ -380,12 +384,12 @@ def test_a_default_image_without_patches_is_a_warning_with_the_way_out(
     on_a_day(last, monkeypatch)
     assert doctor.check_image(patient).endswith(f", patched until {last}")
     on_a_day(last + timedelta(days=1), monkeypatch)
-    with pytest.raises(Doubt, match=rf"on {last}; --pytorch-version \S+ --launcher torchrun takes"):
+    with pytest.raises(Doubt, match=rf"on {last}; use --pytorch-version \S+ --launcher torchrun"):
         doctor.check_image(patient)
 
 
 def test_an_instance_that_the_default_image_does_not_run_on_fails(patient: Patient) -> None:
-    with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; --pytorch-version 2\.8\.0"):
+    with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; use --pytorch-version 2\.8\.0"):
         doctor.check_image(replace(patient, instance="ml.p3.2xlarge"))
     assert "pytorch-training" in doctor.check_image(replace(patient, instance="ml.p5.48xlarge"))
 
@@ -531,7 +535,7 @@ def test_a_quota_of_zero_fails_for_training_and_warns_for_spot(
     money.quotas["ml.g5.12xlarge"] = (0, 0, 0)
     found = examined()
     assert found["quota"][0] == FAILURE
-    assert "ask for more" in found["quota"][1]
+    assert "request an increase" in found["quota"][1]
     assert found["spot quota"][0] == WARNING
 
 

@@ -108,16 +108,16 @@ def test_patches_are_over_on_the_day_after_the_last(
     before, after = caplog.records
     assert (before.levelname, after.levelname) == ("INFO", "WARNING")
     assert f"patched until {last}" in before.getMessage()
-    assert after.getMessage().startswith(f"AWS ended the patches of {uri} on {last}")
+    assert after.getMessage().startswith(f"AWS stopped patching {uri} on {last}")
 
 
 @pytest.mark.parametrize(
     ("instance", "launcher", "today", "way_out"),
     [
-        (G5, "pytorchddp", TODAY, "; --pytorch-version 2.10.0 takes one"),
-        (G5, "torchrun", TODAY, "; --pytorch-version 2.14.0 takes one"),
-        ("ml.m5.xlarge", "pytorchddp", TODAY, "; --pytorch-version 2.14.0 takes one"),
-        (G5, "pytorchddp", date(2027, 2, 1), "2.14.0 --launcher torchrun takes one"),
+        (G5, "pytorchddp", TODAY, "; use --pytorch-version 2.10.0"),
+        (G5, "torchrun", TODAY, "; use --pytorch-version 2.14.0"),
+        ("ml.m5.xlarge", "pytorchddp", TODAY, "; use --pytorch-version 2.14.0"),
+        (G5, "pytorchddp", date(2027, 2, 1), "2.14.0 --launcher torchrun, patched"),
         (G5, "pytorchddp", date(2028, 1, 1), "no image known here is patched"),
         ("ml.p3.8xlarge", "pytorchddp", TODAY, "no image known here is patched and runs on ml.p3"),
     ],

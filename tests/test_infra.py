@@ -213,7 +213,7 @@ def test_what_a_failed_stack_of_somebody_else_left_is_left_alone(
     account.set_status(made["StackId"], "ROLLBACK_COMPLETE")
     ran = cli("infra", command, "--stack", "theirs", "--yes")
     assert ran.code == 2
-    assert "is not sm-nanogpt's" in ran.error
+    assert "does not belong to sm-nanogpt" in ran.error
     assert len(client.describe_stacks()["Stacks"]) == 1
 
 
@@ -236,7 +236,7 @@ def test_an_interrupted_deployment_goes_on_and_says_so(
     monkeypatch.setattr(infra, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
-    assert "CloudFormation goes on by itself" in ran.err
+    assert "CloudFormation continues by itself" in ran.err
     shown = cli("infra", "show")
     assert (
         "sm-nanogpt is CREATE_IN_PROGRESS: now CREATE_IN_PROGRESS AWS::CloudFormation" in shown.err
@@ -313,7 +313,7 @@ def test_a_stack_of_somebody_else_is_left_alone(
     )
     ran = cli("infra", command, "--stack", "theirs", "--yes")
     assert ran.code == 2
-    assert "is not sm-nanogpt's" in ran.error
+    assert "does not belong to sm-nanogpt" in ran.error
 
 
 def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
@@ -362,8 +362,8 @@ def stack_id() -> str:
 @pytest.mark.parametrize(
     "status, advice",
     [
-        ("DELETE_IN_PROGRESS", "try again when that is over"),
-        ("DELETE_FAILED", "deletes what is left of it and makes it anew"),
+        ("DELETE_IN_PROGRESS", "try again when that has ended"),
+        ("DELETE_FAILED", "deletes it and creates it again"),
     ],
 )
 def test_a_stack_that_cannot_be_used_says_what_helps(
@@ -613,7 +613,7 @@ def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
     settings = load_settings(role=ROLE)
     caplog.set_level("INFO", "launcher")
     assert with_stack(settings) == settings
-    assert "no stack is used: DescribeStacks: not allowed" in caplog.messages[-1]
+    assert "not using a stack: DescribeStacks: not allowed" in caplog.messages[-1]
 
 
 def test_who_has_a_role_launches_though_a_deployment_failed(
@@ -668,7 +668,10 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(
     for words in ((), ("--dry-run",)):
         ran = cli(*launch, *words)
         assert ran.code == 2
-        assert "the role of stack sm-nanogpt may not join a VPC: `sm-nanogpt infra" in ran.error
+        assert (
+            "the role of stack sm-nanogpt may not join a VPC: allow it with `sm-nanogpt infra"
+            in ran.error
+        )
     assert cli("--role", f"{ROLE}-of-mine", *launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)
@@ -697,7 +700,7 @@ def test_the_stacks_role_is_not_taken_for_a_store_that_it_cannot_read(
 ) -> None:
     ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
     assert ran.code == 2
-    assert f"it reaches {deployed.store} alone" in ran.err
+    assert f"it can access only {deployed.store}" in ran.err
     assert "no execution role" in ran.error
 
 

@@ -354,9 +354,9 @@ def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
         money.refuse[operation] = ("AccessDeniedException", "no")
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
-    assert "AWS's price list could not be asked: not allowed" in ran.err
+    assert "could not ask AWS's price list: not allowed" in ran.err
     assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
-    assert "quota: 'ml.g5.12xlarge for training job usage' is not checked" in ran.err
+    assert "quota: could not check 'ml.g5.12xlarge for training job usage'" in ran.err
 
 
 @pytest.mark.parametrize("answer", ["<html>Sign in</html>", {}, {"Quota": {}, "PriceList": ["{}"]}])
@@ -368,14 +368,14 @@ def test_a_launch_goes_on_where_a_proxy_answers_for_prices_and_quotas(
         money.instead[operation] = answer
     ran = cli(*words)
     assert ran.code == 0, ran.err
-    assert "AWS's price list could not be asked: the answer is not in AWS's words" in ran.err
-    not_checked = "quota: 'ml.g5.12xlarge for training job usage' is not checked: "
-    assert f"{not_checked}ListServiceQuotas: the answer is not in AWS's words" in ran.err
+    assert "could not ask AWS's price list: the answer did not come from AWS" in ran.err
+    not_checked = "quota: could not check 'ml.g5.12xlarge for training job usage': "
+    assert f"{not_checked}ListServiceQuotas: the answer did not come from AWS" in ran.err
     del money.instead["ListServiceQuotas"]
     assert cli(*words).code == 0
     ran = cli(*words)  # by its code
     assert ran.code == 0, ran.err
-    assert f"{not_checked}GetServiceQuota: the answer is not in AWS's words" in ran.err
+    assert f"{not_checked}GetServiceQuota: the answer did not come from AWS" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
     del cloud.sagemaker.jobs[first]
     refused = cli(*LAUNCH, "--resume", second, "--max-cost", "5")
     assert refused.code == 2
-    assert f"what the earlier job {first} has cost is not known" in refused.error
+    assert f"the cost of the earlier job {first} is unknown" in refused.error
     assert cli(*LAUNCH, "--resume", second).code == 0
 
 
@@ -605,7 +605,7 @@ def test_a_job_above_the_limits_of_any_job_is_refused(
     ran = cli(*LAUNCH, "--data", str(text_file), *words, *sets(batch_size=84))
     assert ran.code == 2
     assert named in ran.error
-    assert "or take a smaller --" in ran.error
+    assert "or use a smaller --" in ran.error
     assert not cloud.calls
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
@@ -676,7 +676,7 @@ def test_spot_without_checkpoints_is_refused_with_the_numbers(
     never = sets(checkpoint_seconds=3600, eval_interval=5000)
     ran = cli(*words, *never, "--spot")
     assert ran.code == 2
-    assert "--spot: an interrupted job would begin anew" in ran.error
+    assert "--spot: an interrupted job would start over" in ran.error
     assert "checkpoint_seconds=3600 with --max-run 3600" in ran.error
     assert not cloud.sagemaker.jobs
     assert cli(*words, *never).code == 0
@@ -690,7 +690,7 @@ def test_a_region_without_sagemaker_is_refused_with_the_nearest(
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", *command, *data)
     assert ran.code == 2
-    assert "region us-esat-1: SageMaker is not there" in ran.error
+    assert "region us-esat-1: boto3 knows no SageMaker there" in ran.error
     assert "us-east-1" in ran.error
     assert not cloud.calls
 

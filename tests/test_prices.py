@@ -108,7 +108,7 @@ def test_a_product_of_another_shape_is_trouble_and_no_error(
     service.instead["GetProducts"] = {"PriceList": [json.dumps(product)]}
     known = prices()
     assert known.of("ml.g5.12xlarge") == Price(7.09, "the offline table of 2026-07")
-    assert known.trouble.startswith("AWS's price list could not be asked: ")
+    assert known.trouble.startswith("could not ask AWS's price list: ")
 
 
 def test_a_price_that_cannot_be_kept_is_told_all_the_same(
@@ -122,7 +122,7 @@ def test_the_table_is_the_last_resort_and_is_named_with_its_date(service: MoneyS
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     known = prices()
     assert known.of("ml.g5.12xlarge") == Price(7.09, "the offline table of 2026-07")
-    assert known.trouble.startswith("AWS's price list could not be asked: not allowed")
+    assert known.trouble.startswith("could not ask AWS's price list: not allowed")
 
 
 def test_a_price_list_that_does_not_answer_is_not_asked_again(service: MoneyService) -> None:
@@ -139,7 +139,7 @@ def test_a_partition_without_a_price_list_is_named_and_nobody_is_asked(
 ) -> None:
     known = prices(region)
     assert known.of("ml.g5.12xlarge") is None
-    said = f"there is no price list for {region}, of partition aws-"
+    said = f"there is no price list for {region} (partition aws-"
     assert known.trouble.startswith(said)
     assert service.operations() == []
 

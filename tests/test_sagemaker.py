@@ -341,7 +341,7 @@ def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
     cloud.refuse["CreateTrainingJob"] = ("ValidationException", "no such type")
     ran = cli("launch", "--instance", "ml.g6f.xlarge", "--data", str(text_file))
     assert "warning: boto3 knows no training instance ml.g6f.xlarge" in ran.err
-    assert "taken for a GPU instance; did you mean ml.g6" in ran.err
+    assert "assuming a GPU instance; did you mean ml.g6" in ran.err
     assert "-gpu-" in cloud.calls[-1][1]["AlgorithmSpecification"]["TrainingImage"]
 
 
@@ -403,7 +403,7 @@ def test_each_image_runs_by_each_launcher_or_is_refused(
     gpu = instance.startswith("ml.g")
     if launcher == "pytorchddp" and gpu and image.repository == "pytorch":
         assert (ran.code, ran.out) == (2, "")
-        assert "with --launcher torchrun" in ran.error
+        assert "use --launcher torchrun" in ran.error
         return
     assert ran.code == 0, ran.err
     request = json.loads(ran.out)
@@ -426,7 +426,7 @@ def test_a_launch_says_until_when_its_image_is_patched(
     for options in ((), ("--dry-run",)):
         ran = cli(*LAUNCH, "--data", str(text_file), "--pytorch-version", "2.8.0", *options)
         assert ran.code == 0, ran.err
-        ended = "warning: AWS ended the patches of pytorch-training:2.8.0-gpu-py312 on 2026-08-06;"
+        ended = "warning: AWS stopped patching pytorch-training:2.8.0-gpu-py312 on 2026-08-06;"
         assert ended in ran.err
 
 
@@ -473,28 +473,31 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
         (("--set", "n_embdd=3"), "did you mean n_embd"),
         (("--instance", "g5.12xlarge"), "did you mean ml.g5.12xlarge"),
         (("--instance", "local", "--spot"), "--spot is for SageMaker"),
-        (("--pytorch-version", "2.99"), "--image-uri names any other"),
+        (("--pytorch-version", "2.99"), "--image-uri takes any other image"),
         (("--image-uri", "mine:1", "--pytorch-version", "2.8.0"), "but not both"),
         (("--max-run", "1"), "max_run=1: must be at least 60"),
-        (("--pytorch-version", "2.13"), "with --launcher torchrun"),
+        (("--pytorch-version", "2.13"), "use --launcher torchrun"),
         (("--image-uri", "mine/pytorch:2.13-cu133-amzn2023-sagemaker"), "--launcher torchrun"),
         (("--instance", "ml.p5.48xlarge", "--launcher", "pytorchddp"), "--launcher torchrun"),
-        (("--instance", "ml.p3.2xlarge"), "--pytorch-version 2.8.0 does"),
+        (("--instance", "ml.p3.2xlarge"), "use --pytorch-version 2.8.0"),
         (("--instance", "ml.trn1.2xlarge"), "Neuron"),
         (("--instance", "ml.p6e-gb200.36xlarge"), "Arm"),
         (("--instance", "ml.g5.12xlrge"), "did you mean ml.g5.12xlarge"),
         (("--instance", "ml.g5.13xlarge"), "or ml.g5.12xlarge or"),
-        (("--volume-size", "500"), "ml.g5.12xlarge has disks of its own"),
+        (("--volume-size", "500"), "ml.g5.12xlarge has local disks"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
         (("--tag", "a=b;c"), "--tag a=b;c"),
         (("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--spot"), "--spot takes one --instance type"),
-        (("--instance", "ml.g5.xlarge,ml.g5.xlarge"), "ml.g5.xlarge is there twice"),
-        (("--instance", f"{','.join(FIVE)},ml.g6.xlarge"), "6 types, and SageMaker takes 5"),
-        (("--instance", "ml.g5.xlarge,local"), "local does not go with other types"),
-        (("--instance", "ml.g5.xlarge,ml.m5.xlarge"), "some types have GPUs and some have none"),
+        (("--instance", "ml.g5.xlarge,ml.g5.xlarge"), "ml.g5.xlarge is given twice"),
+        (("--instance", f"{','.join(FIVE)},ml.g6.xlarge"), "6 types, and SageMaker allows 5"),
+        (("--instance", "ml.g5.xlarge,local"), "local cannot be combined with other types"),
+        (("--instance", "ml.g5.xlarge,ml.m5.xlarge"), "types with and without GPUs"),
         (("--instance", "ml.g5.xlarge,ml.trn1.2xlarge"), "--instance ml.trn1.2xlarge: "),
         (("--instance", "ml.g5.xlarge,ml.p3.8xlarge"), "the V100 of ml.p3.8xlarge"),
-        (("--instance", "ml.m5d.large,ml.r5d.large,ml.r5.large", "--kms-key", "k"), "all types or"),
+        (
+            ("--instance", "ml.m5d.large,ml.r5d.large,ml.r5.large", "--kms-key", "k"),
+            "either all types",
+        ),
         (("--instance", "ml.m5.xlarge,ml.r5d.large", "--volume-size", "9"), "ml.r5d.large has"),
         (
             ("--instance", "ml.g5.xlarge,ml.g5.48xlarge", "--set", "batch_size=12"),
@@ -786,7 +789,7 @@ def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])
 @pytest.mark.parametrize(
     ("crypto", "said"),
-    [(None, "the package awscrt is missing"), (object(), "renew them: `aws login`")],
+    [(None, "the package awscrt is missing"), (object(), "renew them with `aws login`")],
 )
 def test_a_login_that_cannot_be_used_says_what_to_do(
     login_token: Path,
@@ -841,7 +844,7 @@ def test_a_login_is_renewed_when_its_credentials_expire(
     ("error", "said"),
     [
         (LoginRefreshRequired(), "expired"),
-        (LoginError(), "renew them: `aws login`"),
+        (LoginError(), "renew them with `aws login`"),
         (LoginInsufficientPermissions(), "signin:CreateOAuth2Token"),
         (NoCredentialsError(), "`aws login`"),
     ],
@@ -913,7 +916,7 @@ def test_an_answer_that_never_came_is_one_line_with_the_job_to_look_for(
     monkeypatch.setattr(URLLib3Session, "send", lose)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert (ran.code, ran.out) == (1, "")
-    assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+` tells", ran.error)
+    assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+` shows", ran.error)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -1099,7 +1102,7 @@ def test_a_job_that_aws_describes_in_part_hides_no_other(
     ran = cli("jobs")
     assert ran.code == 0
     assert job.job_id in ran.out
-    assert "is left out: TrainingJob: the answer is not in AWS's words" in ran.err
+    assert "is left out: TrainingJob: the answer did not come from AWS" in ran.err
 
 
 def test_from_python_too_local_jobs_are_listed_when_aws_cannot_be_asked(
@@ -1275,7 +1278,7 @@ def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
     assert ran.code == 0, ran.err
     assert outage.lost == 3
     (told,) = [line for line in ran.err.splitlines() if "Could not connect" in line]
-    assert "tried again" in told
+    assert "retrying" in told
     if words[0] == "logs":
         assert ran.out.splitlines() == [f"{host}: {line}" for _, host, line in lines]
 
@@ -1312,7 +1315,7 @@ def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
     ran = cli("logs", job_id, "--follow", "--raw")
     assert ran.code == 0, ran.err
     assert outage.lost == 3
-    assert "tried again" in ran.err
+    assert "retrying" in ran.err
     assert ran.out.splitlines() == ["algo-1: line 1", "algo-1: line 2"]
 
 
@@ -1325,7 +1328,7 @@ def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_sa
     ran = cli(words[0], launched, *words[1:])
     assert ran.code == 1
     assert "the AWS credentials have expired" in ran.error
-    assert "if the job still runs, it goes on and is billed" in ran.error
+    assert "a running job continues and is billed" in ran.error
     assert outage.lost == 1
 
 
@@ -1361,7 +1364,7 @@ def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
         ran = cli(*words)
         assert ran.code == 1
         assert "DescribeTrainingJob: Could not connect" in ran.error
-        assert "goes on" in ran.error
+        assert "continues and is billed" in ran.error
         assert f"`sm-nanogpt logs {launched} --follow`" in ran.error
 
 
@@ -1474,7 +1477,7 @@ def test_a_resumed_job_runs_the_script_kept_at_launch_unless_another_is_named(
     shutil.rmtree(home / "scripts")  # as on another machine
     ran = cli("launch", "--resume", first)
     assert ran.code == 2
-    assert "is not on this machine; name it with --entry-point FILE" in ran.error
+    assert "is not on this machine; give it with --entry-point FILE" in ran.error
     other = launching.edited(tmp_path / "other.py", ("of initial weights", "of another"))
     s3.delete_object(Bucket=s3.bucket, Key=archive(first))
     assert resumed("--entry-point", str(other))
@@ -1523,8 +1526,8 @@ def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
             s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
         ran = cli("launch", "--resume", earlier)
         assert ran.code == 1
-        assert "source/sourcedir.tar.gz: " in ran.error
-        assert "name the script with --entry-point" in ran.error
+        assert "source/sourcedir.tar.gz" in ran.error
+        assert "give the script with --entry-point" in ran.error
 
 
 @pytest.mark.parametrize(
@@ -1707,7 +1710,7 @@ def test_a_job_that_got_no_machine_tells_what_to_do(
         "reason": "CapacityError: Unable to provision requested ML compute capacity."
     }
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
-    assert "name several types: --instance TYPE,TYPE" in cli("wait", job_id).error
+    assert "name several types with --instance TYPE,TYPE" in cli("wait", job_id).error
 
 
 def test_status_names_the_type_that_was_chosen_and_before_all_of_them(

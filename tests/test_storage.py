@@ -257,13 +257,13 @@ def test_what_arrives_in_s3_otherwise_than_it_was_sent_is_refused(
 
     (tmp_path / "file").write_bytes(b"content")
     monkeypatch.setattr(S3FileSystem, "_put_file", put)
-    with pytest.raises(ServiceError, match="what arrived is not what was sent"):
+    with pytest.raises(ServiceError, match="the upload is damaged"):
         storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
 
 
 def test_what_comes_out_of_s3_otherwise_than_it_went_in_is_refused(s3: Any, tmp_path: Path) -> None:
     s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata={"sha256": "0" * 64})
-    with pytest.raises(ServiceError, match="what arrived is not what is there"):
+    with pytest.raises(ServiceError, match="the download is damaged"):
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
@@ -275,7 +275,7 @@ def test_what_comes_out_of_s3_cut_short_is_refused(
 
     s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content")  # by others: it has no SHA-256
     monkeypatch.setattr(S3FileSystem, "_get_file", get)
-    with pytest.raises(ServiceError, match="what arrived is not what is there"):
+    with pytest.raises(ServiceError, match="the download is damaged"):
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 

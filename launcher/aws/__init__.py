@@ -1,1 +1,1 @@
-"""What the launcher knows of an AWS account: sessions, stack, instance types, images, money."""
+"""The AWS account: sessions, stack, instance types, images, prices and quotas."""

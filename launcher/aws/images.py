@@ -1,7 +1,8 @@
-"""AWS's training images for PyTorch: their names, what runs in them, until when AWS patches them.
+"""AWS's training images for PyTorch: names, launchers, and until when AWS patches them.
 
 The facts are those of github.com/aws/deep-learning-containers (docs/src/data, docker/pytorch and
 .github/config/image), read in November 2026. The SDK knows no image after 2.8.0.
+Called by the SageMaker backend, the estimator and `doctor`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Image:
     """One release of the image. version is torch's; cuda is that of the image for GPUs.
 
-    Both launchers run in it, but in the images for GPUs of the repository `pytorch` torchrun alone.
+    Both launchers run in it, except that GPU images of the repository `pytorch` run only torchrun.
     """
 
     version: str
@@ -35,7 +36,7 @@ class Image:
         return self.version.rpartition(".")[0]
 
     def name(self, gpu: bool) -> str:
-        """Repository and tag. The same tag names each patched build."""
+        """Repository and tag; patched builds keep the tag."""
         if self.repository == "pytorch-training":
             kind = "gpu" if gpu else "cpu"
             tag = f"{self.version}-{kind}-py{self.python.replace('.', '')}"
@@ -63,7 +64,7 @@ IMAGES = (
 # driver is older, train.py says that it sees no GPU, and 2.8.0 (CUDA 12.9, driver 525) is left.
 DEFAULT_VERSION = "2.10.0"
 
-TORCHRUN_ALONE = "ml.p5.48xlarge"  # where the SDK refuses pytorchddp; on no other type it does
+TORCHRUN_ALONE = "ml.p5.48xlarge"  # the only type for which the SDK refuses pytorchddp
 
 
 def default_launcher(instance: str) -> str:
@@ -71,22 +72,22 @@ def default_launcher(instance: str) -> str:
 
 
 def find_image(version: str) -> Image:
-    """The image of a version as people write it: 2.13 or 2.13.0.
+    """Find the image of a version such as 2.13 or 2.13.0.
 
     Raises:
-        InputError: there is none in the table.
+        InputError: the table has none.
     """
     for image in IMAGES:
         if version in (image.version, image.minor):
             return image
     known = ", ".join(image.version for image in IMAGES)
     raise InputError(
-        f"--pytorch-version {version}: there are images of {known}; --image-uri names any other"
+        f"--pytorch-version {version}: must be one of {known}; --image-uri takes any other image"
     )
 
 
 def image_of(uri: str) -> Image | None:
-    """The release that a URI names, also in a registry of the user's own; None if none is known."""
+    """The release that a URI in any registry names; None if it is unknown."""
     named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
     for image in IMAGES:
         if named and named.groups() == (image.repository, image.minor):
@@ -95,27 +96,22 @@ def image_of(uri: str) -> Image | None:
 
 
 def problem(uri: str, instance: str, launcher: str) -> str | None:
-    """Why a launcher does not run in an image on an instance type, or on one of several with commas
-    between them; None if nothing is known to prevent it."""
-    # Since 2.11, the images for GPUs lack mpi4py, by which the toolkit starts each rank. Those for
-    # CPUs have it.
+    """Why a launcher does not run in an image on an instance type, or None.
+
+    instance may be several types, separated by commas.
+    """
+    # The toolkit starts each rank by mpi4py, which the GPU images lack since 2.11.
     if launcher == "pytorchddp" and re.search(r"(^|/)pytorch:\d+\.\d+(\.\d+)?-cu\d", uri):
-        return (
-            f"pytorchddp needs mpi4py, which {name_of(uri)} lacks; with --launcher torchrun the"
-            " same training runs"
-        )
+        return f"pytorchddp needs mpi4py, which {name_of(uri)} lacks; use --launcher torchrun"
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
-        return (
-            f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; with --launcher torchrun"
-            " the same training runs"
-        )
+        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; use --launcher torchrun"
     image = image_of(uri)
     for name in types_of(instance):
         _, gpu = GPUS.get(name, (0, ""))
         if image and gpu == "V100" and not image.cuda.startswith("12."):
             return (
-                f"{name_of(uri)} has CUDA {image.cuda}, which no longer runs on the V100 of {name};"
-                " --pytorch-version 2.8.0 does"
+                f"{name_of(uri)} has CUDA {image.cuda}, which does not support the V100 of {name};"
+                " use --pytorch-version 2.8.0"
             )
     return None
 
@@ -133,16 +129,16 @@ def log_image(uri: str, instance: str, launcher: str, today: date) -> None:
 
 
 def no_patches(image: Image, uri: str, instance: str, launcher: str, today: date) -> str:
-    """That the patches have ended, and the options that name the newest image which is patched and
-    runs on the instance type."""
-    ended = f"AWS ended the patches of {name_of(uri)} on {image.patched_until}"
+    """Say that AWS no longer patches an image, and which options choose the newest one that it
+    patches and that runs on the instance type."""
+    ended = f"AWS stopped patching {name_of(uri)} on {image.patched_until}"
     patched = [other for other in reversed(IMAGES) if other.patched_until >= today]
     for starter in dict.fromkeys((launcher, "torchrun")):
         for other in patched:
             if problem(other.name(looks_like_gpu(instance)), instance, starter) is None:
                 way = f"--pytorch-version {other.version}"
                 way += "" if starter == launcher else f" --launcher {starter}"
-                return f"{ended}; {way} takes one that is patched until {other.patched_until}"
+                return f"{ended}; use {way}, patched until {other.patched_until}"
     return f"{ended}, and no image known here is patched and runs on {instance}"
 
 

@@ -1,4 +1,4 @@
-"""The stack of infra/template.yaml, deployed and destroyed."""
+"""Deploy and destroy the stack of infra/template.yaml. Called by the `infra` commands."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # a wheel holds it there too
+TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
 POLL_SECONDS = 2.0
-CHANGE_SET = "sm-nanogpt-"  # begins the names of ours
+CHANGE_SET = "sm-nanogpt-"  # prefix of our change sets
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
 PREVIOUS = {"UsePreviousValue": True}
-KEPT = ("Bucket", "BucketPolicy", "Key")  # what the template retains
+KEPT = ("Bucket", "BucketPolicy", "Key")  # the template retains them
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one resource. action: add, modify, remove or replace, or what may happen."""
+    """A change of one resource. action is add, modify, remove, replace, or `modify or replace`."""
 
     action: str
     resource: str
@@ -51,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangeSet:
-    """Changes that wait to be executed. creates: the stack is empty, there for such as they are."""
+    """Changes that can be executed. creates means that there is no stack yet."""
 
     id: str
     stack_id: str
@@ -61,10 +61,10 @@ class ChangeSet:
 
 @dataclass(frozen=True)
 class Removal:
-    """What the deletion of a stack does.
+    """What deleting a stack does.
 
-    removed and kept hold (logical id, type, physical id). policy has to be taken from its holders,
-    (User, Group or Role, name). jobs are those that run as the stack's role.
+    removed and kept hold (logical id, type, physical id). policy has to be detached from its
+    holders, (User, Group or Role, name). jobs run with the stack's role.
     """
 
     stack_id: str
@@ -87,13 +87,13 @@ class Deployment:
         self.iam = steady_client(session, "iam", self.region)
 
     def plan(self, kms: bool = False, vpc: bool = False) -> ChangeSet | None:
-        """What a deployment would change, made ready in AWS; None where nothing would.
+        """Create a change set; None if nothing would change.
 
-        kms makes the key, and vpc lets jobs run in a VPC; what was made so stays so. What
-        `left_over` finds has to go before.
+        kms adds a key, and vpc allows jobs in a VPC; neither is removed later. Delete what
+        `left_over` finds first.
 
         Raises:
-            InputError: the stack is somebody else's.
+            InputError: the stack does not belong to sm-nanogpt.
             ServiceError: AWS refuses, or the stack cannot be changed now.
         """
         there = self.changeable()
@@ -102,7 +102,7 @@ class Deployment:
                 f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there, self.settings)}"
             )
         raw = None if there is None or there["StackStatus"] == REVIEW else there
-        known = {} if raw is None else parameters_of(raw)  # an older stack has fewer
+        known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
         parameters: list[dict[str, Any]] = [
             {"ParameterKey": name, **({"ParameterValue": "true"} if asked else PREVIOUS)}
             for name, asked in {"Kms": kms, "Vpc": vpc}.items()
@@ -121,7 +121,7 @@ class Deployment:
         try:
             changes = self.read_changes(change_set)
         except BaseException:
-            with suppress(ServiceError):  # what went wrong first is what is told
+            with suppress(ServiceError):  # report the first error
                 self.discard(change_set)
             raise
         if changes is None:
@@ -130,7 +130,7 @@ class Deployment:
         return replace(change_set, changes=changes)
 
     def changeable(self) -> dict[str, Any] | None:
-        """The stack as DescribeStacks has it, if it may be changed; None where there is none."""
+        """The answer of DescribeStacks if the stack can be changed; None if there is none."""
         raw = describe_stack(self.client, self.name)
         if raw is None or raw["StackStatus"] == REVIEW:
             return raw
@@ -142,7 +142,7 @@ class Deployment:
         return raw
 
     def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
-        """Waits until a change set is ready, and reads it; None where nothing would change."""
+        """Wait for a change set and read it; None if nothing would change."""
         while True:
             with service_errors("DescribeChangeSet"):
                 paginator = self.client.get_paginator("describe_change_set")
@@ -160,7 +160,7 @@ class Deployment:
         )
 
     def discard(self, change_set: ChangeSet) -> None:
-        """Removes a change set, and the empty stack under it unless others wait there."""
+        """Delete a change set, and its empty stack unless others have change sets there."""
         with service_errors("DeleteChangeSet"):
             self.client.delete_change_set(ChangeSetName=change_set.id)
         if change_set.creates and not self.waiting(change_set.stack_id).keys() - {change_set.id}:
@@ -168,7 +168,7 @@ class Deployment:
                 self.client.delete_stack(StackName=change_set.stack_id)
 
     def waiting(self, stack_id: str) -> dict[str, str]:
-        """The change sets that wait under a stack's name, id to name."""
+        """The change sets of a stack, by id."""
         with service_errors("ListChangeSets"):
             pages = self.client.get_paginator("list_change_sets").paginate(StackName=stack_id)
             return {
@@ -178,15 +178,15 @@ class Deployment:
             }
 
     def execute(self, change_set: ChangeSet) -> Stack:
-        """Makes the changes, and waits for their end.
+        """Execute the changes and wait until they end.
 
         Raises:
-            ServiceError: a resource could not be made; CloudFormation takes the changes back.
+            ServiceError: a resource failed; CloudFormation rolls the changes back.
         """
         seen = {event["EventId"] for event in self.events(change_set.stack_id)}
         with service_errors("ExecuteChangeSet"):
-            # What is kept when a stack is deleted is not kept when its creation fails: it holds
-            # nothing yet, and a key costs money.
+            # If the creation fails, also delete what the template retains: it is empty, and a
+            # key costs money.
             self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
         status = self.follow(change_set.stack_id, seen)
         if status not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
@@ -197,10 +197,10 @@ class Deployment:
         return self.show()
 
     def show(self) -> Stack:
-        """The stack as it stands; tells how far an operation is, or what went wrong with it.
+        """The stack. Logs the progress or the failure of its last operation.
 
         Raises:
-            ServiceError: there is none, or it is not whole.
+            ServiceError: there is no stack, or it is incomplete.
         """
         raw = describe_stack(self.client, self.name)
         if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
@@ -210,7 +210,7 @@ class Deployment:
                 try:
                     more = (self.newest_event if well else self.failure)(raw["StackId"])
                 except ServiceError as error:
-                    more = f"{'more' if well else 'why'} is not known here ({error})"
+                    more = f"{'more' if well else 'why'} is not known ({error})"
                 logger.info(f"stack {self.name} is {status}: {more}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
@@ -218,7 +218,7 @@ class Deployment:
         return stack
 
     def left_over(self) -> Removal | None:
-        """What a creation or a deletion that failed left, which is in the way of a new stack.
+        """What a failed creation or deletion left behind, which prevents a new stack.
 
         Raises:
             InputError, ServiceError: as plan.
@@ -227,10 +227,10 @@ class Deployment:
         return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
 
     def removal(self) -> Removal | None:
-        """What destroy would do.
+        """What destroy would do; None if there is no stack.
 
-        None where there is no stack, or only change sets of others wait under its name. Ours wait
-        where a deployment was killed at its question.
+        A name with only change sets counts as a stack if all of them are ours, which a deployment
+        leaves if it is killed while it waits for confirmation.
 
         Raises:
             InputError, ServiceError: as plan.
@@ -266,7 +266,7 @@ class Deployment:
         )
 
     def holders(self, policy: str) -> list[tuple[str, str]]:
-        """(User, Group or Role, name) of all who have a policy."""
+        """The users, groups and roles that have a policy, as (kind, name)."""
         with service_errors("ListEntitiesForPolicy"):
             paginator = self.iam.get_paginator("list_entities_for_policy")
             return [
@@ -277,7 +277,7 @@ class Deployment:
             ]
 
     def running_jobs(self, role: str) -> list[str]:
-        """The jobs in progress that act as a role."""
+        """The running jobs that use a role."""
         with service_errors("Search"):
             return [
                 raw["TrainingJobName"]
@@ -286,9 +286,9 @@ class Deployment:
             ]
 
     def destroy(self, removal: Removal) -> None:
-        """Deletes the stack and waits for its end; what the template retains stays.
+        """Delete the stack and wait for its end; retained resources stay.
 
-        IAM deletes no policy that somebody has, so it is taken from its holders first.
+        IAM does not delete an attached policy, so it is detached first.
 
         Raises:
             ServiceError: a resource could not be deleted.
@@ -310,16 +310,16 @@ class Deployment:
         remember(self.settings, self.region, None)
 
     def follow(self, stack_id: str, seen: set[str]) -> str:
-        """Tells of each event that is not in `seen` until nothing is in progress any more.
+        """Log each event that is not in `seen` until the operation ends.
 
-        Returns the status of the stack then.
+        Returns the final status of the stack.
         """
         try:
             while True:
-                # Asked for first, so that the events which led to it are there to be told.
+                # Ask for the status first, so that the events include all that led to it.
                 raw = describe_stack(self.client, stack_id)
                 fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
-                for event in reversed(fresh):  # the newest comes first
+                for event in reversed(fresh):  # newest first
                     seen.add(event["EventId"])
                     logger.info(f"{event['ResourceStatus']:<20} {resource_of(event)}")
                 status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
@@ -328,13 +328,13 @@ class Deployment:
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
             how = self.settings.command("infra show")
-            logger.info(f"CloudFormation goes on by itself; `{how}` tells how far it is")
+            logger.info(f"CloudFormation continues by itself; `{how}` shows its progress")
             raise
 
     def failure(self, stack_id: str) -> str:
-        """Why the stack's last operation went wrong: the first resource that failed, and why."""
+        """Why the last operation failed: the first resource that failed, and its reason."""
         reason = ""
-        for event in self.events(stack_id):  # the newest comes first
+        for event in self.events(stack_id):  # newest first
             of_stack = event["PhysicalResourceId"] == stack_id
             why = " ".join(event.get("ResourceStatusReason", "").split())
             if of_stack and why == "User Initiated":
@@ -347,7 +347,7 @@ class Deployment:
         return reason or "CloudFormation gives no reason"
 
     def newest_event(self, stack_id: str) -> str:
-        """What the stack's operation did last."""
+        """The last event of the current operation."""
         event = next(self.events(stack_id))
         if event["PhysicalResourceId"] == stack_id and event["ResourceStatus"].endswith(
             "_COMPLETE"
@@ -356,7 +356,7 @@ class Deployment:
         return f"now {event['ResourceStatus']} {resource_of(event)}"
 
     def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
-        """What has happened to a stack, the newest first."""
+        """Yield the events of a stack, newest first."""
         with service_errors("DescribeStackEvents"):
             pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
             for page in pages:

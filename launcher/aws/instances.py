@@ -1,7 +1,7 @@
-"""The SageMaker training instances: what a launch has to know of each.
+"""SageMaker training instances: their names, GPUs and disks. Validation and backends use it.
 
-boto3 knows the names; the table below adds the GPUs, by what EC2 says of its instance types. A type
-that SageMaker trains on, and that no GPU family holds, has none.
+boto3 knows the names; the table below adds the GPUs, from EC2's data. A training type outside of
+the GPU families has none.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ GPUS: dict[str, tuple[int, str]] = {
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
 
 
-# Machines that AWS's training images do not run on, and why.
+# Instance types that AWS's training images do not run on, and why.
 UNSUITABLE = {
     r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
     r"ml\.p\d+e-gb": "its CPUs are Arm, and AWS's training images are for x86",
-    r"ml\.p2\.": "PyTorch has ended its support of such GPUs (K80)",
+    r"ml\.p2\.": "PyTorch no longer supports its GPU (K80)",
 }
 
 
 @functools.cache
 def sagemaker_types() -> tuple[str, ...]:
-    """The types that SageMaker trains on, as boto3 knows them; SageMaker may have newer ones."""
+    """The training instance types that boto3 knows; SageMaker may have newer ones."""
     from botocore.loaders import create_loader
 
     model = create_loader().load_service_model("sagemaker", "service-2")
@@ -73,10 +73,10 @@ def nearest(name: str) -> str:
 
 
 def check_instance(name: str) -> None:
-    """Raises InputError unless it is `local`, a SageMaker type, or may be one newer than boto3.
+    """Raise InputError unless a name is `local`, a SageMaker type, or may be a newer type.
 
-    AWS adds families far more often than sizes, so an unknown size is a typing error. Machines that
-    the training image does not run on are refused too.
+    AWS adds families more often than sizes, so an unknown size is a typo. Types that the training
+    image does not run on are refused too.
     """
     for pattern, reason in UNSUITABLE.items():
         if re.match(pattern, name):
@@ -94,27 +94,27 @@ MOST_TYPES = 5  # that SageMaker chooses among
 
 
 def types_of(instance: str) -> tuple[str, ...]:
-    """The types of `--instance`, which have commas between them."""
+    """The instance types of `--instance`, separated by commas."""
     return tuple(name.strip() for name in instance.split(","))
 
 
 def check_instances(names: Sequence[str]) -> None:
-    """Raises InputError unless a job can run on the first of these types that has capacity.
+    """Raise InputError unless SageMaker can choose among these types.
 
-    They have one image, so either all of them have GPUs or none has.
+    They share one image, so either all of them have GPUs or none has.
     """
     for name in names:
         check_instance(name)
     problem = None
     if len(names) > 1 and "local" in names:
-        problem = "local does not go with other types"
+        problem = "local cannot be combined with other types"
     elif len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        problem = f"{twice} is there twice"
+        problem = f"{twice} is given twice"
     elif len(names) > MOST_TYPES:
-        problem = f"{len(names)} types, and SageMaker takes {MOST_TYPES}"
+        problem = f"{len(names)} types, and SageMaker allows {MOST_TYPES}"
     elif len({looks_like_gpu(name) for name in names}) > 1:
-        problem = "some types have GPUs and some have none, and these need different images"
+        problem = "types with and without GPUs need different images"
     if problem:
         raise InputError(f"--instance {','.join(names)}: {problem}")
 
@@ -135,32 +135,31 @@ def describe_instance(name: str) -> str:
     kind = "GPU" if looks_like_gpu(name) else "CPU"
     hint = f"; {near}" if (near := nearest(name)) else ""
     return (
-        f"boto3 knows no training instance {name}, so SageMaker may refuse it; it is taken"
-        f" for a {kind} instance{hint}"
+        f"boto3 knows no training instance {name}, so SageMaker may refuse it; assuming a {kind}"
+        f" instance{hint}"
     )
 
 
 def gpus_of(name: str) -> int | None:
-    """How many GPUs a machine has; None where the type is not known."""
+    """The number of GPUs of an instance type; None if the type is unknown."""
     if name in GPUS:
         return GPUS[name][0]
     return 0 if name in sagemaker_types() else None
 
 
-# By EC2's naming, a d after the generation stands for disks of the machine; the GPU families have
-# them too, but p2 and p3.
+# In EC2's names, a d after the generation means local disks; the GPU families have them too,
+# except p2 and p3.
 LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*)\.")
 
 
 def has_local_storage(name: str) -> bool:
-    """Whether the machine brings disks of its own, as most GPU families do.
+    """Whether an instance type has local disks, as most GPU families do.
 
-    SageMaker adds no volume there: the size that a request names has no effect, and a key for it is
-    refused.
+    SageMaker adds no volume there: it ignores the volume size of a request and refuses a key.
     """
     return bool(LOCAL_STORAGE.match(name))
 
 
 def looks_like_gpu(name: str) -> bool:
-    """Whether a type is of a GPU family, known or not: AWS names those g and p."""
+    """Whether a type belongs to a GPU family, known or not: AWS names them g and p."""
     return bool(re.match(r"ml\.[gp]\d", name))

@@ -1,12 +1,13 @@
-"""What a job costs, and how long it may run so that it costs no more than it may.
+"""What a job costs, and the time limit that keeps it below a cost ceiling.
 
-SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime:
-downloading image and data, running, stopping and uploading, not waiting for machines. The time
-limit of a job (MaxRuntimeInSeconds) covers the running alone: a job with a limit of 603 s was seen
-to be billed for 841 s, by a report to the SDK's authors. SageMaker gives no limit for the rest, so
-a ceiling holds as far as the allowance for it, AROUND_SECONDS, does. Spot capacity is billed at
-about the same price for fewer seconds; the start-ups that interruptions add are not in the
-allowance, and left to that difference.
+Called by the SageMaker backend at launch, and by `tracking` for the costs of jobs.
+
+SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime: the
+download of image and data, the run, stop and upload, but not the wait for machines. The time limit
+(MaxRuntimeInSeconds) covers only the run: a report to the SDK's authors shows a job with a limit of
+603 s that was billed for 841 s. SageMaker does not limit the rest, so a ceiling holds as long as
+the allowance AROUND_SECONDS suffices. Spot capacity is billed at about the same price for fewer
+seconds; that difference covers the start-ups that interruptions add.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# Seconds that are billed beside the running, and that no limit of SageMaker's holds: an allowance,
-# generous (the default image is some 10 GB), and no promise. Very large data takes longer.
+# Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
+# default image has some 10 GB), not a promise. Very large data takes longer.
 START_SECONDS = 420
 STOP_SECONDS = 120  # between the limit's SIGTERM and SIGKILL
 UPLOAD_SECONDS = 60
@@ -39,7 +40,7 @@ DISK_PER_HOUR = 0.27 / 730
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a job may cost, in USD, with those it goes on from; and who says so."""
+    """The most that a job and those it resumes may cost, in USD, and the option that says so."""
 
     amount: float
     said_by: str
@@ -51,31 +52,31 @@ def usd(amount: float) -> str:
 
 
 def rate(job: TrainingJob | JobDescription, price: Price) -> float:
-    """USD per hour of a job: its instances, and their disks where those are billed."""
+    """USD per hour of a job: its instances, and their disks if those are billed."""
     disk = 0 if has_local_storage(job.instance) else job.volume_size * DISK_PER_HOUR
     return job.instance_count * (price.per_hour + disk)
 
 
 def cost_of(job: JobDescription, price: Price, now: float) -> float:
-    """USD that a job has cost, in the end or so far; now is in seconds since the epoch."""
+    """USD that a job has cost so far or in total; now is in seconds since the epoch."""
     return job.billed_seconds(now) / 3600 * rate(job, price)
 
 
 def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
-    """USD of a job that is stopped by its time limit, and of the warm pool after it."""
+    """USD of a job that runs to its time limit, and of its warm pool."""
     return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
 
 
 def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
-    """The time limit in seconds, perhaps below 0, at which a job costs `amount` at worst."""
+    """The time limit in seconds, possibly negative, at which a job costs at most `amount`."""
     return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
 
 
 def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
-    """What limits a job's cost. One that is taken over gives way to a lower one of the settings.
+    """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job.
 
     Raises:
-        InputError: the job would be allowed more than the settings allow.
+        InputError: --max-cost exceeds the ceiling of the settings.
     """
     configured = settings.max_cost
     lower = configured is not None and job.max_cost is not None and configured < job.max_cost
@@ -91,12 +92,12 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
 
 
 def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
-    """The job with a time limit at which it stays below the ceiling.
+    """The job with a time limit that keeps it below the ceiling.
 
-    spent is what the earlier jobs of its chain have cost, in USD.
+    spent is the cost in USD of the jobs that this one resumes.
 
     Raises:
-        InputError: no time limit does, or the one that was asked for does not.
+        InputError: the ceiling is too low, or --max-run is too long for it.
     """
     keep_alive = job.keep_alive or 0
     parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
@@ -125,24 +126,24 @@ def afford(
     prices: Prices,
     spent: Callable[[], float],
 ) -> TrainingJob:
-    """The job with a time limit that keeps it below its ceiling; tells what it may cost.
+    """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
 
     Raises:
-        InputError: the ceiling cannot be held: it is too low, or no price is known.
+        InputError: the ceiling is too low, or the price is unknown.
     """
     ceiling = ceiling_of(job, settings)
     found = {instance: prices.of(instance) for instance in job.instances}
     if prices.trouble:
         logger.info(prices.trouble)
     if lacking := [instance for instance, price in found.items() if price is None]:
-        unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known here"
+        unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known"
         if ceiling is not None:
             raise InputError(
                 f"{unknown}, so {usd(ceiling.amount)} ({ceiling.said_by}) cannot be held"
             )
         logger.info(f"price: {unknown}")
         return job
-    # Whichever type is chosen, the job costs no more than on the most expensive one.
+    # SageMaker may choose any of the types, so count the most expensive one.
     on_each = [
         (job.model_copy(update={"instance": instance}), price)
         for instance, price in found.items()
@@ -174,7 +175,7 @@ def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
 
 
 def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
-    """What set the time limit of a job below a ceiling; empty where that is the default."""
+    """What set the time limit of a job below a ceiling; empty for the default limit."""
     allows = f"{ceiling.said_by} allows {usd(ceiling.amount)}"
     if job.time_limit == job.affordable_run:
         return allows
@@ -185,7 +186,7 @@ def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:
-    """What is counted beside the running, in words."""
+    """What the estimate includes besides the run."""
     parts = [f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"]
     if not has_local_storage(job.instance):
         parts.append("disks")

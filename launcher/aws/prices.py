@@ -1,9 +1,9 @@
-"""What a SageMaker training instance costs: AWS's price list, what it said before, a table.
+"""Prices of SageMaker training instances: from AWS's price list, a cache, or an offline table.
 
-The Price List API is asked at one of its few endpoints, us-east-1, which knows every region of the
-`aws` partition. What it says is kept in HOME/prices.json for a week; that it knows no price, for a
-day. Where it cannot be asked, an older answer or the table below is taken, whichever is dearer; a
-Price tells which it is. Prices are on demand, in USD, before taxes, credits and savings plans.
+The Price List API has few endpoints; us-east-1 knows every region of the `aws` partition.
+HOME/prices.json keeps its prices for a week, and the absence of one for a day. If the API cannot be
+asked, the higher of an older answer and the table below is used. Prices are on demand, in USD,
+before taxes, credits and savings plans. Called by the SageMaker backend, `tracking` and `doctor`.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ OFFLINE: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Price:
-    """per_hour is USD for one instance; source tells from where it is known, with its date."""
+    """per_hour is in USD per instance; source says where the price comes from, and its date."""
 
     per_hour: float
     source: str
 
 
 class Answer(Document):
-    """What the price list said of an instance type on a day: USD an hour, or that it has none."""
+    """What the price list said on a day: USD per hour, or None for no price."""
 
     per_hour: float | None = Field(gt=0, lt=1e6)
     day: date
@@ -105,16 +105,16 @@ Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance ty
 
 
 class Prices:
-    """The prices of a region. A session of None asks nobody."""
+    """The prices of a region. With no session, AWS is not asked."""
 
     def __init__(self, settings: Settings, region: str, session: Any) -> None:
         self.file = settings.home / "prices.json"
         self.region = region
         self.session = session
-        self.trouble = ""  # why AWS could not be asked; it is then not asked again
+        self.trouble = ""  # why AWS could not be asked; it is not asked again
 
     def of(self, instance: str) -> Price | None:
-        """The price of an instance type, or None where it is not known. Raises nothing."""
+        """The price of an instance type, or None if it is unknown. Raises nothing."""
         answer = self.kept(instance)
         asks = self.session is not None and not self.trouble
         if asks and not (answer and answer.is_fresh):
@@ -126,12 +126,12 @@ class Prices:
         return max(known, key=lambda price: price.per_hour, default=None)
 
     def ask(self, instance: str) -> Answer | None:
-        """What the price list says now, which is kept; None, with `trouble` set, if nothing."""
+        """Ask the price list and keep its answer; on failure set `trouble` and return None."""
         filters = {"regionCode": self.region, "instanceName": instance}
         try:
             partition = self.session.get_partition_for_region(self.region)
-            if partition != "aws":  # whose credentials that endpoint does not take, either
-                self.trouble = f"there is no price list for {self.region}, of partition {partition}"
+            if partition != "aws":  # the endpoint rejects its credentials
+                self.trouble = f"there is no price list for {self.region} (partition {partition})"
                 return None
             found = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
                 ServiceCode="AmazonSageMaker",
@@ -143,9 +143,9 @@ class Prices:
             )
             per_hour = training_price(found["PriceList"], instance)
             answer = Answer(per_hour=per_hour, day=date.today())
-        # Whatever goes wrong here, and parsers raise anything, a launch does not fail by it.
+        # A launch must not fail here, whatever a parser raises.
         except Exception as error:
-            self.trouble = f"AWS's price list could not be asked: {why(error)}"
+            self.trouble = f"could not ask AWS's price list: {why(error)}"
             return None
         known = storage.read_cache(self.file, Answers)
         known.setdefault(self.region, {})[instance] = answer
@@ -153,16 +153,15 @@ class Prices:
         return answer
 
     def kept(self, instance: str) -> Answer | None:
-        """What was said before."""
+        """The cached answer."""
         return storage.read_cache(self.file, Answers).get(self.region, {}).get(instance)
 
 
 def training_price(products: list[str], instance: str) -> float | None:
     """USD per hour of training among products of the price list, each a JSON document.
 
-    An instance type is a product for each use. A training's is known by its usage type, as
-    `USE1-Train:ml.g5.12xlarge`; hosting, spot (whose seconds are billed at another meter) and the
-    rest have other ones.
+    Each use of an instance type is a product. That of training has a usage type such as
+    `USE1-Train:ml.g5.12xlarge`; hosting, spot and the rest have others.
     """
     usage = re.compile(rf"(.+-)?Train:{re.escape(instance)}")
     found = [
@@ -173,7 +172,7 @@ def training_price(products: list[str], instance: str) -> float | None:
         for dimension in term["priceDimensions"].values()
         if dimension["unit"].lower() in ("hrs", "hours")
     ]
-    return max(found, default=0.0) or None  # a product of 0 USD is of the free tier
+    return max(found, default=0.0) or None  # 0 USD means the free tier
 
 
 def offline_price(instance: str, region: str) -> Price | None:

@@ -1,9 +1,9 @@
-"""How many instances the account may use at once, and for how long, by Service Quotas.
+"""Check a job against the account's quotas. Called by the SageMaker backend and `doctor`.
 
-Each type has a quota for training jobs, one for spot training jobs and one for warm pools; others
-limit the hosts of any one job, and its run time. A quota is read by its code, which has to be
-looked up by name once, in a list of more than a thousand; the codes are kept in
-HOME/quota-codes.json. A type that the list lacks is looked up once a day.
+Each instance type has a quota for training jobs, one for spot training jobs and one for warm pools;
+others limit the hosts and the run time of a job. Service Quotas reads a quota by its code, which
+HOME/quota-codes.json keeps, since finding it by name takes a list of more than a thousand. A type
+that the list lacks is looked up once a day.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CONSOLE = "the Service Quotas console (Amazon SageMaker)"
 
 
 def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
-    """Tells if a quota cannot be read; SageMaker refuses then what it has to.
+    """Check the quotas for a job. Logs a quota that cannot be read, and leaves it to SageMaker.
 
     Raises:
-        InputError: the account may not use as many instances as the job needs, or not for so long.
+        InputError: a quota is smaller than the job needs.
     """
     uses = [SPOT if job.spot else TRAINING] + ([WARM_POOL] if job.keep_alive else [])
-    instead = "take another --instance"
+    instead = "use another --instance"
     # SageMaker refuses a job if the quota of any of its types is too small.
     needs = {
         f"{instance} for {use}": (job.instance_count, instead)
@@ -48,14 +48,14 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
     }
     if job.instance_count > 1:
         limit = PER_SPOT_JOB if job.spot else PER_JOB
-        needs[limit] = (job.instance_count, "take a smaller --instance-count")
+        needs[limit] = (job.instance_count, "use a smaller --instance-count")
     if job.time_limit > DAY:
-        needs[LONGEST_RUN] = (job.time_limit, "take a smaller --max-run")
+        needs[LONGEST_RUN] = (job.time_limit, "use a smaller --max-run")
     for name, (need, instead) in needs.items():
         try:
             allowed = read_quota(name, settings, session)
         except ServiceError as error:
-            logger.info(f"quota: {name!r} is not checked: {error}")
+            logger.info(f"quota: could not check {name!r}: {error}")
             if str(error) == NO_QUOTA:
                 continue
             return
@@ -64,7 +64,7 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
             other = f"; {SPOT!r} is another quota" if on_spot else ""
             raise InputError(
                 f"the account's quota {name!r} is {allowed:.0f} in {session.region_name}, and this"
-                f" job needs {need}: ask for more in {CONSOLE}, or {instead}{other}"
+                f" job needs {need}: request an increase in {CONSOLE}, or {instead}{other}"
             )
 
 

@@ -1,4 +1,7 @@
-"""One AWS session for everything, and AWS's refusals in one line with the action to take."""
+"""AWS sessions and clients, and errors of AWS as one line that says what to do.
+
+Every module that calls AWS uses it; `storage` uses it for S3.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOGIN = "`aws login`, `aws sso login` or `aws configure`"
-RENEW = f"renew them: {LOGIN}"
+RENEW = f"renew them with {LOGIN}"
 
 THROTTLED = (
     "RequestLimitExceeded",
@@ -31,7 +34,7 @@ THROTTLED = (
     "TooManyRequestsException",
 )
 
-# What to do about an error code of AWS, S3's among them.
+# What to do about error codes of AWS, including S3.
 ACTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -52,10 +55,10 @@ ACTIONS: dict[str, str] = {
             "SignatureDoesNotMatch",
             "UnrecognizedClientException",
         ),
-        "AWS does not accept the credentials; check AWS_PROFILE or the keys",
+        "AWS rejects the credentials; check AWS_PROFILE or the keys",
     ),
-    # S3 answers HEAD with a number alone.
-    "400": f"AWS does not accept the request; if the credentials have expired, {RENEW}",
+    # S3 answers HEAD with only a number.
+    "400": f"AWS rejects the request; if the credentials have expired, {RENEW}",
     "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
     " permission, or use another store",
     **dict.fromkeys(
@@ -76,27 +79,25 @@ ACTIONS: dict[str, str] = {
             "IllegalLocationConstraintException",
             "PermanentRedirect",
         ),
-        "it is in another region; name that with --region",
+        "it is in another region; set --region",
     ),
     "ResourceLimitExceeded": "the account's quota is too small; ask for more in the Service Quotas"
     " console (SageMaker, 'for training job usage'), or take another --instance",
-    "NoSuchBucket": "there is no such bucket; none is created, so check the store's name",
+    "NoSuchBucket": "there is no such bucket; check the name of the store",
 }
-# A signature tells the time at which it was made.
-CLOCK = "the clock here is wrong, so AWS does not take what is signed by it; set it right"
+# A signature contains its time.
+CLOCK = "the clock of this machine is wrong, so AWS rejects its signatures; correct it"
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
-# What it raises to read an answer that is null, too deep, badly dated, or lacks something.
+# Exceptions from reading a malformed answer.
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-NOT_AWS = "the answer is not in AWS's words; check the network (is a proxy in between?)"
-CAPACITY = (
-    "AWS has no such machine free now; try later, or name several types: --instance TYPE,TYPE,..."
-)
-PATIENCE_SECONDS = 300.0  # without an answer, until a job is no longer watched
+NOT_AWS = "the answer did not come from AWS; check the network for a proxy"
+CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
+PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
 AGAIN_SECONDS = 5.0
 
 
 def aws_session(settings: Settings) -> Any:
-    """The boto3 session of the settings.
+    """Create the boto3 session of the settings.
 
     Raises:
         InputError: the profile does not exist, or the AWS configuration cannot be read.
@@ -113,7 +114,7 @@ def aws_session(settings: Settings) -> Any:
 
 
 def steady_client(session: Any, service: str, region: str) -> Any:
-    """A client that tries again: a job is watched for hours, and one lost packet is no failure."""
+    """A client that retries, since a command may watch a job for hours."""
     from botocore.config import Config
 
     retries = {"mode": "standard", "total_max_attempts": max_attempts()}
@@ -122,9 +123,10 @@ def steady_client(session: Any, service: str, region: str) -> Any:
 
 
 def max_attempts() -> int:
-    """How often a call is tried.
+    """The number of attempts for a call, from AWS_MAX_ATTEMPTS.
 
-    Raises InputError if AWS_MAX_ATTEMPTS is none; botocore's own error would not name it.
+    Raises:
+        InputError: it is no positive number; botocore's own error would not name the variable.
     """
     word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
     if not word.isdecimal() or int(word) < 1:
@@ -133,7 +135,7 @@ def max_attempts() -> int:
 
 
 def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
-    """A client for what a command can do without: it fails within seconds."""
+    """A client for optional calls, which fails within seconds."""
     from botocore.config import Config
 
     config = Config(
@@ -148,11 +150,11 @@ def check_region(session: Any) -> str:
     """The session's region.
 
     Raises:
-        InputError: none is said, or SageMaker is not in it as far as boto3 knows.
+        InputError: no region is set, or boto3 knows no SageMaker there.
     """
     region = str(session.region_name or "")
     if not region:
-        raise InputError("no region: name it with --region, SM_NANOGPT_REGION or AWS_REGION")
+        raise InputError("no region: set --region, SM_NANOGPT_REGION or AWS_REGION")
     known = [
         name
         for partition in session.get_available_partitions()
@@ -160,28 +162,27 @@ def check_region(session: Any) -> str:
     ]
     if region not in known:
         hint = did_you_mean(region, known) or f"there are {', '.join(known)}"
-        raise InputError(f"region {region}: SageMaker is not there, as boto3 knows it; {hint}")
+        raise InputError(f"region {region}: boto3 knows no SageMaker there; {hint}")
     return region
 
 
 class Missing(ServiceError):
-    """What was asked for does not exist."""
+    """The thing that was asked for does not exist."""
 
 
 class Unreachable(ServiceError):
-    """No answer came, or none to the question: AWS is busy or broken, or a proxy answered."""
+    """No answer came from AWS, or AWS is throttling or failing."""
 
 
 def failure(what: str, error: BaseException) -> ServiceError:
-    """The error of one line for what boto3 or s3fs raised in `what`."""
+    """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
     return (Unreachable if is_outage(error) else ServiceError)(f"{what}: {why(error)}")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether what boto3 or s3fs raised may be otherwise in a minute, and says nothing of the job.
+    """Whether an exception of boto3 or s3fs is temporary.
 
-    Exceptions are told by names, as importing botocore would cost local commands a quarter of a
-    second.
+    Compares names of classes, since importing botocore takes a quarter of a second.
     """
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
@@ -192,11 +193,10 @@ def is_outage(error: BaseException) -> bool:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether an answer is not AWS's, but a proxy's own page.
+    """Whether an answer comes from a proxy, not from AWS.
 
-    boto3 takes what it cannot read for an error whose code is the HTTP status; of AWS's own
-    answers only those to a HEAD, which have no words, look so. A page with status 200 lacks what
-    AWS always says, or holds it in another shape.
+    boto3 reads an unknown page as an error whose code is the HTTP status. AWS itself answers so
+    only to HEAD. A page with status 200 lacks keys that AWS always sends.
     """
     cause, module = cause_of(error), type(cause_of(error)).__module__
     if isinstance(cause, UNREADABLE) and module != "botocore.exceptions":
@@ -208,14 +208,14 @@ def is_foreign(error: BaseException) -> bool:
 
 
 def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> T:
-    """What `ask` answers about a job on SageMaker that is watched: an outage of minutes ends no
-    watching. follow is the command that watches it again.
+    """Call `ask` about a job that is watched, and retry through an outage of minutes.
+
+    follow is the command that watches the job again. deadline is in time.monotonic() seconds.
 
     Raises:
-        ServiceError: AWS refuses, or no answer came for PATIENCE_SECONDS, or until the deadline, by
-            time.monotonic.
+        ServiceError: AWS refuses, or did not answer for PATIENCE_SECONDS or until the deadline.
     """
-    goes_on = f"if the job still runs, it goes on and is billed: `{follow}` follows it"
+    goes_on = f"a running job continues and is billed: `{follow}` follows it"
     until = None
     while True:
         try:
@@ -223,7 +223,7 @@ def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> 
         except Unreachable as error:
             if until is None:
                 until = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-                logger.info(f"{error}; a job that runs goes on meanwhile, and it is tried again")
+                logger.info(f"{error}; retrying (a running job continues meanwhile)")
             if time.monotonic() >= until:
                 raise ServiceError(f"{error}; {goes_on}") from None
         except ServiceError as error:  # credentials have expired, for one
@@ -233,13 +233,13 @@ def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> 
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Turns what boto3 raises in `call` into a ServiceError of one line that says what to do.
+    """Turn exceptions of boto3 in `call` into a ServiceError of one line that says what to do.
 
-    One of UNREADABLE is an answer that is not of AWS's shape, as a proxy gives it.
+    Exceptions in UNREADABLE come from a malformed answer, such as that of a proxy.
 
     Raises:
         Missing: AWS says that the thing does not exist.
-        Unreachable: AWS says nothing of the matter.
+        Unreachable: AWS did not answer.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -256,8 +256,8 @@ def service_errors(call: str) -> Iterator[None]:
 
 
 def is_missing(code: str, message: str) -> bool:
-    """Whether an error says that a thing does not exist; SageMaker and CloudFormation have no code
-    of their own for it."""
+    """Whether an error says that a thing does not exist. SageMaker and CloudFormation have no code
+    for that."""
     return (
         code in ("404", "NoSuchBucket", "ResourceNotFound", "ResourceNotFoundException")
         or (code, message[:28]) == ("ValidationException", "Requested resource not found")
@@ -266,18 +266,18 @@ def is_missing(code: str, message: str) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What boto3 raised; s3fs has errors of its own in front of it."""
+    """The exception of boto3 behind one of s3fs."""
     return error if getattr(error, "response", None) else error.__cause__ or error
 
 
 def code_and_message(error: BaseException) -> tuple[str, str]:
-    said = (getattr(error, "response", None) or {}).get("Error", {})  # None: it never came
+    said = (getattr(error, "response", None) or {}).get("Error", {})
     return str(said.get("Code", "")), " ".join(str(said.get("Message", "")).split())
 
 
 def why(error: BaseException) -> str:
-    """What an error of boto3 or s3fs says, and what to do about it, in one line."""
-    if is_foreign(error):  # whose texts are a whole page or a bare name
+    """The message of an exception of boto3 or s3fs, and what to do, in one line."""
+    if is_foreign(error):
         return NOT_AWS
     cause = cause_of(error)
     code, message = code_and_message(cause)
@@ -288,7 +288,7 @@ def why(error: BaseException) -> str:
         return f"{action} ({message})" if action else f"{message} ({code})"
     kind, text = type(cause).__name__, " ".join(str(cause).split()) or type(cause).__name__
     if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return f"no AWS credentials ({text}): {LOGIN} makes some"
+        return f"no AWS credentials ({text}): run {LOGIN}"
     if kind == "MissingDependencyException":  # the credentials of `aws login` need awscrt
         return f"the package awscrt is missing: install sm-nanogpt again ({text})"
     if kind == "LoginInsufficientPermissions":

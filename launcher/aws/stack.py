@@ -1,7 +1,7 @@
-"""The stack of infra/template.yaml as the other commands find and use it; `infra` makes it.
+"""Find the deployed CloudFormation stack, which provides store and execution role.
 
-Its outputs say where the store is and which role SageMaker acts as, so that nobody types them. What
-was last seen of a stack, by whom, lies in HOME/stacks.json, for a dry run, which calls nobody.
+`infra` deploys it; `submission`, `corpus` and `doctor` read it. HOME/stacks.json remembers each
+stack for a dry run, which does not call AWS.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION = (
-    "Where sm-nanogpt keeps texts and models"  # begins the template's, so marks our stacks
-)
-REVIEW = "REVIEW_IN_PROGRESS"  # a name that change sets wait under; no stack has been made yet
+DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
+REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What the other commands take from a deployed stack. policy is the launcher policy's ARN, vpc
-    whether the role may run jobs in a VPC."""
+    """A deployed stack. policy is the ARN of the launcher policy; vpc says whether the role may run
+    jobs in a VPC."""
 
     name: str
     status: str
@@ -51,14 +49,14 @@ def with_stack(
     names: tuple[str, ...] = ("store", "role", "kms_key"),
     offline: bool = False,
 ) -> Settings:
-    """The settings, with what they leave open taken from the stack, if there is one.
+    """Fill store, role and key that the settings leave open from the stack, if there is one.
 
-    Nobody is asked where store and role are set; offline, the stack is as it was last seen. Who has
-    a role, and never used the stack from here, goes on without one that cannot be had.
+    Does not call AWS if store and role are set, or if offline, which uses the stack as last seen.
+    With a role, and no stack seen before, an error of AWS is logged and the stack is not used.
 
     Raises:
-        Missing: a stack was named, and is not there.
-        ServiceError: AWS cannot be asked, or the stack is not whole.
+        Missing: the stack that the user named does not exist.
+        ServiceError: AWS cannot be asked, or the stack is incomplete.
     """
     if settings.store and (settings.role or "role" not in names):
         return settings
@@ -71,12 +69,12 @@ def with_stack(
         missing = isinstance(error, Missing)
         if known or missing or not settings.role or "role" not in names:
             raise
-        logger.info(f"no stack is used: {error}")
+        logger.info(f"not using a stack: {error}")
         return settings
     if stack is None:
         return settings
     if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
-        logger.info(f"the role of stack {stack.name} is not taken: it reaches {stack.store} alone")
+        logger.info(f"not using the role of stack {stack.name}: it can access only {stack.store}")
         return settings
     found = {
         name: getattr(stack, name)
@@ -108,18 +106,18 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 def no_stack(settings: Settings, region: str) -> Missing:
     deploy = settings.command("infra deploy")
-    return Missing(f"there is no stack {settings.stack} in {region}: `{deploy}` makes it")
+    return Missing(f"there is no stack {settings.stack} in {region}: `{deploy}` creates it")
 
 
 def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
-    """The stack that DescribeStacks tells of, remembered. Raises ServiceError as read_stack."""
+    """Read an answer of DescribeStacks and remember the stack. Raises as read_stack."""
     stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
     remember(settings, region, stack)
     return stack
 
 
 def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
-    """What DescribeStacks says of a stack, by name or id; None where there is none."""
+    """The answer of DescribeStacks for a name or id; None if there is no stack."""
     try:
         with service_errors("DescribeStacks"):
             return dict(client.describe_stacks(StackName=name)["Stacks"][0])
@@ -128,7 +126,7 @@ def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
-    """Raises ServiceError for a stack that is not ours, not yet made, or half deleted."""
+    """Raises ServiceError for a stack that is not ours, not complete, or being deleted."""
     name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
     if not is_our_stack(raw):
         raise ServiceError(not_ours(raw))
@@ -154,35 +152,35 @@ def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
 
 
 def is_our_stack(raw: dict[str, Any]) -> bool:
-    """By the description, which a stack has from its first moment, and outputs only in the end."""
+    """By the description, which a stack has from the start; it has outputs only at the end."""
     return str(raw.get("Description", "")).startswith(DESCRIPTION)
 
 
 def is_whole(status: str) -> bool:
-    """Whether a stack's last operation is over, and did what it was to do."""
+    """Whether the last operation of a stack succeeded."""
     return status.endswith("_COMPLETE") and "ROLLBACK" not in status
 
 
 def not_ours(raw: dict[str, Any]) -> str:
     return (
-        f"stack {raw['StackName']} ({raw['StackStatus']}) is not sm-nanogpt's; name another with"
-        " --stack"
+        f"stack {raw['StackName']} ({raw['StackStatus']}) does not belong to sm-nanogpt; choose"
+        " another name with --stack"
     )
 
 
 def remedy(raw: dict[str, Any], settings: Settings) -> str:
-    """What to do about a stack of ours that cannot be used, or changed, as it stands."""
+    """What to do about a stack that cannot be used or changed now."""
     name, status = raw["StackName"], raw["StackStatus"]
     if status.endswith("_IN_PROGRESS"):
-        return "try again when that is over"
+        return "try again when that has ended"
     if status == "UPDATE_ROLLBACK_FAILED":
-        return f"`aws cloudformation continue-update-rollback --stack-name {name}` has to end first"
+        return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
     deploy = settings.command("infra deploy")
-    return f"`{deploy}` deletes what is left of it and makes it anew"
+    return f"`{deploy}` deletes it and creates it again"
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:
-    """Notes what a stack is, or that there is none, unless that is known."""
+    """Remember a stack, or that there is none."""
     if remembered(settings, region) == stack:
         return
     known = storage.read_cache(settings.last_stacks, Seen)
@@ -194,11 +192,11 @@ def remember(settings: Settings, region: str, stack: Stack | None) -> None:
 
 
 def remembered(settings: Settings, region: str | None) -> Stack | None:
-    """The stack as it was last seen from this machine."""
+    """The stack as last seen from this machine."""
     known = storage.read_cache(settings.last_stacks, Seen)
     return known.get(region or "", {}).get(known_as(settings))
 
 
 def known_as(settings: Settings) -> str:
-    """The stack's name and whose it is, as each profile may be of another account."""
+    """The name of the stack and the profile, since profiles may have different accounts."""
     return "/".join(filter(None, (settings.aws_profile, settings.stack)))

@@ -1,4 +1,7 @@
-"""The places that jobs run in, behind one small protocol."""
+"""The protocol of backends: `local` runs jobs on this machine, `sagemaker` on SageMaker.
+
+`submission` and `tracking` choose one by instance type.
+"""
 
 from __future__ import annotations
 
@@ -10,63 +13,63 @@ from launcher.job import JobDescription, TrainingJob, UnreadableJob
 
 
 class Backend(Protocol):
-    """A place that jobs run in."""
+    """Runs jobs in one place."""
 
     @property
     def place(self) -> str:
-        """Where that is, in words that follow a job's id."""
+        """Where that is, as in `job ID is ...`."""
 
     @property
     def poll_seconds(self) -> float:
-        """How often to ask about a job that is waited for."""
+        """Seconds between questions about a job that a command waits for."""
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        """What this place decides about the job, for `submit` and `request`; logs what it runs in.
+        """Decide what the job leaves open, for `submit` and `request`.
 
         Raises:
-            InputError: this place cannot run the job.
+            InputError: this backend cannot run the job.
         """
 
     def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
-        """The job within its cost ceiling; logs what it may cost.
+        """Limit the job to its cost ceiling; log what it may cost.
 
         Raises:
-            InputError: the ceiling cannot be held, or the account may not run such a job.
+            InputError: the ceiling is too low, or a quota of the account is.
         """
 
     def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
-        """Starts a job whose data is a URI; plan is from `check`."""
+        """Start a job whose data is a URI; plan comes from `check`."""
 
     def describe(self, job_id: str) -> JobDescription | None:
-        """None when the job is not of this place."""
+        """Describe a job; None if it is not here."""
 
     def job(self, job_id: str) -> TrainingJob:
-        """What was submitted."""
+        """The job as it was submitted."""
 
     def script(self, job_id: str, sha256: str) -> Path:
-        """Where this machine keeps the script of this SHA-256 that trained the job."""
+        """The path of the script that trained a job, by its SHA-256; it may not exist."""
 
     def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
         """This machine's copy of the edited script that a job ran; None for the packaged one.
 
         Raises:
-            InputError: there is no copy here.
+            InputError: this machine has no copy.
         """
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         """Yield the jobs, newest first."""
 
     def stop(self, job_id: str) -> None:
-        """Asks the job to stop, and returns at once."""
+        """Ask a job to stop, and return at once."""
 
     def request(self, job_id: str, job: TrainingJob, plan: Any) -> dict[str, Any]:
-        """What submit sends, without sending it. Raises InputError where none is sent."""
+        """What `submit` would send. Raises InputError if this backend sends nothing."""
 
     def console_link(self, job_id: str) -> str | None:
-        """Where a browser shows the job, if one can."""
+        """URL of the job in a web console, if there is one."""
 
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
-        """What the script printed, by lines, without line ends; with follow, until the job ends.
+        """Yield the lines that the script printed; with follow, until the job ends.
 
-        Outages of the network are reported meanwhile. raw adds what the container printed besides.
+        raw includes the lines of the SageMaker toolkit.
         """

@@ -1,8 +1,8 @@
-"""The SageMaker SDK (v2), all of it that is used: from a plan to the request that is sent.
+"""The only module that uses the SageMaker SDK (v2): it turns a job into a request.
 
-The SDK's PyTorch estimator makes the CreateTrainingJob request, whether it is sent or only shown.
-It is given what would otherwise make it call AWS on its own: image, role, source archive and every
-place in S3. The v2 SDK ends in 2027; what replaces it has to replace this module alone.
+The SDK's PyTorch estimator makes the CreateTrainingJob request, both to send and to show. It gets
+image, role, source archive and S3 locations, so that it does not call AWS itself. The v2 SDK ends
+in 2027; its replacement has to replace only this module. Called by `launcher.backends.sagemaker`.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ class Plan:
         return storage.join(self.store, "checkpoints", job_id)
 
 
-# The environment is the whole process's: two that change it at once would each put back what the
-# other has set.
+# os.environ belongs to the process: two threads that change it at once would restore each other's
+# values.
 ONE_AT_A_TIME = threading.Lock()
 CONFIG = "SchemaVersion: '1.0'\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n"
 
 
 @contextmanager
 def quiet_sdk(home: Path) -> Iterator[None]:
-    """Keeps the SDK from what it does besides: telemetry, a banner, INFO of all libraries, defaults
-    for the request from configuration files of the user and of the machine, and a look at the
-    profile of the environment, which may be gone where the settings name another.
+    """Turn off side effects of the SDK, and restore the process afterwards.
 
-    Who launches from Python may use the SDK too, so the process is left as it was.
+    These are telemetry, a banner, INFO logs of all libraries, defaults from configuration files of
+    the user and the machine, and a look-up of AWS_PROFILE, which fails if that profile is gone.
     """
     from botocore.session import Session
 
@@ -69,13 +68,13 @@ def quiet_sdk(home: Path) -> Iterator[None]:
     if storage.read_bytes(config) != CONFIG.encode():
         storage.write_text(config, CONFIG)
     said = {
-        "DISABLE_JUMPSTART_LOGGING": "1",  # its import warns if credentials have ended
+        "DISABLE_JUMPSTART_LOGGING": "1",  # it warns on import if credentials have expired
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
         "SAGEMAKER_USER_CONFIG_OVERRIDE": config,
     }
     with ONE_AT_A_TIME:
-        # One that is there stays: who launches from another thread at once may need it.
+        # Keep an existing profile: another thread may need it.
         there = Session().available_profiles
         named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
         gone = [name for name in named if name in os.environ and os.environ[name] not in there]
@@ -103,7 +102,7 @@ def quiet_sdk(home: Path) -> Iterator[None]:
 
 
 def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:
-    """The URI of AWS's PyTorch training image, for GPUs or for a CPU.
+    """The URI of AWS's PyTorch training image for GPU or CPU.
 
     Raises:
         InputError: there is no image of that version, or no such region.
@@ -128,23 +127,22 @@ def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> 
 
 
 def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the SDK calls a launcher."""
+    """The SDK's `distribution` for a launcher."""
     if launcher == "torchrun":
         return {"torch_distributed": {"enabled": True}}
-    # The toolkit sets NCCL_DEBUG=INFO for all ranks, over the job's environment, and CloudWatch
-    # bills each line; only this option changes that.
+    # The toolkit sets NCCL_DEBUG=INFO for all ranks, whatever the job's environment says, and
+    # CloudWatch bills each line. Only this option changes that.
     debug = environment.get("NCCL_DEBUG") or "WARN"
     if not debug.isalnum():  # the toolkit passes it through a shell
-        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, as WARN or INFO")
-    # `enable` for `enabled`, as a well-known tutorial has it, starts each host alone.
+        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, such as WARN or INFO")
+    # With `enable`, as in a well-known tutorial, each host would train alone.
     return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
 
 
 def notebook_role(session: Any, home: Path) -> str:
-    """The execution role of the SageMaker notebook or Studio space that this runs in, else ''.
+    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
 
-    Elsewhere the caller may be a role too, as after `aws sso login`, but not one that SageMaker may
-    act as.
+    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
 
     Raises:
         ServiceError: AWS cannot be asked.
@@ -161,14 +159,15 @@ def notebook_role(session: Any, home: Path) -> str:
 
 
 def take_config_as_it_is(config: dict[Any, Any]) -> None:
-    """In place of the SDK's own validation of its config."""
+    """Replaces the SDK's validation of its config."""
 
 
 @contextmanager
 def no_tensorboard() -> Iterator[None]:
-    """Each estimator makes a client for TensorBoard from boto3's default session. That fails where
-    the login of the default profile has ended, even if another profile launches. For as long as
-    this holds, it makes none.
+    """Keep estimators from making a TensorBoard client.
+
+    They make it from boto3's default session, which fails if the default profile's login has
+    expired, even if another profile launches.
     """
     import sagemaker.estimator
 
@@ -183,9 +182,7 @@ def no_tensorboard() -> Iterator[None]:
 
 @contextmanager
 def trusted_config() -> Iterator[None]:
-    """The SDK validates its config, which is our own constant, as it reads it and anew at each of
-    fifty look-ups: 2 s. For as long as this holds, it does not.
-    """
+    """Keep the SDK from validating its config, our constant, at each of fifty look-ups (2 s)."""
     import sagemaker.config.config
     import sagemaker.utils
 
@@ -231,7 +228,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     from sagemaker.pytorch import PyTorch
 
     class Recorder(sagemaker.Session):
-        """A session that keeps the request which it was about to send."""
+        """A session that records the request instead of sending it."""
 
         request: dict[str, Any]
 
@@ -240,7 +237,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         ) -> None:
             self.request = request
 
-    # Nothing is signed, and with these nobody goes looking for credentials.
+    # Nothing is signed; with dummy keys boto3 does not look for credentials.
     unsigned = boto3.Session("none", "none", region_name=plan.region)
     session = Recorder(boto_session=unsigned)
     max_wait = job.max_wait or min(2 * job.time_limit, LONGEST_RUN)
@@ -250,7 +247,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         estimator = PyTorch(
             entry_point="train.py",
             source_dir=plan.source_uri(job_id),
-            image_uri=plan.image_uri,  # with framework_version, pytorchddp ends at PyTorch 2.2
+            image_uri=plan.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
             distribution=distribution(job.launcher, job.environment),
             role=plan.role,
             instance_type=job.instances[0],
@@ -279,7 +276,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         )
         inputs = {name: TrainingInput(uri) for name, uri in channels_of(job).items()}
         estimator.fit(inputs, job_name=job_id, wait=False)
-    except ValueError as error:  # the SDK's own table of what goes together
+    except ValueError as error:  # the SDK's table of supported combinations
         raise InputError(
             f"the SageMaker SDK refuses this job: {' '.join(str(error).split())}"
         ) from None
@@ -289,10 +286,10 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
 
 
 def prefer(instance_types: Sequence[str], request: dict[str, Any]) -> None:
-    """Changes the request to run on the first of these types that has capacity, which version 2 of
-    the SDK cannot ask for."""
+    """Change the request to run on the first of these types that has capacity; the v2 SDK lacks
+    this option."""
     resources = request["ResourceConfig"]
     del resources["InstanceType"]
     resources["InstancePreferences"] = [{"InstanceType": name} for name in instance_types]
-    # The toolkit sets up the network for this type if it is given, else for the one it runs on.
+    # Without it, the toolkit configures the network for the type that the job runs on.
     request["HyperParameters"].pop("sagemaker_instance_type", None)

@@ -1,22 +1,23 @@
-"""Jobs on this machine: real training in the container's own layout, without Docker.
+"""The backend for this machine: real training in the container's layout, without Docker.
+
+Called by `submission`, `tracking` and `doctor`.
 
 A job is a directory, HOME/jobs/JOB-ID:
 
     job.json                what was submitted
-    state.json              how it stands, written by its runner alone
-    lock                    held by the runner as long as it lives
-    stop                    there when somebody asked the job to stop; stop-now: asked again
-    code/train.py           an edited script, which a job that goes on from this one runs too
+    state.json              its state; only the runner writes it
+    lock                    held by the runner while it lives
+    stop                    exists if a user asked the job to stop; stop-now: asked twice
+    code/train.py           the script; a job that resumes this one runs it too
     hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
-    runner.log              what the runner said, which tells why it could not start
-    logs/algo-1.log         what each host printed; job.log has all of them in order
-    output/model.tar.gz     where S3 would have them
+    runner.log              output of the runner, such as why it could not start
+    logs/algo-1.log         output of each host; job.log has all of them in order
+    output/model.tar.gz     as in S3
     output/output.tar.gz
 
-The runner (launcher.backends.local_runner) is a process of its own that outlives the command which
-started it. Its lock tells whether it lives: the kernel frees it however the runner ends, so a job
-whose processes are gone is never taken for a running one. To delete the directory is to delete the
-job: the runner ends its ranks when job.json is gone.
+The runner (launcher.backends.local_runner) is a separate process that outlives the command which
+started it. Its lock shows whether it lives: the kernel releases the lock however the runner ends.
+To delete a job, delete its directory: the runner ends its ranks when job.json is gone.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ GONE = (
 NOT_STARTED = "it could not be started"
 
 
-# The runner takes the launcher from where this process has it, however it came there, and nothing
-# else that lies beside it.
+# The runner imports the launcher from the same place as this process, and nothing else there.
 RUNNER = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
     " from launcher.backends.local_runner import main; main()"
@@ -95,7 +95,7 @@ class Record(Document):
 
 
 class State(Document):
-    """state.json. given: the checkpoints to go on from, with their times in ns."""
+    """state.json. given: the checkpoints that the job resumes from, with their times in ns."""
 
     status: Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"] = "InProgress"
     secondary: str = "Starting"
@@ -146,7 +146,7 @@ class LocalBackend:
             directory.mkdir(parents=True)
             try:
                 self.start(directory, script, record)
-            except OSError:  # what no command would list
+            except OSError:  # else no command would list it
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
         except OSError as error:
@@ -156,13 +156,13 @@ class LocalBackend:
             ) from None
 
     def start(self, directory: Path, script: bytes, record: dict[str, Any]) -> None:
-        """Writes down what the job is, and starts its runner."""
+        """Write the job's record and start its runner."""
         (directory / "code").mkdir()
         (directory / "code" / "train.py").write_bytes(script)
-        # The lock is taken here, before the job can be seen, and handed on: held without a gap.
         from launcher.backends.cpu import cores
 
         ranks = record["job"]["instance_count"] * record["processes_per_host"]
+        # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             write_json(directory / "job.json", record)
@@ -175,7 +175,7 @@ class LocalBackend:
                     str(lock.fileno()),
                     str(Path(storage.__file__).parents[1].absolute()),
                 ],
-                cwd=directory,  # nothing here can be imported by mistake
+                cwd=directory,  # it holds nothing to import by mistake
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
@@ -189,7 +189,7 @@ class LocalBackend:
                 stdout=log,
                 stderr=log,
                 pass_fds=(lock.fileno(),),
-                start_new_session=True,  # Ctrl-C in the terminal is for the command alone
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the command
             )
 
     def describe(self, job_id: str) -> JobDescription | None:
@@ -199,7 +199,7 @@ class LocalBackend:
             return self.read(job_id)
 
     def read(self, job_id: str) -> JobDescription | None:
-        """The job as it stands. Raises OSError as well."""
+        """Describe a job; None if there is none. Also raises OSError."""
         directory = self.jobs_dir / job_id
         record = read_document(directory / "job.json", Record)
         if record is None:
@@ -241,7 +241,7 @@ class LocalBackend:
             raise ServiceError(f"there is no job {job_id!r}")
         if record.job.entry_point is None:
             return record.job
-        # The copy that was run, not what became of it.
+        # The copy that was run; the user's file may have changed.
         return record.job.model_copy(update={"entry_point": self.script(job_id)})
 
     def script(self, job_id: str, sha256: str = "") -> Path:
@@ -280,7 +280,7 @@ class LocalBackend:
             description = self.describe(job_id)
             ended = description is None or not description.is_running
             if path.exists():
-                with open_file(path) as file:  # as what is there may end inside a character
+                with open_file(path) as file:  # the end may be inside a character
                     file.seek(position)
                     pending += file.read()
                     position = file.tell()
@@ -298,13 +298,13 @@ CHECKPOINTS = "hosts/algo-1/checkpoints"
 
 
 def plan_processes(job: TrainingJob) -> tuple[int, int]:
-    """Processes and GPUs per host.
+    """Choose the processes and GPUs per host.
 
-    The hosts of a local job share the machine's GPUs evenly, each GPU with one process; without
-    GPUs there are as many processes as asked for, or as train.py finds fastest.
+    The hosts of a local job share the machine's GPUs evenly, with one process per GPU. Without
+    GPUs, the job has the requested number of processes, or the number that train.py finds fastest.
 
     Raises:
-        InputError: it does not come out even.
+        InputError: the hosts cannot share the GPUs evenly.
     """
     import torch
 
@@ -333,12 +333,12 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
 
 
 def whole_paths(paths: str) -> str:
-    """The same directories, for a process that works in another one."""
+    """The same search path with absolute directories."""
     return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
 
 
 def is_held(lock: Path) -> bool:
-    """Whether some process holds the lock. Askers share it, so they do not disturb each other."""
+    """Whether a process holds the lock. Tests it with a shared lock, so readers do not conflict."""
     try:
         with open_file(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -350,25 +350,25 @@ def is_held(lock: Path) -> bool:
 
 
 def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
-    """The step of the newest checkpoint that the job wrote, beside those that it was given.
+    """The step of the newest checkpoint that the job wrote itself.
 
-    Of those the times are known, so that no clock which was set back meanwhile matters.
+    Checkpoints that it was given are known by their times, so setting the clock back is harmless.
     """
     written = []
     for path in directory.glob("checkpoint-*.safetensors"):
-        with suppress(FileNotFoundError):  # the training drops old ones meanwhile
+        with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
             if path.stat().st_mtime_ns != given.get(path.name):
                 written.append(path.name)
     return newest_checkpoint(written)
 
 
 def tail(path: Path, size: int) -> list[bytes]:
-    """The lines of the last bytes of a file, as many as size; none where no file is."""
+    """The lines in the last `size` bytes of a file; none if there is no file."""
     if not path.exists():
         return []
     with open_file(path) as file:
         if file.seek(max(0, path.stat().st_size - size)):
-            file.readline()  # of which the beginning may be cut off
+            file.readline()  # the first line may be cut
         return file.read(size).splitlines()
 
 
@@ -378,22 +378,22 @@ def last_line(path: Path) -> str:
 
 
 def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
-    """The newest numbers of the curve; the newest val_loss is carried on between evaluations.
+    """The newest metrics; val_loss is that of the last evaluation.
 
-    A followed job is asked ten times a second, so that only the end of a long curve is read.
+    Reads only the end of a long curve, since following a job calls this ten times a second.
     """
     rows: Row = {}
     lines = tail(path, TAIL_BYTES)
-    if not any(b'"val_loss"' in line for line in lines):  # its evaluations are far apart
+    if not any(b'"val_loss"' in line for line in lines):  # evaluations are far apart
         lines = tail(path, LARGEST)
     for line in lines:
-        with suppress(Damaged):  # a line that is being written
+        with suppress(Damaged):  # an incomplete line
             rows.update(parse(line, Row, path))
     return {**rows, "max_steps": max_steps} if rows else None
 
 
 def read_document(path: Path, kind: type[T]) -> T | None:
-    """A document of a job. Raises ServiceError for one that is there and cannot be read."""
+    """Read a document of a job. Raises ServiceError if it exists and cannot be read."""
     try:
         return storage.read_document(str(path), kind)
     except Damaged as error:
@@ -401,6 +401,6 @@ def read_document(path: Path, kind: type[T]) -> T | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, as somebody may be reading."""
+    """Write atomically, since others may read."""
     with storage.replacing(path) as file:
         file.write(storage.json_bytes(value))

@@ -1,8 +1,8 @@
-"""The process that runs one local job: what the SageMaker service and its container toolkit do.
+"""The process that runs one local job, in place of SageMaker and its container toolkit.
 
-It lays out /opt/ml for each host, starts the ranks as mpirun would (variables, argv, working
-directory), keeps their output, ends the job when a rank fails or its directory is deleted, and
-packs what they leave.
+It creates /opt/ml for each host, starts the ranks as mpirun would (variables, argv, working
+directory), logs their output, ends the job when a rank fails or the directory is deleted, and packs
+model and output. Started by `launcher.backends.local`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from launcher.backends.local import Record, read_document, write_json
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 
-STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as StopTrainingJob has it
-PEER_GRACE_SECONDS = 2  # the same when a rank has failed, as mpirun has it
+STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
+PEER_GRACE_SECONDS = 2  # the same after a rank has failed, as in mpirun
 FAILURE_REASON_CHARACTERS = 1024
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
 
 
 class Rank:
-    """One process of the training, and what it said."""
+    """One process of the run, and its last error line."""
 
     def __init__(self, host: str, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.host, self.rank, self.process = host, rank, process
-        self.error: tuple[float, str] | None = None  # when it named an error, and its last words
+        self.error: tuple[float, str] | None = None  # time and text of its error line
 
     def describe_exit(self) -> str:
         code = self.process.returncode
@@ -52,7 +52,7 @@ class Rank:
 
 
 class Stopped(Exception):
-    """The training ended before its last step, as it was told to."""
+    """The run stopped early because it was asked to."""
 
 
 class LocalRun:
@@ -65,8 +65,8 @@ class LocalRun:
         self.stop_requested = False
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
-        self.gaps: dict[Path, str] = {}  # logs that lack their last lines, and why
-        # Nobody writes into it: the ranks see its end when this process ends, however that ends.
+        self.gaps: dict[Path, str] = {}  # logs that lack lines, and why
+        # A pipe without writers: the ranks see it close when this process ends, however it ends.
         self.lifeline, self.held = os.pipe()
 
     def tell(self, **changes: Any) -> None:
@@ -76,10 +76,10 @@ class LocalRun:
         path = self.directory / "state.json"
         try:
             write_json(path, self.state)
-        except FileNotFoundError:  # it is deleted by now
+        except FileNotFoundError:  # the job was deleted
             pass
         except OSError as error:
-            # On a full disk there is no room for a new file, but some in the old one's last block.
+            # A full disk has no space for a new file, but some in the old one's last block.
             try:
                 with path.open("r+b") as file:
                     file.write(storage.json_bytes(self.state))
@@ -89,7 +89,7 @@ class LocalRun:
                     print(f"{path}: {error}: {self.state}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """The job's life; every way out of a job that is there leaves a state that says why."""
+        """Run the job to its end; its final state says how it ended."""
         try:
             self.tell(secondary="Downloading")
             self.lay_out()
@@ -104,7 +104,7 @@ class LocalRun:
         except (InputError, ServiceError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
-            # What is there of a deleted job, the runner or a rank made anew.
+            # The runner or a rank may have recreated the directory of a deleted job.
             if self.deleted() and not (self.directory / "lock").exists():
                 shutil.rmtree(self.directory, ignore_errors=True)
         if failure is None:
@@ -120,13 +120,13 @@ class LocalRun:
         return (self.directory / "stop-now").exists()
 
     def deleted(self) -> bool:
-        """Whether the job's directory was deleted; a rank that writes may have made it anew."""
+        """Whether the job was deleted; a rank may have recreated its directory."""
         return not (self.directory / "job.json").exists()
 
     # -- before -----------------------------------------------------------------------------------
 
     def base(self, host: str) -> Path:
-        """What /opt/ml is in the host's container."""
+        """The directory that is /opt/ml in the host's container."""
         return self.directory / "hosts" / host
 
     def lay_out(self) -> None:
@@ -150,7 +150,7 @@ class LocalRun:
             given = sorted(source.glob("*.safetensors"))
             self.tell(given={path.name: path.stat().st_mtime_ns for path in given})
             for path in given:
-                # Whole or not at all: a part would have a time of its own, as what the job wrote.
+                # Atomically: a partial copy would look like a checkpoint that the job wrote.
                 copy = self.base(self.hosts[0]) / "checkpoints" / path.name
                 partial = copy.with_name(f".{path.name}.tmp")
                 shutil.copy2(path, partial)
@@ -184,9 +184,9 @@ class LocalRun:
         )
 
     def environment(self, host: str, port: int) -> dict[str, str]:
-        """The container's variables; nothing of SageMaker or a launcher leaks in from outside.
+        """The variables of the container, without those of an outer SageMaker job or launcher.
 
-        Nor does what makes Python behave otherwise; but torch may be there through PYTHONPATH.
+        Variables that change Python are dropped too, except PYTHONPATH, which may provide torch.
         """
         base = self.base(host)
         kept = {
@@ -266,10 +266,10 @@ class LocalRun:
         return ranks
 
     def train(self) -> str | None:
-        """Runs the ranks to their end; returns why the training failed, or None.
+        """Run the ranks to their end; return why the run failed, or None.
 
         Raises:
-            Stopped: the job was deleted; or somebody asked it to stop, and nothing else ended it.
+            Stopped: the job was deleted, or stopped because a user asked it to.
         """
         ranks = self.start()
         readers = [
@@ -277,12 +277,15 @@ class LocalRun:
         ]
         for reader in readers:
             reader.start()
-        failed: list[Rank] = []  # those that ended first; what others then say is an echo
-        stopped = {128 + signal.SIGTERM, -signal.SIGTERM}  # how ranks end that were told to
+        failed: list[Rank] = []  # those that failed first; others fail as a result
+        stopped = {
+            128 + signal.SIGTERM,
+            -signal.SIGTERM,
+        }  # exit codes of ranks that were asked to stop
         kill_at: float | None = None
-        while None in [rank.process.poll() for rank in ranks]:  # each is asked every time
+        while None in [rank.process.poll() for rank in ranks]:  # poll each of them
             failed = failed or [rank for rank in ranks if rank.process.returncode]
-            if self.deleted():  # what a rank has to save has no place any more
+            if self.deleted():  # there is nowhere to save
                 signal_all(ranks, signal.SIGKILL)
                 for rank in ranks:
                     rank.process.wait()
@@ -299,11 +302,11 @@ class LocalRun:
                 signal_all(ranks, signal.SIGKILL)
             time.sleep(0.05)
         for reader in readers:
-            reader.join(timeout=5)  # a process that a rank left behind may hold its output open
+            reader.join(timeout=5)  # a child of a rank may keep its output open
         failed = failed or [rank for rank in ranks if rank.process.returncode]
         if not failed:
             return None
-        # A rank that loses a peer to the stop in the same look ends with an error of its own.
+        # A rank that loses a stopped peer fails with its own error.
         if self.stopping() and any(rank.process.returncode in stopped for rank in failed):
             raise Stopped
         reason = find_reason(failed, ranks)
@@ -313,9 +316,9 @@ class LocalRun:
         return reason
 
     def keep_output(self, rank: Rank) -> None:
-        """Copies what a rank prints into its host's log and the job's, line by line.
+        """Copy the output of a rank to the logs of its host and of the job, line by line.
 
-        Where they cannot be written it is read all the same: a rank with a full pipe would wait.
+        Keeps reading if a log cannot be written, since a rank with a full pipe would block.
         """
         assert rank.process.stdout is not None
         host_log = self.directory / "logs" / f"{rank.host}.log"
@@ -339,7 +342,7 @@ class LocalRun:
     # -- after ------------------------------------------------------------------------------------
 
     def pack(self) -> str | None:
-        """Packs the first host's model and output; returns why that failed, or None."""
+        """Pack the model and output of the first host; return why that failed, or None."""
         base = self.base(self.hosts[0])
         if not any((base / "model").iterdir()):
             return "ServiceError: the training ended well but left nothing in its model directory"
@@ -355,7 +358,7 @@ class LocalRun:
 
 
 def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
-    """argv as the SageMaker toolkit makes it: sorted by name, each value as text."""
+    """argv as in the SageMaker toolkit: sorted by name, with values as text."""
     return [
         word
         for name in sorted(hyperparameters)
@@ -364,9 +367,9 @@ def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
 
 
 def find_reason(failed: list[Rank], ranks: list[Rank]) -> str:
-    """The first cause: a rank that was killed, else the first error that a rank named.
+    """The first cause: a rank that was killed, else the first error line of a rank.
 
-    When one rank dies the others lose their connection and fail too, a moment later.
+    When one rank dies, the others lose their connection and fail a moment later.
     """
     killed = [rank for rank in failed if rank.process.returncode < 0]
     if killed:
@@ -382,10 +385,10 @@ def signal_all(ranks: list[Rank], signum: signal.Signals) -> None:
 
 
 def reserve_port() -> int:
-    """A port on loopback that nobody else is given for a minute.
+    """Reserve a port on loopback for a minute.
 
-    A connection that was closed leaves its port in TIME_WAIT: the kernel gives such a port to
-    nobody who asks for any port, but lets it be bound by name, as rank 0's store will do.
+    A closed connection leaves its port in TIME_WAIT: the kernel does not assign such a port, but
+    allows a bind to its number, as rank 0's store does.
     """
     with socket.socket() as listener, socket.socket() as client:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -393,14 +396,14 @@ def reserve_port() -> int:
         listener.listen(1)
         client.connect(listener.getsockname())
         accepted, _ = listener.accept()
-        accepted.close()  # closed first, so the port's end of the connection is the one that waits
+        accepted.close()  # closed first, so that this side enters TIME_WAIT
         client.recv(1)
         return int(listener.getsockname()[1])
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])  # argv[2], the lock's descriptor, is held by being open
-    run = LocalRun(directory, load_settings())  # as those of who launched the job
+    directory = Path(sys.argv[1])  # argv[2] is the descriptor that holds the lock
+    run = LocalRun(directory, load_settings())  # those of the launch
 
     def on_signal(signum: int, frame: Any) -> None:
         run.stop_requested = True

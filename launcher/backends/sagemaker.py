@@ -1,14 +1,14 @@
-"""Jobs on Amazon SageMaker: the SDK makes the request, boto3 does everything else.
+"""The backend for Amazon SageMaker: the SDK makes the request, boto3 does everything else.
 
-A job keeps all it has below prefixes of its own in the store:
+Called by `submission`, `tracking`, `doctor` and `infra`. A job keeps its files below its own
+prefixes in the store:
 
-    STORE/jobs/JOB-ID/job.json                    what was asked for, for --resume
-    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script and nothing else
-    STORE/jobs/JOB-ID/output/model.tar.gz         what SageMaker packs of /opt/ml/model
+    STORE/jobs/JOB-ID/job.json                    the job, for --resume
+    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script
+    STORE/jobs/JOB-ID/output/model.tar.gz         /opt/ml/model, packed by SageMaker
     STORE/jobs/JOB-ID/output/output.tar.gz
-    STORE/checkpoints/JOB-ID/                     /opt/ml/checkpoints, from where SageMaker copies
-                                                  what is new and deletes what is deleted there;
-                                                  S3 may let them expire
+    STORE/checkpoints/JOB-ID/                     /opt/ml/checkpoints, which SageMaker syncs; S3 may
+                                                  expire them
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # of a dry run
+ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
 CONSOLES = {
     "aws": "console.aws.amazon.com",
     "aws-cn": "console.amazonaws.cn",
     "aws-us-gov": "console.amazonaws-us-gov.com",
 }
-QUIET_SECONDS = 15.0  # after a job's end, until its log is taken for complete
+QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
 
-# SageMaker's toolkit puts the line that a rank failed with, `Name: cause [kind of error]`, between
-# pages of its own, and has extra words for a process that was killed.
+# In a FailureReason, the toolkit surrounds the last line of the failed rank, `Name: cause [kind]`,
+# with pages of its own, and adds a line for a killed process.
 CAUSE = re.compile(r'^ErrorMessage "(\w+: .*?)(?: \[\w+\])?"?\s*$', re.MULTILINE)
 EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
@@ -101,7 +101,7 @@ class SageMakerBackend:
     # -- launch -----------------------------------------------------------------------------------
 
     def default_bucket(self) -> str | None:
-        """The bucket that SageMaker makes for an account in a region, if it is there."""
+        """SageMaker's default bucket of the account and region, if it exists."""
         with service_errors("GetCallerIdentity"):
             account = self.client("sts").get_caller_identity()["Account"]
         bucket = f"sagemaker-{self.region}-{account}"
@@ -115,7 +115,7 @@ class SageMakerBackend:
         return bucket
 
     def notebook_role(self) -> str:
-        """The role of the SageMaker notebook that this runs in, else ''."""
+        """The role of the SageMaker notebook that this runs in, or ''."""
         from launcher.backends.estimator import notebook_role
 
         return notebook_role(self.session, self.settings.home)
@@ -132,10 +132,10 @@ class SageMakerBackend:
         for instance in job.instances:
             if "volume_size" in job.model_fields_set and has_local_storage(instance):
                 raise InputError(
-                    f"--volume-size: {instance} has disks of its own, all of which a job gets, and"
-                    " no volume; leave it out, or take a larger --instance"
+                    f"--volume-size: {instance} has local disks and takes no volume; leave"
+                    " --volume-size out, or use a larger --instance"
                 )
-        # A batch that the processes share on each type; how many an unknown one has is not known.
+        # The processes must share the batch evenly on each type whose GPUs are known.
         gpus = [n for instance in job.instances if (n := gpus_of(instance)) is not None]
         job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
         if not store.startswith("s3://"):
@@ -147,8 +147,8 @@ class SageMakerBackend:
         own_disks = {has_local_storage(instance) for instance in job.instances}
         if key and len(own_disks) > 1:
             raise InputError(
-                f"--instance {job.instance}: with a KMS key, all types or none may have disks of"
-                " their own, for which AWS refuses one"
+                f"--instance {job.instance}: AWS refuses a KMS key for local disks, so with a key"
+                " either all types have local disks or none has"
             )
         gpu = looks_like_gpu(job.instance)
         image = job.image_uri or training_image(self.region, job.pytorch_version, gpu, home)
@@ -158,16 +158,16 @@ class SageMakerBackend:
         log_image(image, job.instance, job.launcher, date.today())
         if not self.settings.role and not dry_run:
             raise InputError(
-                f"no execution role: `{self.settings.command('infra deploy')}` makes one with a"
-                " store, or name its ARN with --role or SM_NANOGPT_ROLE (SageMaker acts as this"
-                " role; it has to read and write the store, and to delete checkpoints there)"
+                f"no execution role: `{self.settings.command('infra deploy')}` creates one, or set"
+                " --role or SM_NANOGPT_ROLE to its ARN (SageMaker uses this role to read and write"
+                " the store and to delete checkpoints there)"
             )
         stack = remembered(self.settings, self.region)
         if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
             raise InputError(
                 f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
-                f" VPC: `{self.settings.command('infra deploy --vpc')}` lets it, or name another"
-                " with --role"
+                f" VPC: allow it with `{self.settings.command('infra deploy --vpc')}`, or set"
+                " another --role"
             )
         return Plan(
             region=self.region,
@@ -176,7 +176,7 @@ class SageMakerBackend:
             store=store,
             hyperparameters=hyperparameters,
             kms_key=key,
-            # AWS refuses a key for the disks that come with a machine; they are encrypted anyway.
+            # AWS refuses a key for local disks, which are always encrypted.
             volume_kms_key=None if True in own_disks else key,
         )
 
@@ -195,10 +195,10 @@ class SageMakerBackend:
         return ready
 
     def spent(self, job: TrainingJob, prices: Prices) -> float:
-        """USD that the jobs have cost which this one goes on from.
+        """The cost in USD of the jobs that this one resumes.
 
         Raises:
-            InputError: what one of them has cost is not known.
+            InputError: the cost of one of them is unknown.
         """
         total, now = 0.0, time.time()
         while job.resume is not None:
@@ -207,7 +207,7 @@ class SageMakerBackend:
             if earlier is None or earlier.is_placed:
                 price = prices.of(earlier.instance) if earlier else None
                 if earlier is None or price is None:
-                    raise InputError(f"what the earlier job {job_id} has cost is not known")
+                    raise InputError(f"the cost of the earlier job {job_id} is unknown")
                 total += money.cost_of(earlier, price, now)
             job = self.job(job_id)
         return total
@@ -237,16 +237,14 @@ class SageMakerBackend:
             self.look_for(job_id, error)
 
     def look_for(self, job_id: str, error: ServiceError) -> None:
-        """Raises `error` unless the job is there: boto3 asks again when an answer is lost, and a
-        lost answer may have been a yes, which costs."""
+        """Raise `error` unless the job exists: an answer that was lost may have been a success."""
         try:
             if self.raw(job_id) is not None:
                 return
         except ServiceError:
             pass
         raise ServiceError(
-            f"{error}; `{self.settings.command(f'status {job_id}')}` tells whether the job is there"
-            " all the same"
+            f"{error}; `{self.settings.command(f'status {job_id}')}` shows whether the job exists"
         ) from None
 
     def console_link(self, job_id: str) -> str | None:
@@ -259,7 +257,7 @@ class SageMakerBackend:
     # -- after ------------------------------------------------------------------------------------
 
     def raw(self, job_id: str) -> dict[str, Any] | None:
-        """What DescribeTrainingJob says; None when there is no such job."""
+        """The answer of DescribeTrainingJob; None if there is no such job."""
         try:
             with service_errors("DescribeTrainingJob"):
                 raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
@@ -271,7 +269,7 @@ class SageMakerBackend:
         return raw
 
     def known(self, job_id: str) -> dict[str, Any]:
-        """The same of a job that was found before. Raises ServiceError if it was deleted since."""
+        """As `raw`, but raises ServiceError if there is no such job."""
         raw = self.raw(job_id)
         if raw is None:
             raise ServiceError(f"there is no job {job_id!r} {self.place}")
@@ -291,15 +289,15 @@ class SageMakerBackend:
         record = storage.join(files, "job.json")
         job = storage.read_document(record, TrainingJob, self.settings)
         if job is None:
-            raise ServiceError(f"{record}: nothing is there, so what was submitted is not known")
+            raise ServiceError(f"{record} is missing, so the submitted job is unknown")
         return job
 
     def script(self, job_id: str, sha256: str) -> Path:
         return self.settings.kept_script(sha256)
 
     def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
-        """The store, which others may write to, chooses among the scripts that were launched from
-        here. It gives neither code nor a path."""
+        """Find the script by the SHA-256 of the archive in the store. Others may write there,
+        so it provides neither code nor a path."""
         if job.entry_point is None:
             return None
         archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
@@ -307,13 +305,13 @@ class SageMakerBackend:
         script = self.settings.kept_script(sha256)
         if not script.exists():
             raise InputError(
-                f"the edited script of job {job_id} is not on this machine; name it with"
+                f"the edited script of job {job_id} is not on this machine; give it with"
                 " --entry-point FILE"
             )
         return script
 
     def files_of(self, job_id: str) -> str:
-        """The prefix of a job's files, in whichever store it was launched to."""
+        """The prefix of a job's files, in the store that it was launched to."""
         return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
@@ -325,10 +323,7 @@ class SageMakerBackend:
                     yield UnreadableJob(raw["TrainingJobName"], error)
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
-        """What Search says of the jobs, by tag, so that others of the account are left out.
-
-        Who reads it, and whatever an answer may lack, does so within service_errors.
-        """
+        """Search the account's jobs by our tag. Iterate within `service_errors`."""
         return filter(
             is_our_job, search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE)
         )
@@ -342,7 +337,7 @@ class SageMakerBackend:
         return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)
 
     def host_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
-        """CloudWatch's events of all hosts, in order of time, to the job's end if followed."""
+        """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
         seen: dict[str, str] = {}
         again = self.settings.command(f"logs {job_id} --follow")
         heard, ended = time.monotonic(), False
@@ -351,7 +346,7 @@ class SageMakerBackend:
             raw, events, seen = patiently(ask, again) if follow else ask()
             for _, host, message in events:
                 yield host, message
-            if events or not ended:  # when last asked; the last lines come after the end
+            if events or not ended:  # the last lines come after the end
                 heard = time.monotonic()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
             if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
@@ -361,15 +356,15 @@ class SageMakerBackend:
     def news(
         self, job_id: str, seen: dict[str, str]
     ) -> tuple[dict[str, Any] | None, Sequence[tuple[int, str, str]], dict[str, str]]:
-        """How a job stood, its events since `seen` in order of time, and how far that is.
+        """The state of a job, its events since `seen` in order of time, and the new `seen`.
 
-        `seen` stays as it is: what an outage cuts off is asked for again, and no line is lost.
+        The argument is not changed, so that no line is lost if an outage interrupts the call.
         """
         raw, seen = self.raw(job_id), dict(seen)
         return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
 
     def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
-        """(time in ms, host, message) of each event since the last call; `seen` remembers where."""
+        """Yield (time in ms, host, message) of each event since `seen`, which is updated."""
         client = self.client("logs")
         try:
             with service_errors("DescribeLogStreams"):
@@ -379,7 +374,7 @@ class SageMakerBackend:
                 streams = [
                     stream["logStreamName"] for page in pages for stream in page["logStreams"]
                 ]
-        except Missing:  # the group comes with the account's first line of log
+        except Missing:  # the account has no logs yet
             return
         for stream in streams:
             host = stream.removeprefix(f"{job_id}/").rsplit("-", 1)[0]
@@ -395,7 +390,7 @@ class SageMakerBackend:
                     events, following = page["events"], page["nextForwardToken"]
                 for event in events:
                     yield event["timestamp"], host, event["message"].rstrip("\n")
-                # The end of a stream gives back the token that it was asked with.
+                # At its end, a stream returns the token of the request.
                 finished = seen.get(stream) == following
                 seen[stream] = following
                 if finished:
@@ -403,10 +398,10 @@ class SageMakerBackend:
 
 
 def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
-    """What is sent to SageMaker.
+    """The hyperparameters to send to SageMaker.
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
-    they are of harmless characters only.
+    only safe characters are allowed.
 
     Raises:
         InputError: a value has other characters.
@@ -418,19 +413,19 @@ def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
             continue
         if name in said:
             raise InputError(
-                f"{name}={value!r}: SageMaker hyperparameters are of A-Z a-z 0-9 . _ : / = + -"
+                f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
             )
-        del values[name]  # an edited script's own default, which it has there too
-    if len(values) > 80:  # AWS allows 100, the SDK's own among them
-        raise InputError(f"{len(values)} hyperparameters, and AWS allows 80 beside the SDK's")
+        del values[name]  # the edited script has the same default there
+    if len(values) > 80:  # AWS allows 100, including those of the SDK
+        raise InputError(f"{len(values)} hyperparameters; AWS allows 80 besides those of the SDK")
     return values
 
 
 def check_checkpoints(job: TrainingJob) -> None:
-    """Raises InputError for a spot job that would begin anew after each interruption.
+    """Raise InputError for a spot job that would start over after each interruption.
 
-    An interruption reaches no process of the job, so what it goes on from is a checkpoint of the
-    timer (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
+    SageMaker does not signal an interruption, so a job resumes from a checkpoint of its timer
+    (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
     """
     if not job.spot:
         return
@@ -439,10 +434,10 @@ def check_checkpoints(job: TrainingJob) -> None:
     evaluations = getattr(config, "eval_interval", math.inf)
     if timer >= job.time_limit and evaluations >= config.max_steps:
         raise InputError(
-            "--spot: an interrupted job would begin anew, for it writes no checkpoint before its"
-            f" end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
+            "--spot: an interrupted job would start over, since it writes no checkpoint before"
+            f" its end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
             f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
-            " checkpoint_seconds (by default it is a minute)"
+            " checkpoint_seconds (default: 60)"
         )
 
 
@@ -460,7 +455,7 @@ def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
 
 
 def is_our_job(raw: dict[str, Any]) -> bool:
-    """Whether a job's checkpoints lie where ours do; others are none of our business."""
+    """Whether a job has our layout of files in S3; other jobs are ignored."""
     job_id = raw["TrainingJobName"]
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
@@ -470,7 +465,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 @service_errors("TrainingJob")
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Our words for what SageMaker says of a job."""
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
     has_checkpoint = checkpoint_step is not None
     channels = {
         channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
@@ -489,7 +484,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
     transitions = raw.get("SecondaryStatusTransitions", [])
     limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
-    # A spot job that was interrupted runs again: that is no failure yet.
+    # An interrupted spot job runs again, so it has not failed.
     reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     instance, instance_count = machines_of(resources)
@@ -525,8 +520,10 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
 
 
 def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
-    """The instance type of a job's ResourceConfig, and how many there are. Of several types that
-    SageMaker has chosen none of yet, all are named, with commas between them."""
+    """The instance type and count of a job's ResourceConfig.
+
+    Until SageMaker chooses one of several types, this is all of them, separated by commas.
+    """
     preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
     instance = resources.get("SelectedInstanceType") or ",".join(preferred)
     instance = instance or resources.get("InstanceType", "")
@@ -534,7 +531,7 @@ def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def in_short(reason: str) -> str:
-    """A FailureReason in one line: what train.py said, else all of it."""
+    """A FailureReason in one line: the error of train.py, else all of it."""
     found = CAUSE.search(reason) or EXTRA.search(reason)
     return " ".join((found[1] if found else reason).split())
 
@@ -544,7 +541,7 @@ def timestamp(moment: datetime | None) -> float | None:
 
 
 def source_archive(script: bytes) -> bytes:
-    """sourcedir.tar.gz: train.py and nothing else, the same bytes for the same script."""
+    """sourcedir.tar.gz with train.py; the same script gives the same bytes."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
@@ -557,10 +554,10 @@ def source_archive(script: bytes) -> bytes:
 
 
 def read_script(archive: str, settings: Settings) -> bytes:
-    """The train.py of a job's sourcedir.tar.gz. Raises ServiceError if it cannot be had."""
+    """Read train.py from a job's sourcedir.tar.gz. Raises ServiceError if that fails."""
     content = storage.read_bytes(archive, settings)
     if content is None:
-        raise ServiceError(f"{archive}: nothing is there; name the script with --entry-point")
+        raise ServiceError(f"{archive} is missing; give the script with --entry-point")
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as tar:
             file = tar.extractfile("train.py")
@@ -568,6 +565,5 @@ def read_script(archive: str, settings: Settings) -> bytes:
             return file.read()
     except (tarfile.TarError, zlib.error, EOFError, OSError, KeyError) as error:
         raise ServiceError(
-            f"{archive}: no train.py can be read from it ({error}); name the script with"
-            " --entry-point"
+            f"{archive}: cannot read train.py from it ({error}); give the script with --entry-point"
         ) from None

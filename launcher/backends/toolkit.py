@@ -1,6 +1,6 @@
-"""What the script printed, out of a log that the toolkit of SageMaker fills ten times over.
+"""Extract the script's lines from a log in which SageMaker's toolkit writes ten times as much.
 
-`launcher.backends.sagemaker` reads logs through it.
+Called by `launcher.backends.sagemaker`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-# mpirun tags each line with its rank and host; under torchrun lines have no tag.
+# mpirun tags each line with its rank and host; torchrun does not.
 TAGGED = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
 TOOLKIT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
 START = "Invoking script with the following command:"  # the command is on the next line
 
 
 def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """The lines of the script's processes, and errors of the toolkit, out of (host, line).
+    """Yield the lines of the script, and errors of the toolkit, from pairs (host, line).
 
-    Those of hosts other than the first begin with the host's name.
+    Lines of hosts other than the first start with the host's name.
     """
     started, at_command = set[str](), set[str]()
     for host, line in lines:
@@ -26,7 +26,7 @@ def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
         elif by_toolkit := TOOLKIT.match(line):
             if by_toolkit[1] not in ("ERROR", "CRITICAL"):
                 continue
-        elif host not in started:  # the environment, over hundreds of lines
+        elif host not in started:  # hundreds of lines of environment
             if line.startswith(START):
                 started.add(host)
                 at_command.add(host)
