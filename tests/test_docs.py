@@ -1,0 +1,147 @@
+"""What the documentation shows exists: commands, options, hyperparameters, names, and links."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import launcher
+from entry_point import train
+from launcher.cli import cli
+from launcher.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra/README.md"]
+PAGES = [
+    *MANUAL,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/benchmarks/README.md",
+    ROOT / "tests/aws/README.md",
+]
+HYPERPARAMETERS = {field.name for field in dataclasses.fields(train.Config)}
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The contents of a page's code blocks in a language; "" has the transcripts."""
+    return [text for kind, text in FENCE.findall(page.read_text("utf-8")) if kind == language]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text("utf-8"))
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The arguments of each sm-nanogpt in a shell line: after `$(` and `&&`, and before `|`."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    for is_operator, words in itertools.groupby(lexer, lambda word: set(word) <= set("();<>|&")):
+        found = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words))
+        if not is_operator and found[:1] == ["sm-nanogpt"]:
+            yield found[1:]
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", "").split("\n")]
+    transcripts = "\n".join(blocks(page, ""))
+    lines += re.findall(r"^\$ (.+)$", transcripts, re.MULTILINE)
+    return [words for line in lines for words in commands(line)]
+
+
+def parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:
+    """Parses as the command line does, and runs nothing. Raises click's or our own errors."""
+    context = command.make_context(command.name, list(words), parent)
+    if isinstance(command, click.Group):
+        _, rest, _ = command.make_parser(context).parse_args(list(words))
+        _, chosen, rest = command.resolve_command(context, rest)
+        assert chosen is not None
+        parse(chosen, rest, context)
+
+
+def option_names(command: click.Command) -> set[str]:
+    names = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    if isinstance(command, click.Group):
+        names = names.union(*map(option_names, command.commands.values()))
+    return names
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, by GitHub's rule."""
+    headings = HEADING.findall(prose(page))
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+def test_each_shown_command_parses(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_train.py").touch()  # which copy-script writes
+    for words in shown_commands(page):
+        parse(cli, words)
+
+
+def test_a_shown_command_with_an_unknown_option_fails() -> None:
+    (words,) = commands("A=1 job_id=$(sm-nanogpt launch --instnce local) && echo  # why")
+    with pytest.raises(click.NoSuchOption):
+        parse(cli, words)
+
+
+def test_the_commands_of_the_readme_are_found() -> None:
+    found = {words[0] for words in shown_commands(ROOT / "README.md")}
+    assert found >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+def test_each_named_option_exists(page: Path) -> None:
+    known = option_names(cli) | {f"--{option.name}" for option in train.OPTIONS} | {"--help"}
+    assert set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) <= known
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+def test_each_set_names_a_hyperparameter(page: Path) -> None:
+    assert set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) <= HYPERPARAMETERS
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+def test_each_shown_setting_exists(page: Path) -> None:
+    known = HYPERPARAMETERS | set(Settings.model_fields)
+    for block in blocks(page, "toml"):
+        assert set(tomllib.loads(block)) <= known
+    variables = re.findall(r"\bSM_NANOGPT_([A-Z_]+)", prose(page))
+    assert {name.lower() for name in variables} <= {*Settings.model_fields, "name"}
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+def test_each_name_imported_from_launcher_exists(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "launcher":
+                assert {alias.name for alias in node.names} <= set(launcher.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_each_relative_link_and_anchor_resolves(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
