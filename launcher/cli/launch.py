@@ -249,9 +249,9 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
             return
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
-        # Stop first: printing fails if the terminal was closed.
-        note("stopping the job after a checkpoint; press Ctrl-C again to stop it at once")
         try:
+            # Stop first: printing fails if the terminal was closed.
+            note("stopping the job after a checkpoint; press Ctrl-C again to stop it at once")
             wait(job_id, settings)
         except KeyboardInterrupt:
             with suppress(ServiceError):  # it just ended
