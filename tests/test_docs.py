@@ -20,13 +20,9 @@ from launcher.cli import cli
 from launcher.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "infra/README.md"]
-PAGES = [
-    *MANUAL,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "examples/benchmarks/README.md",
-    ROOT / "tests/aws/README.md",
-]
+NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md")
+MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*MANUAL, ROOT / "examples/benchmarks/README.md", ROOT / "tests/aws/README.md"]
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(train.Config)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
