@@ -83,7 +83,7 @@ def test_from_an_empty_account_to_a_sample_no_name_is_typed(
     status = command("status", job_id).out
     (billable,) = re.findall(r"^billable: +(\d+) s$", status, re.MULTILINE)
     cost = usd(int(billable) / 3600 * 7.09)
-    assert re.search(rf"^cost: +{cost}, at 7.09 USD an hour", status, re.MULTILINE)
+    assert re.search(rf"^cost: +{cost}, at 7.09 USD per instance and hour", status, re.MULTILINE)
     assert len(command("fetch-and-sample", job_id, "--max-new-tokens", "50").out) >= 50
     command("infra", "destroy", "--yes")
     assert client("s3", account.url).list_objects_v2(Bucket=bucket)["KeyCount"] > 0
