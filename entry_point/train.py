@@ -1387,7 +1387,8 @@ class Trainer:
         if self.chief and ranks != ranks_before:
             log(
                 f"note: {counted(ranks_before, 'process')} wrote the checkpoint, and"
-                f" {counted(ranks, 'process')} continue from it: the last bits may differ"
+                f" {counted(ranks, 'process')} {'continues' if ranks == 1 else 'continue'} it: the"
+                " last bits may differ"
             )
 
     # -- one step ---------------------------------------------------------------------------------

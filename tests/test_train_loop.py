@@ -451,7 +451,7 @@ def test_a_metric_is_the_same_when_its_steps_were_interrupted(
         end = run(words(**how, processes=after), cwd=tmp_path, env=env)
         assert end.status == 0, end.output
         assert ("resumed from the checkpoint of step 36" in end.output) == (name == "interrupted")
-        assert ("trained up to here, and" in end.output) == (curves != [] and before != after)
+        assert ("wrote the checkpoint, and" in end.output) == (curves != [] and before != after)
         curves.append(
             [row["train_loss"] for row in metrics(tmp_path / name / "algo-1/output/data")]
         )
@@ -483,7 +483,7 @@ def test_a_resumed_run_keeps_its_number_of_processes(tmp_path: Path, text_file: 
     resumed = run(words(resume="mine", max_steps=12), cwd=tmp_path)
     assert resumed.status == 0 and "= 3 processes in one group" in resumed.output
     other = run(words(resume="mine", max_steps=14, processes=1), cwd=tmp_path)
-    assert "note: 3 processes trained up to here, and 1 process from here on" in other.output
+    assert "note: 3 processes wrote the checkpoint, and 1 process continues it: " in other.output
 
 
 def test_a_finished_run_whose_best_weights_broke_writes_a_model(
@@ -494,7 +494,7 @@ def test_a_finished_run_whose_best_weights_broke_writes_a_model(
         best.write_bytes(best.read_bytes()[:-1])
     end = run(words(resume="mine"), cwd=tmp_path)
     assert end.status == 0, end.output
-    assert "tracking the best weights anew from step 10 on" in end.output
+    assert "tracking the best weights anew from step 10" in end.output
     load_artefact(tmp_path / "mine/model")
 
 
@@ -580,10 +580,7 @@ def test_a_training_whose_text_tells_nothing_of_the_other_says_so(tmp_path: Path
     (tmp_path / "b.txt").write_text("ddccbbaa" * 50, encoding="utf-8")
     how = words(**{**SMALL, "max_steps": 40}, data="a.txt", validation="b.txt")
     end = run(how, cwd=tmp_path)
-    assert (
-        "what it learns of one part of the text is not true of the other; add more text"
-        in end.output
-    )
+    assert "the training text does not predict the validation text; add more text" in end.output
 
 
 def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:

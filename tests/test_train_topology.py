@@ -175,7 +175,7 @@ def test_a_file_named_by_hand_goes_before_a_container_around(base: Path) -> None
 def test_in_a_job_of_sagemaker_no_place_is_named_by_hand(base: Path, name: str) -> None:
     """Each host would train a model of its own, outside of what SageMaker keeps."""
     env = {"SAGEMAKER_BASE_DIR": str(base), "SM_HOSTS": '["algo-1"]'}
-    with pytest.raises(ConfigError, match=f"--{name}: in a container SageMaker says where"):
+    with pytest.raises(ConfigError, match=f"--{name}: in a container SageMaker sets the paths"):
         train.read_container(env, Options(**{name: "here"}))  # type: ignore[arg-type]
 
 
@@ -694,10 +694,9 @@ def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
     much = {**SMALL, "batch_size": 100_000, "n_embd": 1024}
     end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
     assert end.status == 1
-    assert end.last_line.startswith(
-        "OutOfMemoryError: more passes over less each, by a larger grad"
-    )
-    assert "(which was 1)" in end.last_line and "can't allocate memory" in end.last_line
+    advice = "OutOfMemoryError: set a larger gradient_accumulation_steps (now 1), or a smaller"
+    assert end.last_line.startswith(advice)
+    assert "can't allocate memory" in end.last_line
     assert "  at " not in end.output
 
 
