@@ -43,6 +43,7 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
         KeyboardInterrupt: names the job if it may have been submitted.
     """
     ready = prepare(job, settings or load_settings())
+    ready.upload()
     job_id = new_job_id()
     with naming(job_id, ready.settings):
         ready.submit(job_id)
@@ -51,15 +52,25 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
 
 @dataclass(frozen=True)
 class Ready:
-    """A job that can be submitted: complete, checked, and its text where the job reads it.
+    """A job that can be submitted, complete and checked, once its texts are uploaded.
 
     settings have the store and role that the job uses.
     """
 
     job: TrainingJob
     plan: Any
+    channels: list[Channel]
     backend: Backend
     settings: Settings
+
+    def upload(self, progress: storage.Progress = lambda n: None) -> None:
+        """Put the texts where the job reads them."""
+        local = self.job.instance == "local"
+        for channel in self.channels:
+            if channel.upload is not None:
+                if channel.upload.uploaded and not local:
+                    logger.info(f"upload: {channel.named} to {channel.uri}")
+                corpus.send(channel.upload, channel.sources, near(self.settings, local), progress)
 
     def submit(self, job_id: str) -> None:
         self.backend.submit(job_id, self.job, self.plan)
@@ -103,15 +114,15 @@ def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
     return settings.model_copy(update={"store": store})
 
 
-def prepare(
-    job: TrainingJob,
-    settings: Settings,
-    progress: storage.Progress = lambda n: None,
-    dry_run: bool = False,
-) -> Ready:
-    """Completes and checks a job, and uploads its text.
+def near(settings: Settings, local: bool) -> Settings:
+    """The settings whose store holds a job's texts. Those of a local job stay on this machine."""
+    return settings.model_copy(update={"store": ""}) if local else settings
 
-    A dry run uploads nothing, and does not ask the store what is there already.
+
+def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Ready:
+    """Complete and check a job, without a change to the store.
+
+    A dry run does not ask the store what is there already.
 
     Raises:
         InputError, ServiceError: as launch.
@@ -142,15 +153,12 @@ def prepare(
         logger.info(
             f"launcher: {launcher}, since the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
         )
-    # Check everything before uploading anything.
     plan = backend.check(job, dry_run)
     job = backend.afford(job, dry_run)
-    # Text for a local job stays on this machine.
-    near = settings.model_copy(update={"store": ""}) if local else settings
     data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
-    channels = {"data": find_channel(data, near, dry_run)}
+    channels = {"data": find_channel(data, near(settings, local), dry_run)}
     if job.validation is not None:
-        channels["validation"] = find_channel(job.validation, near, dry_run)
+        channels["validation"] = find_channel(job.validation, near(settings, local), dry_run)
     check_length(channels, job.config(1))
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
@@ -159,12 +167,7 @@ def prepare(
     logger.info(f"data: {job.data}{' (the last upload)' if last else ''}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
-    for channel in channels.values():
-        if channel.upload is not None and not dry_run:
-            if channel.upload.uploaded and not local:
-                logger.info(f"upload: {channel.named} to {channel.uri}")
-            corpus.send(channel.upload, channel.sources, near, progress)
-    return Ready(job, plan, backend, settings)
+    return Ready(job, plan, list(channels.values()), backend, settings)
 
 
 def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:

@@ -87,12 +87,14 @@ def test_a_launch_of_an_hour_asks_nothing(
 
 
 def test_a_launch_that_may_cost_much_asks_and_is_not_sent(
-    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
+    cloud: Emulator, money: MoneyService, s3: Any, cli: Any, monkeypatch: Any, data: tuple[str, str]
 ) -> None:
     question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200")
     assert (question, ran.code, ran.out) == (True, 1, "")
     assert ran.err.splitlines()[-1] == "not confirmed; nothing was changed"
+    assert "upload:" not in ran.err
     assert not cloud.sagemaker.jobs
+    assert not s3.list_objects_v2(Bucket=s3.bucket).get("Contents")
 
 
 @pytest.mark.parametrize("words", [("--yes",), ("--dry-run",)])

@@ -197,8 +197,7 @@ def launch_command(
     if "resume" not in said:
         said.setdefault("instance", "ml.g5.12xlarge")
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
-    with byte_progress("upload") as progress:
-        ready = prepare(job, settings, progress, dry_run)
+    ready = prepare(job, settings, dry_run)
     job, settings = ready.job, ready.settings
     local, job_id = job.instance == "local", new_job_id()
     if dry_run:
@@ -207,6 +206,8 @@ def launch_command(
     costs_much = not local and (job.worst_cost or math.inf) > settings.ask_above
     if costs_much and sys.stdin.isatty():
         agree("Launch this job?", yes)
+    with byte_progress("upload") as progress:
+        ready.upload(progress)
     with naming(job_id, settings):
         ready.submit(job_id)
         try:
