@@ -28,15 +28,16 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -49,6 +50,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -2576,33 +2578,39 @@ def is_loopback(address: str) -> bool:
     return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
-def serve_store(address: str, port: int) -> dist.TCPStore:
-    """The store at which the ranks meet, served by this process; port 0 takes any that is free.
+def listen(address: str, port: int) -> socket.socket:
+    """The socket at which the store of the ranks is served; port 0 takes any that is free.
 
-    At a loopback address it listens there alone; torch's own socket listens at all addresses.
+    At a loopback address it listens there alone, else at all addresses, as torch does.
 
     Raises:
-        TopologyError: it cannot be served there.
+        TopologyError: the port is taken.
     """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = None
         if is_loopback(address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, port), family=family)
-            port, listener = listening.getsockname()[1], listening.detach()
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
+            return socket.create_server((address, port), family=family)
+        dual = socket.has_dualstack_ipv6()
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
         )
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise TopologyError(
             f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
             " (MASTER_PORT names another port)"
         ) from None
+
+
+def serve_store(address: str, listener: socket.socket) -> dist.TCPStore:
+    """The store at which the ranks meet, served by this process."""
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=JOIN_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class Watch:
@@ -2748,7 +2756,7 @@ class Group:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         try:
             if ranks.rank == 0 and not served:
-                self.store = serve_store(address, port)
+                self.store = serve_store(address, listen(address, port))
             else:
                 self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
             host = container.current_host if container.inside else socket.gethostname()
@@ -2935,24 +2943,28 @@ def mute_stdout() -> Iterator[None]:
 
 
 def spawn(config: Config, container: Container, n_local: int) -> int:
-    """Starts this script again as each of the host's ranks, and returns their exit status.
+    """Runs the host's ranks as children of this process, and returns their exit status.
 
     It is what torchrun does, less the elasticity: the first host's parent serves the store at
-    which all ranks meet, so a host started alone waits for the others.
+    which all ranks meet, so a host started alone waits for the others. On Linux the ranks of a CPU
+    are forked, so that all of them together import torch once.
     """
     n_hosts = len(container.hosts)
     world_size = n_local * n_hosts
     address, port = "127.0.0.1", 0
     if n_hosts > 1:
         address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-    if container.host_index == 0:
-        store = serve_store(address, port)  # which lives as long as its name
-        port = store.port
+    serves = container.host_index == 0
+    if serves:
+        listener = listen(address, port)
+        port = listener.getsockname()[1]
+    forks = sys.platform == "linux" and choose_device(config, container, n_local) == "cpu"
+    if forks:
+        import_module("torch._dynamo")  # which takes a second; DistributedDataParallel imports it
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
     children = []
-    lifeline, _held = os.pipe()  # never written: the children read its end when this process ends
     for local_rank in range(n_local):
         env = dict(
-            os.environ,
             RANK=str(container.host_index * n_local + local_rank),
             WORLD_SIZE=str(world_size),
             LOCAL_RANK=str(local_rank),
@@ -2961,20 +2973,21 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             MASTER_PORT=str(port),
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
             TORCHELASTIC_RESTART_COUNT="0",
-            SM_NANOGPT_LAUNCHER="train.py",
-            SM_NANOGPT_LIFELINE=str(lifeline),
+            SM_NANOGPT_LAUNCHER=os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
         )
-        command = [sys.executable, str(Path(__file__).absolute()), *sys.argv[1:]]
-        children.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
+        children.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
+        children[-1].start()
+    end_with_parent()  # this and what follows start threads, which must not be before a fork
+    if serves:
+        _store = serve_store(address, listener)  # which lives as long as its name
 
-    status, deadline = 0, math.inf
-    stop_signal, stopped_at = 0, 0.0
+    stop_signal, stopped_at, deadline = 0, 0.0, math.inf
     hung: list[str] = []
 
     def terminate(number: int = signal.SIGTERM) -> None:
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            if child.exitcode is None:
+                os.kill(child.pid, number)
 
     def forward(signum: int, frame: Any) -> None:
         nonlocal stop_signal, stopped_at, deadline
@@ -2988,16 +3001,20 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
 
     on_stop_signals(forward)
     watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
-    while None in (codes := [child.poll() for child in children]):
-        failed = [code for code in codes if code]
+    dead, status = 0, 0  # the rank that failed first, and how
+    while True:
+        codes = [child.exitcode for child in children]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if (
-            hung and not failed and not status
-        ):  # the one rank on this host hangs and cannot report it
+            hung and None in codes and not failed
+        ):  # the one rank on this host hangs: it cannot say so
             sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
-            failed = [1]
+            failed = [(0, 1)]
         if failed and not status:
-            status, deadline = failed[0], min(deadline, time.monotonic() + 2)
+            (dead, status), deadline = failed[0], min(deadline, time.monotonic() + 2)
             terminate()
+        if None not in codes:
+            break
         if time.monotonic() > deadline:
             for child in children:
                 child.kill()
@@ -3005,17 +3022,14 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             watch.ended.set()  # the store may go with the first host
         time.sleep(0.05)
     watch.end()
-    status = status or next((code for code in codes if code), 0)
     if stop_signal and (status < 0 or status > 128):
         return 128 + stop_signal
     if status >= 0:
         return status
     # A killed rank cannot report its own end.
-    rank = next(i for i, child in enumerate(children) if child.returncode == status)
-    name = f"rank {container.host_index * n_local + rank}"
-    killed = f"{name} was killed by signal {-status} ({signal.Signals(-status).name})"
-    if -status == signal.SIGKILL:
-        killed += ", as a machine does that runs out of memory"
+    dead += container.host_index * n_local
+    killed = f"rank {dead} on {container.current_host} was killed by {signal.Signals(-status).name}"
+    killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
     sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
     return 128 - status
 
@@ -3036,20 +3050,21 @@ def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> No
             signal.signal(number, handler)
 
 
-def end_with_parent(env: Mapping[str, str]) -> None:
+def end_with_parent() -> None:
     """Ends this process when the one that started it ends, however that ends.
 
     Orphans would continue, and write into the checkpoints of the next run.
     """
-    if "SM_NANOGPT_LIFELINE" not in env:
-        return
-    lifeline = int(env["SM_NANOGPT_LIFELINE"])
+    parent = multiprocessing.parent_process()
+    # A pipe to which the parent never writes.
+    lifeline = parent.sentinel if parent else int(os.environ.get("SM_NANOGPT_LIFELINE", -1))
 
     def watch() -> None:
         os.read(lifeline, 1)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    if lifeline >= 0:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3413,8 +3428,8 @@ def main(argv: Sequence[str]) -> int:
     # The log's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A warning would name an exception class, and SageMaker would take it for the failure.
-    warnings.showwarning = lambda message, *_, **__: log(f"note: {' '.join(str(message).split())}")
-    end_with_parent(os.environ)
+    once = functools.cache(log)
+    warnings.showwarning = lambda message, *_, **__: once(f"note: {' '.join(str(message).split())}")
     config, options = parse_argv(argv)
     container = read_container(os.environ, options)
     ranks = read_ranks(os.environ, len(container.hosts))
@@ -3423,11 +3438,12 @@ def main(argv: Sequence[str]) -> int:
         config.check_world_size(n_local * len(container.hosts))
         if n_local * len(container.hosts) > 1:
             return spawn(config, container, n_local)
-        ranks = Ranks(0, 1, 0, 1, "hand")
+        ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
     elif options.processes not in (0, ranks.local_world_size):
         raise TopologyError(
             f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
         )
+    end_with_parent()
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
@@ -3443,16 +3459,19 @@ def main(argv: Sequence[str]) -> int:
         ) from None
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process without the interpreter's teardown, in which threads of gloo may abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
+    """The whole life of a process that `spawn` starts."""
+    os.environ.update(env)
+    run(argv)
 
 
-if __name__ == "__main__":
+def run(argv: Sequence[str]) -> NoReturn:
+    """Runs `main` and ends the process with its status, or with the report of an error.
+
+    It leaves out the interpreter's teardown, in which threads of gloo may abort.
+    """
     try:
-        status = main(sys.argv[1:])
+        status = main(argv)
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:
@@ -3464,4 +3483,10 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.write(failure_report(error) + "\n")
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1
-    leave(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

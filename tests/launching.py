@@ -171,27 +171,31 @@ def tree(directory: Path) -> set[str]:
 
 
 def processes() -> list[tuple[int, int, str]]:
-    """Pid, process group and command line of all that lives; by ps, as macOS has no /proc."""
-    columns = [word for name in ("pid", "pgid", "command") for word in ("-o", f"{name}=")]
+    """Pid, parent and command line of all that lives; by ps, as macOS has no /proc."""
+    columns = [word for name in ("pid", "ppid", "command") for word in ("-o", f"{name}=")]
     listed = subprocess.check_output(["ps", "-A", "-ww", *columns], text=True, errors="replace")
     rows = [line.split(maxsplit=2) for line in listed.splitlines() if "<defunct>" not in line]
-    return [(int(pid), int(group), line) for pid, group, line in rows]
+    return [(int(pid), int(parent), line) for pid, parent, line in rows]
 
 
-def group_of(leader: int) -> dict[int, str]:
-    """The living processes that a process leads, or led: pid to command line."""
-    return {pid: line for pid, group, line in processes() if group == leader}
+def session_of(leader: int) -> dict[int, str]:
+    """The living processes of the session that a process leads, or led: pid to command line."""
+    found = {}
+    for pid, _, line in processes():
+        with contextlib.suppress(ProcessLookupError):  # it ended by now
+            if os.getsid(pid) == leader:
+                found[pid] = line
+    return found
 
 
 def processes_below(directory: Path) -> dict[int, str]:
     """The living processes of the jobs below a directory, of those whose runner lives.
 
-    A runner's command line names its job, and the ranks are of the process group that it leads.
+    A runner's command line names its job, and the ranks are of the session that it leads.
     """
-    living = processes()
     named = re.compile(rf"local_runner.* {re.escape(str(directory))}[/ ]")
-    leaders = {pid for pid, _, line in living if named.search(line)}
-    return {pid: line for pid, group, line in living if group in leaders}
+    leaders = [pid for pid, _, line in processes() if named.search(line)]
+    return {pid: line for leader in leaders for pid, line in session_of(leader).items()}
 
 
 def runner_of(directory: Path) -> int:
@@ -201,8 +205,11 @@ def runner_of(directory: Path) -> int:
 
 
 def ranks_of(directory: Path) -> list[int]:
-    """The pids of a job's ranks, in order of their start."""
-    return sorted(pid for pid, line in processes_below(directory).items() if "train.py" in line)
+    """The pids of a job's ranks in their order, without their parents, one for each host."""
+    there, parents = processes_below(directory), {pid: parent for pid, parent, _ in processes()}
+    living = {pid for pid, line in there.items() if "train.py" in line}
+    ranks = living - {parents.get(pid) for pid in living}
+    return sorted(ranks, key=lambda pid: (parents.get(pid, 0), pid))
 
 
 def kill_below(directory: Path) -> None:

@@ -32,12 +32,13 @@ import launcher
 from entry_point import train
 from launcher import TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
-from launcher.backends.local_runner import LocalRun, Rank
+from launcher.backends.local_runner import Host, LocalRun
 from launcher.job import LOCAL_FIELDS
 from launcher.submission import take_over
 from launcher.tracking import find
 
 MAIN = 'if __name__ == "__main__":\n'
+START = "    device = rank_device(config, container, ranks)\n"
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
 
 
@@ -64,14 +65,14 @@ def failing(path: Path, at_step: int, on_rank: int, what: str) -> Path:
     return launching.edited(path, (STEP, STEP + wrong))
 
 
-def write_job(directory: Path, text_file: Path, processes: int = 1) -> None:
+def write_job(directory: Path, text_file: Path, hosts: int = 1) -> None:
     """What a launch writes down of a job."""
-    job = TrainingJob(instance="local", data=text_file.as_uri())
+    job = TrainingJob(instance="local", instance_count=hosts, data=text_file.as_uri())
     record = {
         "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
         "created": time.time(),
-        "processes_per_host": processes,
+        "processes_per_host": 1,
         "gpus_per_host": 0,
         "max_steps": 10,
         "resume_from": None,
@@ -89,26 +90,26 @@ def running(directory: Path, text_file: Path) -> Iterator[Path]:
         yield directory
 
 
-def run_ranks(directory: Path, text_file: Path, script: str, processes: int = 1) -> dict[str, Any]:
-    """How a job ends whose ranks run a few lines instead of train.py, which takes long to start.
+def run_job(directory: Path, text_file: Path, script: str, hosts: int = 1) -> dict[str, Any]:
+    """How a job ends whose hosts run a few lines instead of train.py, which takes long to start.
 
-    They know their `rank`, the files `model` and `stop`, and how to `be_stopped`.
+    They know the name of their `host`, the files `model` and `stop`, and how to `be_stopped`.
     """
-    write_job(directory, text_file, processes)
+    write_job(directory, text_file, hosts)
     (directory / "code").mkdir()
-    (directory / "code/train.py").write_text(RANK + textwrap.dedent(script))
+    (directory / "code/train.py").write_text(HOST + textwrap.dedent(script))
     LocalRun(directory).run()
     state: dict[str, Any] = json.loads((directory / "state.json").read_text())
     return state
 
 
-RANK = """
+HOST = """
 import os, signal, sys, time
 from pathlib import Path
 
-rank = os.environ["OMPI_COMM_WORLD_RANK"]
-model = Path(os.environ["SM_MODEL_DIR"], "model.safetensors")
-stop = model.parents[3] / "stop"
+host = os.environ["SM_CURRENT_HOST"]
+job = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[1]
+model, stop = job / "hosts/algo-1/model/model.safetensors", job / "stop"
 
 def be_stopped():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -120,12 +121,11 @@ def be_stopped():
 # -- a job of two hosts, looked at from all sides -------------------------------------------------
 
 
-# Put at the start of a copy of train.py: each rank writes down what it was given.
+# Put into a copy of train.py: each rank writes down what it was given.
 WITNESS = """
-    rank = os.environ["OMPI_COMM_WORLD_RANK"]
     seen = {"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path}
-    seen["group"] = os.getpgrp()
-    Path(os.environ["SM_OUTPUT_DATA_DIR"], f"rank-{rank}.json").write_text(json.dumps(seen))
+    seen["session"] = os.getsid(0)
+    Path(os.environ["SM_OUTPUT_DATA_DIR"], f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
 """
 
 # What a shell may hold that has run other trainings.
@@ -166,7 +166,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
         (base / "blocked").mkdir()
         for name in ("boto3", "botocore", "s3fs", "aiobotocore", "sagemaker"):
             (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
-        entry_point = launching.edited(base / "mine.py", (MAIN, MAIN + WITNESS))
+        entry_point = launching.edited(base / "mine.py", (START, WITNESS + START))
         words = launching.launching(
             *("--instance-count", "2", "--processes-per-instance", "2"),
             *("--entry-point", str(entry_point), "--validation", str(text_file)),
@@ -267,21 +267,17 @@ def test_the_variables_are_those_of_the_toolkit(cluster: Finished, rank: int) ->
         "SM_HP_N_EMBD": "32",
         "MASTER_ADDR": "127.0.0.1",
         "TRAINING_JOB_NAME": cluster.job_id,
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
     assert {name: env.get(name) for name in expected} == expected
     assert json.loads(env["SM_HOSTS"]) == ["algo-1", "algo-2"]
     assert json.loads(env["SM_CHANNELS"]) == ["training", "validation"]
-    assert json.loads(env["SM_USER_ARGS"]) == seen_by(cluster, rank)["argv"][1:]
+    assert json.loads(env["SM_USER_ARGS"]) == seen_by(cluster, rank)["argv"][1:-1]
 
 
 def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
     env = seen_by(cluster, 3)["env"]
-    leaked = {"SM_CHANNEL_TEST", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PMIX_RANK", "PYTHONHASHSEED"}
-    assert not leaked & set(env)
+    assert not {"SM_CHANNEL_TEST", "PMIX_RANK", "PYTHONHASHSEED"} & set(env)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
     assert "other-2" not in env.values()
     assert env["SM_HP_N_LAYER"] == "1"
 
@@ -315,7 +311,7 @@ def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) 
     values = asdict(train.make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
     for rank in range(4):
-        assert seen_by(cluster, rank)["argv"] == ["train.py", *expected]
+        assert seen_by(cluster, rank)["argv"] == ["train.py", *expected, "--processes=2"]
 
 
 def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
@@ -358,8 +354,8 @@ def test_a_validation_text_is_what_is_validated_on(cluster: Finished, text: str)
 
 
 def test_a_finished_job_leaves_no_process(cluster: Finished) -> None:
-    group = seen_by(cluster, 0)["group"]
-    launching.until(lambda: not launching.group_of(group), 10)
+    session = seen_by(cluster, 0)["session"]
+    launching.until(lambda: not launching.session_of(session), 10)
 
 
 # -- following ------------------------------------------------------------------------------------
@@ -458,7 +454,7 @@ def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
     # A child that keeps the rank's output open, for longer than the command may take.
-    sleep = f'    subprocess.Popen(["sleep", "{runs.LIMIT + 10}"])\n'
+    sleep = f'    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "{runs.LIMIT + 10}")\n'
     copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + sleep))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
@@ -504,12 +500,12 @@ def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
     tmp_path: Path, text_file: Path
 ) -> None:
     script = """
-        if rank == "1":
+        if host == "algo-2":
             sys.exit("ValueError: the first cause")
         time.sleep(30)
         model.touch()
     """
-    state = run_ranks(tmp_path, text_file, script, processes=2)
+    state = run_job(tmp_path, text_file, script, hosts=2)
     assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
     assert not (tmp_path / "hosts/algo-1/model/model.safetensors").exists()
 
@@ -521,7 +517,7 @@ def test_memory_that_does_not_suffice_is_the_reason(tmp_path: Path, text_file: P
         import train
         sys.exit(train.failure_report(train.OutOfMemoryError("less, please")))
     """
-    state = run_ranks(tmp_path, text_file, script)
+    state = run_job(tmp_path, text_file, script)
     assert state["reason"] == "OutOfMemoryError: less, please"
 
 
@@ -607,7 +603,7 @@ def test_a_jobs_processes_are_found_and_killed_where_there_is_no_proc(
         assert launching.ranks_of(tmp_path / "job") == [rank]
         launching.kill_below(tmp_path)
         assert runner.wait() == -signal.SIGKILL
-        launching.until(lambda: not launching.group_of(runner.pid))
+        launching.until(lambda: not launching.session_of(runner.pid))
 
 
 def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
@@ -621,7 +617,7 @@ def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
     assert GONE in cli("status", job.job_id).out
     assert "Failed" in cli("jobs").out
     # A rank that is still importing torch notices when it has done so.
-    launching.until(lambda: not launching.group_of(runner), 30)
+    launching.until(lambda: not launching.session_of(runner), 30)
 
 
 def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
@@ -749,7 +745,7 @@ def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(
     runner = launching.runner_of(job.directory)
     while job.directory.exists():  # until nothing is written in between
         shutil.rmtree(job.directory, ignore_errors=True)
-    launching.until(lambda: not launching.group_of(runner), 30)
+    launching.until(lambda: not launching.session_of(runner), 30)
     assert not job.directory.exists()
 
 
@@ -778,7 +774,7 @@ def test_a_rank_whose_log_cannot_be_written_is_read_to_its_last_words(
     print("a line\\n" * 100_000)  # more than a pipe holds
     sys.exit("OSError: [Errno 28] No space left on device")
     """
-    state = run_ranks(tmp_path, text_file, script)
+    state = run_job(tmp_path, text_file, script)
     assert state["status"] == "Failed"
     assert state["reason"] == "OSError: [Errno 28] No space left on device"
 
@@ -801,7 +797,7 @@ def test_a_log_that_could_not_be_written_for_a_while_says_so(
 
     write_job(tmp_path, text_file)
     process: Any = SimpleNamespace(stdout=output())
-    LocalRun(tmp_path).keep_output(Rank("algo-1", 0, process))
+    LocalRun(tmp_path).keep_output(Host("algo-1", process))
     assert log.read_text().splitlines() == [
         "one",
         "(lines are missing here: Is a directory)",
@@ -813,7 +809,7 @@ def test_a_log_that_could_not_be_written_for_a_while_says_so(
 def test_why_a_job_failed_is_told_in_as_many_characters_as_by_sagemaker(
     tmp_path: Path, text_file: Path
 ) -> None:
-    state = run_ranks(tmp_path, text_file, "raise ValueError('x' * 2000)")
+    state = run_job(tmp_path, text_file, "raise ValueError('x' * 2000)")
     assert state["status"] == "Failed"
     assert state["reason"] == f"ValueError: {'x' * 1024}"[:1024]
 
@@ -1013,7 +1009,7 @@ def test_a_stop_at_the_last_step_completes_the_job_with_its_model(
         be_stopped()
         model.touch()
     """
-    assert run_ranks(tmp_path, text_file, script)["status"] == "Completed"
+    assert run_job(tmp_path, text_file, script)["status"] == "Completed"
     with tarfile.open(tmp_path / "output/model.tar.gz") as tar:
         assert tar.getnames() == ["model.safetensors"]
 
@@ -1025,7 +1021,7 @@ def test_a_stopped_job_whose_last_checkpoint_fails_has_failed_with_its_reason(
         be_stopped()
         sys.exit("CheckpointError: cannot write it: No space left on device")
     """
-    state = run_ranks(tmp_path, text_file, script)
+    state = run_job(tmp_path, text_file, script)
     assert state["status"] == "Failed"
     assert state["reason"] == "CheckpointError: cannot write it: No space left on device"
 
@@ -1034,7 +1030,7 @@ def test_a_job_that_is_stopped_after_it_has_failed_keeps_its_reason(
     tmp_path: Path, text_file: Path
 ) -> None:
     script = """
-        if rank == "1":
+        if host == "algo-2":
             while not model.exists():
                 time.sleep(0.01)
             sys.exit("ValueError: the first cause")
@@ -1044,7 +1040,7 @@ def test_a_job_that_is_stopped_after_it_has_failed_keeps_its_reason(
         stop.touch()
         sys.exit(128 + signal.SIGTERM)
     """
-    state = run_ranks(tmp_path, text_file, script, processes=2)
+    state = run_job(tmp_path, text_file, script, hosts=2)
     assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
 
 
@@ -1052,13 +1048,13 @@ def test_what_a_rank_says_of_another_that_the_stop_ended_is_no_failure(
     tmp_path: Path, text_file: Path
 ) -> None:
     script = """
-        if rank == "1":
-            time.sleep(30)  # deaf, as a rank is before it trains
+        if host == "algo-2":
+            time.sleep(30)  # deaf, as a host is before it trains
         be_stopped()
         time.sleep(0.5)
         sys.exit("RuntimeError: Connection closed by peer")
     """
-    state = run_ranks(tmp_path, text_file, script, processes=2)
+    state = run_job(tmp_path, text_file, script, hosts=2)
     assert (state["status"], state.get("reason")) == ("Stopped", None)
 
 

@@ -1,8 +1,8 @@
 """The process that runs one local job, in place of SageMaker and its container toolkit.
 
-It creates /opt/ml for each host, starts the ranks as mpirun would (variables, argv, working
-directory), logs their output, ends the job when a rank fails or the directory is deleted, and packs
-model and output. Started by `launcher.backends.local`.
+It creates /opt/ml for each host, starts train.py there as the toolkit does (variables, argv,
+working directory), logs its output, ends the job when a host fails or the directory is deleted, and
+packs model and output. Started by `launcher.backends.local`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,38 @@ from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
-PEER_GRACE_SECONDS = 2  # the same after a rank has failed, as in mpirun
+PEER_GRACE_SECONDS = 4  # the same after a host has failed; train.py gives its ranks 2
 FAILURE_REASON_CHARACTERS = 1024
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")
 
 
-class Rank:
-    """One process of the run, and its last error line."""
+class Host:
+    """One host's train.py, which runs the host's ranks, and its last error line."""
 
-    def __init__(self, host: str, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.host, self.rank, self.process = host, rank, process
-        self.error: tuple[float, str] | None = None  # time and text of its error line
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.process = name, process
+        self.error: tuple[float, str] | None = None  # its time and text
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.process.returncode)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal train.py, which ends its ranks; SIGKILL goes to each of them."""
+        if self.process.poll() is None:
+            if signum == signal.SIGKILL:
+                os.killpg(self.process.pid, signum)
+            else:
+                self.process.send_signal(signum)
 
     def describe_exit(self) -> str:
         code = self.process.returncode
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (was there too little memory?)" if name == "SIGKILL" else ""
-            return f"rank {self.rank} on {self.host} was killed by {name}{hint}"
-        return f"rank {self.rank} on {self.host} ended with exit code {code}"
+        if code >= 0:
+            return f"{self.name} ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = " (was there too little memory?)" if name == "SIGKILL" else ""
+        return f"{self.name} was killed by {name}{hint}"
 
 
 class Stopped(Exception):
@@ -66,7 +78,7 @@ class LocalRun:
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
         self.gaps: dict[Path, str] = {}  # logs that lack lines, and why
-        # A pipe without writers: the ranks see it close when this process ends, however it ends.
+        # A pipe without writers: the hosts see it close when this process ends, however it ends.
         self.lifeline, self.held = os.pipe()
 
     def tell(self, **changes: Any) -> None:
@@ -238,96 +250,96 @@ class LocalRun:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def start(self) -> list[Rank]:
-        per_host = self.record.processes_per_host
+    def start(self) -> list[Host]:
         port = reserve_port()
         command = [sys.executable, "train.py", *command_line(self.record.hyperparameters)]
-        ranks = []
-        for index, host in enumerate(self.hosts):
-            environment = self.environment(host, port)
-            for local_rank in range(per_host):
-                rank = index * per_host + local_rank
-                process = subprocess.Popen(
+        if self.record.processes_per_host > 1 and not self.record.gpus_per_host:
+            command.append(f"--processes={self.record.processes_per_host}")
+        return [
+            Host(
+                name,
+                subprocess.Popen(
                     command,
-                    cwd=self.base(host) / "code",
-                    env={
-                        **environment,
-                        "OMPI_COMM_WORLD_RANK": str(rank),
-                        "OMPI_COMM_WORLD_SIZE": str(len(self.hosts) * per_host),
-                        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
-                        "OMPI_COMM_WORLD_LOCAL_SIZE": str(per_host),
-                    },
+                    cwd=self.base(name) / "code",
+                    env=self.environment(name, port),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(self.lifeline,),
-                )
-                ranks.append(Rank(host, rank, process))
-        return ranks
+                    process_group=0,
+                ),
+            )
+            for name in self.hosts
+        ]
 
     def train(self) -> str | None:
-        """Run the ranks to their end; return why the run failed, or None.
+        """Run the hosts to their end; return why the run failed, or None.
 
         Raises:
             Stopped: the job was deleted, or stopped because a user asked it to.
         """
-        ranks = self.start()
+        hosts = self.start()
         readers = [
-            threading.Thread(target=self.keep_output, args=(rank,), daemon=True) for rank in ranks
+            threading.Thread(target=self.keep_output, args=(host,), daemon=True) for host in hosts
         ]
         for reader in readers:
             reader.start()
-        failed: list[Rank] = []  # those that failed first; others fail as a result
-        stopped = {
-            128 + signal.SIGTERM,
-            -signal.SIGTERM,
-        }  # exit codes of ranks that were asked to stop
+        failed: list[Host] = []  # those that failed first; others fail as a result
+        # Exit codes of hosts that were asked to stop.
+        stopped = {128 + signal.SIGTERM, -signal.SIGTERM}
         kill_at: float | None = None
-        while None in [rank.process.poll() for rank in ranks]:  # poll each of them
-            failed = failed or [rank for rank in ranks if rank.process.returncode]
+        while None in [host.process.poll() for host in hosts]:  # poll each of them
+            failed = failed or [host for host in hosts if host.failed]
             if self.deleted():  # there is nowhere to save
-                signal_all(ranks, signal.SIGKILL)
-                for rank in ranks:
-                    rank.process.wait()
-                raise Stopped
+                kill_at = 0.0
             if kill_at is None:
                 if failed or self.stopping():
                     grace = PEER_GRACE_SECONDS if failed else STOP_GRACE_SECONDS
                     kill_at = time.monotonic() + grace
                     if not failed:
                         self.tell(status="Stopping", secondary="Stopping")
-                    signal_all(ranks, signal.SIGTERM)
+                    for host in hosts:
+                        host.send(signal.SIGTERM)
             elif time.monotonic() > kill_at or self.asked_again():
                 stopped.add(-signal.SIGKILL)
-                signal_all(ranks, signal.SIGKILL)
+                for host in hosts:
+                    host.send(signal.SIGKILL)
             time.sleep(0.05)
         for reader in readers:
-            reader.join(timeout=5)  # a child of a rank may keep its output open
-        failed = failed or [rank for rank in ranks if rank.process.returncode]
+            reader.join(timeout=5)  # a child of a host may keep its output open
+        if self.deleted():
+            raise Stopped
+        failed = failed or [host for host in hosts if host.failed]
         if not failed:
             return None
-        # A rank that loses a stopped peer fails with its own error.
-        if self.stopping() and any(rank.process.returncode in stopped for rank in failed):
+        # A host that loses a stopped peer fails with its own error.
+        if self.stopping() and any(host.process.returncode in stopped for host in failed):
             raise Stopped
-        reason = find_reason(failed, ranks)
-        for host in {rank.host for rank in failed}:
+        # The first cause: when one host ends, the others lose their connection and fail later.
+        errors = sorted(host.error for host in hosts if host.error)
+        killed = [host for host in failed if host.process.returncode < 0]
+        if errors and not killed:
+            reason = errors[0][1]
+        else:
+            reason = f"HostError: {(killed or failed)[0].describe_exit()}"
+        for host in failed:
             with suppress(OSError):  # the state has it too
-                (self.base(host) / "output" / "failure").write_text(reason)
+                (self.base(host.name) / "output" / "failure").write_text(reason)
         return reason
 
-    def keep_output(self, rank: Rank) -> None:
-        """Copy the output of a rank to the logs of its host and of the job, line by line.
+    def keep_output(self, host: Host) -> None:
+        """Copy the output of a host to its log and to that of the job, line by line.
 
         Keeps reading if a log cannot be written, since a rank with a full pipe would block.
         """
-        assert rank.process.stdout is not None
-        host_log = self.directory / "logs" / f"{rank.host}.log"
+        assert host.process.stdout is not None
+        host_log = self.directory / "logs" / f"{host.name}.log"
         job_log = self.directory / "logs" / "job.log"
-        speaker = f"{rank.host}: " if len(self.hosts) > 1 else ""
-        for raw in rank.process.stdout:
+        speaker = f"{host.name}: " if len(self.hosts) > 1 else ""
+        for raw in host.process.stdout:
             line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
             if ERROR_LINE.match(line):
-                rank.error = (time.monotonic(), line)
+                host.error = (time.monotonic(), line)
             with self.log_lock:
                 for path, text in ((host_log, line), (job_log, f"{speaker}{line}")):
                     why = self.gaps.get(path)
@@ -364,24 +376,6 @@ def command_line(hyperparameters: Mapping[str, Any]) -> list[str]:
         for name in sorted(hyperparameters)
         for word in (f"--{name}", str(hyperparameters[name]))
     ]
-
-
-def find_reason(failed: list[Rank], ranks: list[Rank]) -> str:
-    """The first cause: a rank that was killed, else the first error line of a rank.
-
-    When one rank dies, the others lose their connection and fail a moment later.
-    """
-    killed = [rank for rank in failed if rank.process.returncode < 0]
-    if killed:
-        return f"RankError: {killed[0].describe_exit()}"
-    errors = sorted(rank.error for rank in ranks if rank.error is not None)
-    return errors[0][1] if errors else f"RankError: {failed[0].describe_exit()}"
-
-
-def signal_all(ranks: list[Rank], signum: signal.Signals) -> None:
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.send_signal(signum)
 
 
 def reserve_port() -> int:
