@@ -1,4 +1,4 @@
-"""Train a character-level GPT on text, on one process or on many hosts of many GPUs.
+"""Train a GPT on text or on tokens, on one process or on many hosts of many GPUs.
 
 One file; it needs torch and the standard library alone. Copy it anywhere and run it:
 
@@ -32,6 +32,7 @@ import functools
 import hashlib
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import re
@@ -105,7 +106,7 @@ class Config:
     n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
     n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
     n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
-    block_size: int = hyperparameter(64, "context length in characters", 2, 1 << 17, fixed=True)
+    block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
     n_hidden: int = hyperparameter(
         0, "width inside the MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
     )
@@ -172,7 +173,7 @@ class Config:
         512, "windows of the validation part per evaluation (0: all)", 0
     )
     sample_length: int = hyperparameter(
-        300, "characters sampled after training (a third before)", 0, 10**6
+        300, "tokens sampled after training (a third before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
@@ -598,11 +599,15 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
 LOGIT_TOLERANCE = 1e-4
 
 
+CHECKED_IDS = 1 << 14
+
+
 @torch.inference_mode()
 def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Compares the exported model's logits with the model's own (CPU, float32).
 
-    The windows hold each id once, in random order: an edit may depend on what a text holds.
+    The windows hold each id once, in random order, as an edit may depend on what a text holds; of a
+    large vocabulary they hold as many as take a few seconds.
 
     Raises:
         ModelError: they differ: the model is not the one that config.json describes.
@@ -610,15 +615,20 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
     T = model.config.block_size
     order = [torch.randperm(size, generator=generator) for _ in range(-(-T // size))]
-    for ids in torch.cat(order).split(T):
+    for ids in torch.cat(order)[: max(T, CHECKED_IDS)].split(T):
         own = model(ids[None])[0]
         difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
         if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
             raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
 
 
-def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
-    """config.json. The window and max_window_layers=0 make transformers' cache slide like ours."""
+def hugging_face_config(
+    config: Config, vocabulary_size: int, end: int | None = None
+) -> dict[str, Any]:
+    """config.json; end is the id of the end of a document.
+
+    The window and max_window_layers=0 make transformers' cache slide like ours.
+    """
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -640,14 +650,14 @@ def hugging_face_config(config: Config, vocabulary_size: int) -> dict[str, Any]:
         "sliding_window": config.block_size,
         "max_window_layers": 0,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": end,
         "pad_token_id": None,
         "torch_dtype": "float32",
     }
 
 
-def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """tokenizer.json: one token per character, given back exactly.
+def character_tokenizer(vocabulary: str) -> dict[str, Any]:
+    """tokenizer.json of one token per character, given back exactly.
 
     The format wants an unknown token that is in the vocabulary, or an unknown character raises
     in other tools; a space is the least harmful. Our own sampler refuses such characters.
@@ -675,7 +685,7 @@ def hugging_face_tokenizer(vocabulary: str) -> dict[str, Any]:
 
 
 def write_artefact(
-    directory: Path, model: GPT, vocabulary: str, training: Mapping[str, Any]
+    directory: Path, model: GPT, tokenizer: Tokenizer, training: Mapping[str, Any]
 ) -> str:
     """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
 
@@ -689,7 +699,7 @@ def write_artefact(
     weights: dict[str, Tensor] = model.state_dict()
     try:
         tensors = to_hugging_face(weights, config)
-        document = hugging_face_config(config, len(vocabulary))
+        document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
     except Exception as error:  # an edit may lack an activation, or have another shape
         tensors = weights
@@ -697,15 +707,16 @@ def write_artefact(
         document = {
             "model_type": "sm-nanogpt-edited",
             "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
-            "vocab_size": len(vocabulary),
+            "vocab_size": len(tokenizer),
         }
     write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
     documents = {
-        "tokenizer.json": hugging_face_tokenizer(vocabulary),
+        "tokenizer.json": tokenizer.document,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "model_max_length": config.block_size,
+            "eos_token": tokenizer.end_of_text,
         },
         "training.json": {"config": dataclasses.asdict(config), **training},
         "config.json": document,
@@ -818,10 +829,9 @@ def generate(
         ids = torch.cat((ids, following[:, None]), dim=1)
 
 
-def sample_text(model: GPT, vocabulary: str, length: int) -> str:
-    """A text of `length` characters that begins after a line's end."""
-    start = max(0, vocabulary.find("\n"))
-    prompt = torch.tensor([[start]], device=model.embed.weight.device)
+def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
+    """A text of `length` tokens that begins as a document does, or else after a line's end."""
+    prompt = torch.tensor([[tokenizer.start]], device=model.embed.weight.device)
     # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
     # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -829,8 +839,7 @@ def sample_text(model: GPT, vocabulary: str, length: int) -> str:
     with sdpa_kernel(others):
         steps = list(generate(model, prompt, length))
     model.train()
-    ids = torch.cat(steps).tolist() if steps else []  # one trip from the device for all
-    return "".join(vocabulary[i] for i in ids)
+    return tokenizer.decode(torch.cat(steps).tolist() if steps else [])  # one trip from the device
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1085,7 +1094,7 @@ class Batches:
     its turn in another epoch.
     """
 
-    def __init__(self, tokens: Tensor, config: Config, device: torch.device) -> None:
+    def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
         self.tokens, self.device = near_device(tokens, device), device
         self.block_size, self.batch_size = config.block_size, config.batch_size
         self.seed = config.seed
@@ -1118,7 +1127,7 @@ class Batches:
 
 
 def gather_windows(
-    tokens: Tensor, starts: Tensor, block_size: int, device: torch.device
+    tokens: Tensor | Shards, starts: Tensor, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
     places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
@@ -1127,7 +1136,7 @@ def gather_windows(
         # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
         pinned = device.type == "cuda"
         windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
-    windows = windows.long()
+    windows = windows.long() if windows.dtype != torch.int16 else windows.long() & 0xFFFF
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -1139,6 +1148,7 @@ METRICS = {
     "train_loss": 5,
     "val_loss": 5,
     "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "bits_per_byte": 5,  # val_loss by the text's bytes, whatever the tokenizer
     "learning_rate": 7,
     "tokens_per_second": 0,
 }
@@ -1158,18 +1168,40 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, val: Tensor, config: Config, group: Group) -> float:
-    """Mean loss in nats per character over fixed windows of the validation part.
+def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
+    """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
 
-    The windows do not overlap and are spread evenly. They are cut into chunks that do not depend
-    on the number of ranks, each chunk is computed by one rank, and the chunks are added up in
-    order, so any number of ranks gets the same loss from the same weights.
+    The chunks do not depend on the number of ranks.
     """
     available = (len(val) - 1) // config.block_size
     count = min(config.eval_windows or available, available)
     starts = torch.arange(count) * available // count * config.block_size
-    chunks = starts.split(max(1, 8192 // config.block_size))
+    return starts.split(max(1, 8192 // config.block_size))
+
+
+def bytes_per_token(corpus: Corpus, config: Config) -> float:
+    """The mean length in UTF-8 of what an evaluation predicts.
+
+    The end of a document has no bytes, so its loss adds to that of the text.
+    """
+    lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
+    chunks = eval_windows(corpus.val, config)
+    targets = (
+        gather_windows(corpus.val, c, config.block_size, torch.device("cpu"))[1] for c in chunks
+    )
+    means = [(lengths[ids].double().mean().item(), len(ids)) for ids in targets]
+    return sum(mean * n for mean, n in means) / sum(n for _, n in means)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, val: Tensor | Shards, config: Config, group: Group) -> float:
+    """Mean loss in nats per token over the windows of eval_windows.
+
+    Each chunk is computed by one rank, and the chunks are added up in order, so any number of
+    ranks gets the same loss from the same weights.
+    """
+    chunks = eval_windows(val, config)
+    count = sum(map(len, chunks))
     losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
     model.eval()
     for index in range(group.rank, len(chunks), group.world_size):
@@ -1197,6 +1229,7 @@ class Trainer:
         self.script_sha256 = script_sha256()  # read now: the file may be edited during the run
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
+        self.bytes_per_token = bytes_per_token(corpus, config)
         self.stop_signal = 0  # its number, once there was one
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
@@ -1217,7 +1250,7 @@ class Trainer:
         dtype = agreed_precision(config, group)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        self.model = GPT(config, len(corpus.vocabulary), dtype).to(device)
+        self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
         self.optimizer = Optimizer(self.model, config, group)
         self.compiled = config.compile == "on"
@@ -1285,8 +1318,8 @@ class Trainer:
         log(f"chosen: {', '.join(self.choices)}")
         parameters = sum(p.numel() for p in self.model.parameters())
         log(
-            f"{parameters:,} parameters; {len(corpus.train):,} characters to train on,"
-            f" {len(corpus.val):,} to validate on, {len(corpus.vocabulary)} different ones"
+            f"{parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to train"
+            f" on, {len(corpus.val):,} to validate on, {len(corpus.tokenizer):,} different ones"
         )
 
     # -- state ------------------------------------------------------------------------------------
@@ -1309,7 +1342,8 @@ class Trainer:
             "best_val_loss": self.best_val_loss if self.best_step is not None else None,
             "config": dataclasses.asdict(self.config),
             "script_sha256": self.script_sha256,
-            "vocabulary": self.corpus.vocabulary,
+            "tokenizer": self.corpus.tokenizer.document,
+            "end_of_text": self.corpus.tokenizer.end_of_text,
             "corpus_sha256": self.corpus.sha256,
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
@@ -1525,6 +1559,7 @@ class Trainer:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
             self.check_finite(row["val_loss"])
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
+            row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
         row["learning_rate"] = config.peak_learning_rate * scale
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
@@ -1572,7 +1607,7 @@ class Trainer:
         return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
 
     def log_sample(self, when: str, length: int) -> None:
-        text = sample_text(self.model, self.corpus.vocabulary, length)
+        text = sample_text(self.model, self.corpus.tokenizer, length)
         # The bars distinguish a sample from lines of the log.
         log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
@@ -1580,8 +1615,8 @@ class Trainer:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
         tensors, _ = self.checkpoints.load("best", self.best_step)
-        vocabulary = self.corpus.vocabulary
-        best = with_weights(self.config, len(vocabulary), model_tensors(tensors))
+        tokenizer = self.corpus.tokenizer
+        best = with_weights(self.config, len(tokenizer), model_tensors(tensors))
         self.model.load_state_dict(best.state_dict())
         training = {
             "script_sha256": self.script_sha256,
@@ -1594,7 +1629,7 @@ class Trainer:
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
         try:
-            why = write_artefact(model_dir, best, vocabulary, training)
+            why = write_artefact(model_dir, best, tokenizer, training)
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
         except OSError as error:
@@ -1618,7 +1653,7 @@ class Trainer:
                 f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
                 " val_loss"
             )
-        guessing = math.log(len(self.corpus.vocabulary))
+        guessing = math.log(len(self.corpus.tokenizer))
         if self.best_val_loss > 0.99 * guessing:
             learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
             remedy = (
@@ -1834,7 +1869,7 @@ def plain_attention(q: Tensor, dropout: float) -> bool:
     return q.device.type == "cpu" and torch.is_grad_enabled() and costly
 
 
-def near_device(tokens: Tensor, device: torch.device) -> Tensor:
+def near_device(tokens: Tensor | Shards, device: torch.device) -> Tensor | Shards:
     """The tokens, moved to a GPU where they take less than a tenth of its free memory.
 
     Batches are then cut there, without the host.
@@ -1860,23 +1895,108 @@ def sharing_pays(stacks: Sequence[Tensor]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Text: a vocabulary of characters, and ids in a memory map
+# Text: characters, or the tokens that `upload-data --tokenizer` made, as ids in a memory map
 
 CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
 CODE_POINTS = 0x110000
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The text as ids.
+MOST_IDS = 1 << 20
 
-    train and val are 1-D, of the smallest integer type that holds the vocabulary.
-    vocabulary holds each character once, sorted by code point: the id is the place in it.
+
+class Tokenizer:
+    """A tokenizer.json (huggingface.co/docs/tokenizers) of characters, or of BPE over bytes.
+
+    words holds the bytes of each id. end_of_text is the token that ends a document, and `end` its
+    id; text of characters has neither.
+
+    Raises:
+        DataError: it is of another kind.
     """
 
-    vocabulary: str
-    train: Tensor
-    val: Tensor
+    def __init__(self, document: Mapping[str, Any], end_of_text: str | None = None) -> None:
+        self.document, self.end_of_text = document, end_of_text
+        try:
+            model, added = document["model"], document["added_tokens"]
+            kind, vocab = model["type"], model["vocab"]
+            if kind not in ("WordLevel", "BPE"):
+                raise DataError(f"tokenizer.json is of {kind}, and must be of BPE over bytes")
+            if kind == "WordLevel" and sorted(vocab.values()) != [*range(len(vocab))]:
+                raise DataError("tokenizer.json lacks an id, or has one twice")
+            byte = byte_characters()
+            words = {
+                id: word.encode() if kind == "WordLevel" else bytes(byte[c] for c in word)
+                for word, id in vocab.items()
+                if kind == "WordLevel" or all(c in byte for c in word)
+            }
+            special = {token["id"]: token["content"] for token in added if token["special"]}
+            words |= {t["id"]: t["content"].encode() for t in added if not t["special"]}
+            size = max([*words, *special]) + 1
+            if size > MOST_IDS:
+                raise DataError(f"tokenizer.json has ids up to {size}")
+            self.words = [b"" if id in special else words.get(id, b"") for id in range(size)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"tokenizer.json cannot be read: {error!r}") from None
+        ends = [id for id, content in special.items() if content == end_of_text]
+        if end_of_text is not None and not ends:
+            raise DataError(f"tokenizer.json has no special token {end_of_text!r}")
+        self.end = ends[0] if ends else None
+        first = self.words.index(b"\n") if b"\n" in self.words else 0
+        self.start = first if self.end is None else self.end
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def unit(self) -> str:
+        return "characters" if self.document["model"]["type"] == "WordLevel" else "tokens"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.words[id] for id in ids).decode(errors="replace")
+
+
+def byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE stands for, as in GPT-2's encoder.py.
+
+    Printable bytes stand for themselves; the others, in order, have characters from 256.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+class Shards:
+    """Ids in files of equal length (but the last), mapped into memory; one sequence, as a tensor.
+
+    They are of int16, which may stand for uint16, or int32.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts, self.each, self.device = parts, len(parts[0]), parts[0].device
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, places: Tensor) -> Tensor:
+        found = torch.empty_like(places, dtype=self.parts[0].dtype)
+        part = places // self.each
+        for index in part.unique().tolist():
+            here = part == index
+            found[here] = self.parts[index][places[here] - index * self.each]
+        return found
+
+    def to(self, device: torch.device) -> Tensor:
+        return torch.cat([part.to(device) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as ids: train and val are 1-D, of the smallest type that holds the vocabulary."""
+
+    tokenizer: Tokenizer
+    train: Tensor | Shards
+    val: Tensor | Shards
     sha256: str
 
 
@@ -1929,6 +2049,14 @@ def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
     )
 
 
+def mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    """The ids in a file, read from it as they are used."""
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the memory cannot be written
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return torch.frombuffer(memory, dtype=dtype)
+
+
 def id_dtype(count: int) -> torch.dtype:
     """The smallest type that holds so many ids."""
     if count <= 1 << 8:
@@ -1946,10 +2074,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
-    """Tokenises the text once per host into a file that the host's ranks map into memory.
-
-    Without a validation channel, the last part of the text is kept for validation, as in
-    nanoGPT's data/shakespeare_char/prepare.py.
+    """The tokens in the channel, or else its text by characters.
 
     Raises:
         DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
@@ -1957,6 +2082,63 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """
     if container.training is None:
         raise DataError("no text: name it with --data FILE")
+    tokens = (container.training / "meta.json").exists()
+    same = tokens == group.share(tokens, source=group.rank == 0)
+    if same:
+        corpus = (read_tokens if tokens else read_text)(container, config, group)
+        same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
+    if not same:
+        named = len(container.hosts) > 1
+        mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
+        raise DataError(
+            f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+            " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
+        )
+    for name, part in (("training", corpus.train), ("validation", corpus.val)):
+        if len(part) < config.block_size + 1:
+            raise DataError(
+                f"the {name} part has {len(part)} {corpus.tokenizer.unit}, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1};"
+                " add more text, or set a smaller block_size"
+            )
+    return corpus
+
+
+def read_tokens(container: Container, config: Config, group: Group) -> Corpus:
+    """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
+    directory = container.training
+    assert directory is not None
+    if container.validation is not None:
+        raise DataError("the tokens hold their own validation part; leave out the other channel")
+    try:
+        content = (directory / "meta.json").read_bytes()
+        meta = json.loads(content)
+        tokenizer = Tokenizer(
+            json.loads((directory / "tokenizer.json").read_bytes()), meta["end_of_text"]
+        )
+        dtype = {"uint16": torch.int16, "uint32": torch.int32}[meta["dtype"]]
+        parts = []
+        for name in ("train", "val"):
+            shards = []
+            for shard in meta[name]["shards"]:
+                path, size = directory / shard["name"], shard["tokens"]
+                if path.stat().st_size != size * dtype.itemsize:
+                    raise DataError(f"{path} is damaged: its size is not that in meta.json")
+                shards.append(mapped(path, dtype))
+            parts.append(Shards(shards))
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
+    return Corpus(tokenizer, parts[0], parts[1], hashlib.sha256(content).hexdigest())
+
+
+def read_text(container: Container, config: Config, group: Group) -> Corpus:
+    """Tokenizes the text once per host into a file that the host's ranks map into memory.
+
+    Without a validation channel, the last part of the text is kept for validation, as in
+    nanoGPT's data/shakespeare_char/prepare.py.
+    """
     first = group.local_rank == 0
     directory, described = None, {}
     try:
@@ -1968,20 +2150,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
                 place = f"{tempfile.gettempdir()} (TMPDIR names another)"
                 raise DataError(f"{error.filename or place}: {error.strerror}") from None
         described = group.share(described, source=first, within=f"host{group.host_index}")
-        chief = group.share(described, source=group.rank == 0)
-        if described["sha256"] != chief["sha256"]:
-            named = len(container.hosts) > 1
-            mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
-            raise DataError(
-                f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
-                " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
-            )
-        dtype = id_dtype(len(described["vocabulary"]))
-        parts = [
-            # Shared: a private mapping larger than the memory is refused, even without writes.
-            torch.from_file(path, shared=True, size=size, dtype=dtype)
-            for path, size in described["parts"]
-        ]
+        vocabulary = described["vocabulary"]
+        parts = [mapped(Path(path), id_dtype(len(vocabulary))) for path in described["parts"]]
         group.barrier()
     finally:
         # A mapped file lives until the last process that maps it ends, even by SIGKILL.
@@ -1989,17 +2159,9 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
             shutil.rmtree(directory, ignore_errors=True)
     if len(parts) == 1:
         n_train = int(len(parts[0]) * (1 - config.validation_fraction))
-        train, val = parts[0][:n_train], parts[0][n_train:]
-    else:
-        train, val = parts
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) < config.block_size + 1:
-            raise DataError(
-                f"the {name} part has {len(part)} characters, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1};"
-                " add more text, or set a smaller block_size"
-            )
-    return Corpus(described["vocabulary"], train, val, described["sha256"])
+        parts = [parts[0][:n_train], parts[0][n_train:]]
+    tokenizer = Tokenizer(character_tokenizer(vocabulary))
+    return Corpus(tokenizer, parts[0], parts[1], described["sha256"])
 
 
 def tokenize(container: Container, directory: Path) -> dict[str, Any]:
@@ -2027,7 +2189,7 @@ def tokenize(container: Container, directory: Path) -> dict[str, Any]:
         with path.open("wb") as file:
             for codes in code_points(text_files(channel), hashlib.sha256()):
                 file.write(raw_bytes(ids.index_select(0, codes)))
-            parts.append((str(path), file.tell() // ids.itemsize))
+        parts.append(str(path))
     vocabulary = "".join(map(chr, known.tolist()))
     return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256.hexdigest()}
 

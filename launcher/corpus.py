@@ -13,11 +13,12 @@ import http.client
 import logging
 import os
 import re
+import tempfile
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -29,6 +30,9 @@ from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
 
+if TYPE_CHECKING:  # it imports torch
+    from launcher.tokens import Words
+
 logger = logging.getLogger(__name__)
 
 SHAKESPEARE_URL = (
@@ -36,6 +40,9 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CORPORA = ("shakespeare", "python-docs")
+
+VOCAB_SIZE = 16384
+TOKENS_VERSION = 1  # of what launcher.tokens writes
 
 # The shortest context of any preset. Shorter text cannot fill one window for training and one in
 # its last tenth for validation. A launch checks against the context of its job.
@@ -53,6 +60,8 @@ class Upload:
     sha256: str
     files: Annotated[tuple[str, ...], Field(fail_fast=True)]
     uploaded: bool = True
+    train_tokens: Count = 0  # 0: the data set is text, which a run takes by characters
+    val_tokens: Count = 0
 
 
 class Latest(Document):
@@ -75,8 +84,14 @@ def upload_data(
     path: str | Path,
     settings: Settings | None = None,
     progress: Progress = lambda n: None,
+    tokenizer: str | Path | None = None,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
+
+    With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text; else
+    it is a tokenizer.json, a directory that has one, or a job whose model has one. The text may
+    then also be *.jsonl, and compressed as .gz or .zst.
 
     The default store is that of the stack, if AWS is configured and there is one; else it is on
     this machine. Text that is already there is not sent again. A launch without data uses the last
@@ -87,8 +102,11 @@ def upload_data(
         ServiceError: the store failed.
     """
     settings = stack_store(settings or load_settings())
-    upload, sources = survey(path, settings)
-    send(upload, sources, settings, progress)
+    if tokenizer is None:
+        upload, sources = survey(path, settings)
+        send(upload, sources, settings, progress)
+    else:
+        upload = send_tokens(storage.path_of(path), tokenizer, vocab_size, settings, progress)
     storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
     noted = read_noted(settings)
     noted.pop(place(settings.data_store), None)
@@ -143,10 +161,7 @@ def survey(
     root = storage.path_of(path)
     files = find_text(root)
     text = check_text(root, files)
-    slug = re.sub(r"[^a-z0-9]+", "-", root.absolute().stem.lower()).strip("-")[:40] or "text"
-    content = f"-{text.sha256[:12]}"
-    name = slug.removesuffix(content) + content
-    uri = storage.to_uri(storage.join(settings.data_store, "data", name))
+    uri = place_of(root, text.sha256, settings)
     upload = Upload(
         uri=uri,
         files=tuple(name for name, _ in files),
@@ -154,6 +169,65 @@ def survey(
         **asdict(text),
     )
     return upload, [source for _, source in files]
+
+
+def place_of(root: Path, sha256: str, settings: Settings) -> str:
+    """The URI of a data set, by the name of its source and by what it holds."""
+    stem = root.absolute().name.partition(".")[0] or root.absolute().name
+    slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
+    content = f"-{sha256[:12]}"
+    name = slug.removesuffix(content) + content
+    return storage.to_uri(storage.join(settings.data_store, "data", name))
+
+
+def send_tokens(
+    root: Path, tokenizer: str | Path, vocab_size: int, settings: Settings, progress: Progress
+) -> Upload:
+    """Encode text as tokens and upload them, unless they are in the store."""
+    from launcher import tokens
+
+    files = find_text(root, tokens.is_text)
+    source = tokens.survey(files)
+    words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
+    how = words.content if words else f"bpe {vocab_size}"
+    key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
+    uri = place_of(root, key, settings)
+    if known := find_upload(uri, settings):
+        return replace(known, uploaded=False)
+    if words is None:
+        logger.info(f"tokenizer: learning {vocab_size:,} tokens")
+        words = tokens.learn_words(files, vocab_size)
+    settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tokens-", dir=settings.cache_dir) as temporary:
+        directory = Path(temporary)
+        made = tokens.encode(files, source, words, directory, progress)
+        logger.info(f"tokenizer: {made.train:,} tokens to train on, {made.val:,} to validate on")
+        paths = [directory / name for name in made.files]
+        upload = Upload(
+            uri=uri,
+            size=sum(path.stat().st_size for path in paths),
+            characters=source.characters,
+            vocabulary_size=made.vocabulary_size,
+            sha256=digest_of(list(zip(made.files, paths, strict=True))),
+            files=made.files,
+            train_tokens=made.train,
+            val_tokens=made.val,
+        )
+        send(upload, paths, settings, progress)
+    return upload
+
+
+def find_words(word: str, settings: Settings) -> Words:
+    """The tokenizer that a user named: a file, a directory or a job."""
+    from launcher.tokens import open_words
+
+    if storage.path_of(word).exists():
+        return open_words(storage.path_of(word))
+    if "/" in word or word.endswith(".json"):
+        raise InputError(f"{word}: no such file or directory")
+    from launcher.artefacts import fetch_model
+
+    return open_words(fetch_model(word, settings))
 
 
 def send(
@@ -279,7 +353,11 @@ def last_of_store(settings: Settings) -> str | None:
         raise InputError(f"{latest_uri(settings)} cannot be read: {again(settings)}") from None
 
 
-def find_text(root: Path) -> list[tuple[str, Path]]:
+def is_plain_text(path: Path) -> bool:
+    return path.suffix == ".txt"
+
+
+def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> list[tuple[str, Path]]:
     """The files to upload, as (name in the data set, path); a single file becomes NAME.txt.
 
     Raises:
@@ -298,7 +376,7 @@ def find_text(root: Path) -> list[tuple[str, Path]]:
             found = [
                 (path.relative_to(root).as_posix(), path)
                 for path in files
-                if path.suffix == ".txt" and path.is_file()
+                if wanted(path) and path.is_file()
             ]
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None

@@ -88,16 +88,16 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=without_waiting)
 
 
-def read_file(path: Path) -> bytes:
-    """Read a regular file of at most LARGEST bytes. Raises OSError."""
+def read_file(path: Path, largest: int = LARGEST) -> bytes:
+    """Read a regular file of at most `largest` bytes. Raises OSError."""
     with open_file(path) as file:
-        return check_size(file.read(LARGEST + 1))
+        return check_size(file.read(largest + 1), largest)
 
 
-def check_size(content: bytes) -> bytes:
-    """Return the content. Raises OSError if it has more than LARGEST bytes."""
-    if len(content) > LARGEST:
-        raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB")
+def check_size(content: bytes, largest: int = LARGEST) -> bytes:
+    """Return the content. Raises OSError if it has more than `largest` bytes."""
+    if len(content) > largest:
+        raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB")
     return content
 
 

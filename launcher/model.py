@@ -29,6 +29,7 @@ from launcher.documents import Count, Damaged, Document, Scalar, parse, read_fil
 from launcher.errors import InputError
 from launcher.job import load_script
 
+LARGEST_TOKENIZER = 1 << 25  # bytes
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
 # Maps the SHA-256 of a script to the local file that may be it.
@@ -36,14 +37,10 @@ FindScript = Callable[[str], Path | None]
 logger = logging.getLogger(__name__)
 
 
-class Ids(Document):
-    vocab: dict[str, Count] = Field(min_length=1)
+class TokenizerConfig(Document):
+    """tokenizer_config.json."""
 
-
-class Tokenizer(Document):
-    """tokenizer.json."""
-
-    model: Ids
+    eos_token: str | None = None
 
 
 class Training(Document):
@@ -57,7 +54,8 @@ class Saved(Training):
     """The state of a checkpoint."""
 
     step: Count
-    vocabulary: str = Field(min_length=1)
+    tokenizer: dict[str, JsonValue]
+    end_of_text: str | None
 
 
 def script_module(sha256: str, find_script: FindScript) -> ModuleType:
@@ -88,8 +86,8 @@ def known_config(values: Mapping[str, Any]) -> Config:
 
 def load_artefact(
     directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
-) -> tuple[GPT, str]:
-    """Load the model (CPU, float32, eval mode) and the vocabulary of a model directory.
+) -> tuple[GPT, train.Tokenizer]:
+    """Load the model (CPU, float32, eval mode) and the tokenizer of a model directory.
 
     The script that trained the model computes it. Without that script, the packaged model computes
     a model that is Qwen3's, and logs this, unless own_script is set.
@@ -102,11 +100,10 @@ def load_artefact(
         check_sums(directory)
         train.read_safetensors_header(directory / "model.safetensors", LARGEST_HEADER)
         found = read(directory, "config", dict[str, JsonValue])
-        ids = read(directory, "tokenizer", Tokenizer).model.vocab
+        content = read_file(directory / "tokenizer.json", LARGEST_TOKENIZER)
+        end = read(directory, "tokenizer_config", TokenizerConfig).eos_token
+        tokenizer = train.Tokenizer(parse(content, dict[str, Any], "tokenizer.json"), end)
         training = read(directory, "training", Training)
-        vocabulary = "".join(sorted(ids, key=ids.__getitem__))
-        if ids != {character: index for index, character in enumerate(vocabulary)}:
-            raise ValueError("tokenizer.json is not one of characters")
         sha256 = training.script_sha256
         tensors, _ = train.read_safetensors(directory / "model.safetensors")
         script: ModuleType = train
@@ -118,11 +115,11 @@ def load_artefact(
             log_absent_script(sha256)
         if script is train:
             config = known_config(training.config)
-            expected = train.hugging_face_config(config, len(vocabulary))
+            expected = train.hugging_face_config(config, len(tokenizer), tokenizer.end)
     except OSError as error:
         name = Path(error.filename or directory).name
         raise FormatError(f"{name}: {error.strerror}") from None
-    except (Damaged, ValueError, ConfigError) as error:
+    except (Damaged, ValueError, ConfigError, train.DataError) as error:
         raise FormatError(
             f"{directory.name}: not a model directory of this script ({error})"
         ) from None
@@ -136,7 +133,8 @@ def load_artefact(
     with errors_of(script):
         if script is not train:
             config = script.make_config(training.config)
-        return fill(script, config, tensors, found["model_type"] != "qwen3", vocabulary), vocabulary
+        edited = found["model_type"] != "qwen3"
+        return fill(script, config, tensors, edited, len(tokenizer)), tokenizer
 
 
 @lru_cache  # once, though a model is checked and then loaded
@@ -180,7 +178,7 @@ def fill(
     config: Any,
     tensors: Mapping[str, Tensor],
     edited: bool,
-    vocabulary: str,
+    vocabulary_size: int,
 ) -> GPT:
     """Create the script's model with the tensors of a file.
 
@@ -195,7 +193,7 @@ def fill(
     # Check the sizes before allocating memory. (An edited script may not support the meta device;
     # its configuration is the one that it trained.)
     with torch.device("meta") if script is train else contextlib.nullcontext():
-        shapes = exported(script.GPT(config, len(vocabulary)))
+        shapes = exported(script.GPT(config, vocabulary_size))
     for name in sorted(shapes.keys() | tensors.keys()):
         said, there = (
             f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
@@ -205,7 +203,7 @@ def fill(
         )
         if said != there:
             raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
-    model: GPT = script.GPT(config, len(vocabulary))
+    model: GPT = script.GPT(config, vocabulary_size)
     for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
         if not edited and name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
             raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
@@ -239,7 +237,8 @@ def export_checkpoint(
     script = script_module(saved.script_sha256, find_script)
     with errors_of(script):
         weights = script.model_tensors(tensors)
-        config, characters = script.make_config(saved.config), len(saved.vocabulary)
-        model = script.with_weights(config, characters, weights)
-        script.write_artefact(model_dir, model, saved.vocabulary, training)
+        config = script.make_config(saved.config)
+        tokenizer = script.Tokenizer(saved.tokenizer, saved.end_of_text)
+        model = script.with_weights(config, len(tokenizer), weights)
+        script.write_artefact(model_dir, model, tokenizer, training)
     return saved.step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ from launcher.artefacts import fetch_described, script_finder
 from launcher.errors import InputError, ServiceError
 from launcher.model import FindScript, load_artefact
 from launcher.settings import Settings, load_settings
+from launcher.tokens import Words, load_words
 from launcher.tracking import describe
 
 
 def load_model(
     directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
-) -> tuple[train.GPT, str]:
-    """Load a model (CPU, float32 weights) and its vocabulary; a character's index is its id.
+) -> tuple[train.GPT, train.Tokenizer]:
+    """Load a model (CPU, float32 weights) and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
     trained with precision=float32. For find_script and own_script see launcher.model.load_artefact.
@@ -31,13 +34,13 @@ def load_model(
         InputError: the model needs the script that trained it, and that is not here.
     """
     try:
-        model, vocabulary = load_artefact(directory, find_script, own_script)
+        model, tokenizer = load_artefact(directory, find_script, own_script)
     except train.TrainingError as error:
         raise ServiceError(f"{directory} does not load: {error}") from None
     fast = train.has_fast_bfloat16(torch.device("cpu"))
     if not is_edited(model) and model.config.precision != "float32" and fast:
         model.compute_dtype = torch.bfloat16
-    return model, vocabulary
+    return model, tokenizer
 
 
 def is_edited(model: train.GPT) -> bool:
@@ -47,7 +50,7 @@ def is_edited(model: train.GPT) -> bool:
 
 def stream_samples(
     model: train.GPT,
-    vocabulary: str,
+    tokenizer: train.Tokenizer,
     prompt: str | None = None,
     max_new_tokens: int = 500,
     num_samples: int = 1,
@@ -55,26 +58,18 @@ def stream_samples(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1337,
-) -> Iterator[str]:
-    """Yield the next character of every sample, as one string, position by position.
+) -> Iterator[list[str]]:
+    """Yield the next piece of text of every sample, token by token.
 
-    The prompt (default: a newline) is not repeated. The same arguments give the same text.
-    temperature 0 takes the most likely character; top_k 0 and top_p 1 allow all.
+    A piece holds whole characters, so it is empty where a token ends inside of one. The prompt
+    (default: the start of a document, or a newline) is not repeated. A sample ends with its
+    document, or after max_new_tokens. The same arguments give the same text. temperature 0 takes
+    the most likely token; top_k 0 and top_p 1 allow all.
 
     Raises:
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
             number is out of range.
     """
-    start = "\n" if "\n" in vocabulary else vocabulary[0]
-    text = start if prompt is None else prompt
-    if not text:
-        raise InputError("the prompt is empty; leave it out to start with a new line")
-    unknown = sorted(set(text) - set(vocabulary))
-    if unknown:
-        raise InputError(
-            "the prompt has characters that the model has never seen:"
-            f" {', '.join(map(repr, unknown))}"
-        )
     for name, value, good, allowed in (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("num_samples", num_samples, num_samples >= 1, "at least 1"),
@@ -85,7 +80,7 @@ def stream_samples(
     ):
         if not good:
             raise InputError(f"{name}={value}: must be {allowed}")
-    ids = torch.tensor([[vocabulary.index(character) for character in text]])
+    ids = torch.tensor([[tokenizer.start] if prompt is None else encode(tokenizer, prompt)])
     # The engine computes only the packaged model; an edited script has its own loop.
     script = sys.modules[type(model).__module__]
     generate = script.generate if is_edited(model) else engine.generate
@@ -98,14 +93,46 @@ def stream_samples(
         top_p=top_p,
         seed=seed,
     )
-    return characters(steps, vocabulary)
+    return pieces(steps, tokenizer, num_samples)
 
 
-def characters(steps: Iterator[torch.Tensor], vocabulary: str) -> Iterator[str]:
-    """The characters of each step's ids. Raises ServiceError if an edited script fails."""
+def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt. Raises InputError if it is empty or the tokenizer lacks a character."""
+    if not prompt:
+        raise InputError("the prompt is empty; leave it out to start with a new text")
+    if tokenizer.unit == "tokens":
+        words = Words(json.dumps(tokenizer.document), tokenizer.end_of_text)
+        ids: list[int] = load_words(words).encode(prompt, add_special_tokens=False).ids
+        return ids
+    known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
+    if unknown := sorted(set(prompt) - set(known)):
+        raise InputError(
+            "the prompt has characters that the model has never seen:"
+            f" {', '.join(map(repr, unknown))}"
+        )
+    return [known[character] for character in prompt]
+
+
+def pieces(
+    steps: Iterator[torch.Tensor], tokenizer: train.Tokenizer, num_samples: int
+) -> Iterator[list[str]]:
+    """The text of each step's ids. Raises ServiceError if an edited script fails."""
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
+    ended = [False] * num_samples
     try:
         for step in steps:
-            yield "".join(vocabulary[i] for i in step.tolist())
+            ids = step.tolist()
+            ended = [was or id == tokenizer.end for was, id in zip(ended, ids, strict=True)]
+            words = [
+                b"" if end else tokenizer.words[id] for end, id in zip(ended, ids, strict=True)
+            ]
+            yield [
+                decoder.decode(word, final=end)
+                for decoder, word, end in zip(decoders, words, ended, strict=True)
+            ]
+            if all(ended):
+                return
+        yield [decoder.decode(b"", final=True) for decoder in decoders]
     except Exception as error:
         raise ServiceError(
             f"the script that trained the model fails to sample: {type(error).__name__}: {error}"
@@ -140,9 +167,9 @@ def sample(
             f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
         )
     find_script = script_finder(description, settings, entry_point)
-    model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
+    model, tokenizer = load_model(directory, find_script, own_script=entry_point is not None)
     columns = stream_samples(
-        model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+        model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )
     texts = zip(*columns, strict=True)
     return [(prompt or "") + "".join(text) for text in texts]

@@ -287,7 +287,7 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:
         there = storage.list_files(uri, settings)
-        if not any(name.endswith(".txt") for name in there):
+        if not any(name.endswith(".txt") or name == "meta.json" for name in there):
             what = "no *.txt file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")
         return Channel(location, uri, None, [])
@@ -302,15 +302,20 @@ def check_length(channels: Mapping[str, Channel], config: Any) -> None:
         if channel.upload is None:
             continue
         n = channel.upload.characters
-        if len(channels) == 1:
+        if channel.upload.train_tokens:
+            parts += [(channel, "training", channel.upload.train_tokens)]
+            parts += [(channel, "validation", channel.upload.val_tokens)]
+        elif len(channels) == 1:
             n_train = int(n * (1 - config.validation_fraction))
             parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
         else:
             parts.append((channel, "training" if name == "data" else name, n))
     for channel, part, length in parts:
+        assert channel.upload is not None
+        unit = "tokens" if channel.upload.train_tokens else "characters"
         if length < config.block_size + 1:
             raise InputError(
-                f"{channel.named}: the {part} part has {length} characters, and one window of"
+                f"{channel.named}: the {part} part has {length} {unit}, and one window of"
                 f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
                 " a smaller block_size"
             )

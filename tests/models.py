@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from entry_point.train import GPT, Config
+from entry_point.train import GPT, Config, Tokenizer, character_tokenizer
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
 VOCABULARY_SIZE = 11
+
+
+def tokenizer_of(vocabulary: str) -> Tokenizer:
+    """A tokenizer of characters."""
+    return Tokenizer(character_tokenizer(vocabulary))
+
+
+def characters(tokenizer: Tokenizer) -> str:
+    """The vocabulary of a tokenizer of characters."""
+    return b"".join(tokenizer.words).decode()
 
 
 def lively(config: Config = SMALL, dtype: torch.dtype = torch.float32) -> GPT:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import TINY, Finished, Ran, settings_of
-from models import SMALL, lively
+from models import SMALL, lively, tokenizer_of
 
 from entry_point import train
 from launcher import InputError, ServiceError, TrainingJob, corpus, storage
@@ -273,7 +273,7 @@ VOCABULARY = "\n abcdefghi"
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
 def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -> None:
     trained = {"script_sha256": train.script_sha256(), "corpus_sha256": "0" * 64, "step": 1}
-    train.write_artefact(tmp_path, lively(), VOCABULARY, trained)
+    train.write_artefact(tmp_path, lively(), tokenizer_of(VOCABULARY), trained)
     path, sums = tmp_path / name, (tmp_path / "SHA256SUMS").read_text()
     good, before = read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -254,7 +254,9 @@ def test_what_is_not_qwen3_is_exported_as_such(
     model.init_weights(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    assert module.write_artefact(tmp_path / "model", model, "abcdefghijk", {}).startswith(why)
+    assert module.write_artefact(
+        tmp_path / "model", model, module.Tokenizer(module.character_tokenizer("abcdefghijk")), {}
+    ).startswith(why)
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
 
@@ -319,7 +321,15 @@ def test_an_activation_that_qwen3_may_have_stays_loadable(tmp_path: Path) -> Non
     model.init_weights(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    assert module.write_artefact(tmp_path / "model", model, "abcdefghijk", {}) == ""
+    assert (
+        module.write_artefact(
+            tmp_path / "model",
+            model,
+            module.Tokenizer(module.character_tokenizer("abcdefghijk")),
+            {},
+        )
+        == ""
+    )
     assert json.loads((tmp_path / "model/config.json").read_text())["hidden_act"] == "gelu"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = torch.arange(11)[None]

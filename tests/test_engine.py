@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, VOCABULARY_SIZE, ids, lively
+from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
 from entry_point import train
 from entry_point.train import GPT
@@ -73,7 +73,7 @@ def test_the_last_window_of_a_long_prompt_counts(generate: Generate) -> None:
 def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
-    assert train.write_artefact(tmp_path, model, "abcdefghijk", {}) == ""
+    assert train.write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {}) == ""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     seen = set()
     for seed in range(3):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, lively
+from models import SMALL, characters, lively, tokenizer_of
 from runs import SCRIPT, environment, run, words
 
 from entry_point import train
@@ -538,9 +538,9 @@ def ids_of(vocabulary: str, text: str) -> list[int]:
 def test_transformers_computes_the_same_logits(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = load_artefact(artefact)
+    model, tokenizer = load_artefact(artefact)
     sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
-    x = torch.tensor(ids_of(vocabulary, sample)).view(-1, 32)
+    x = torch.tensor(ids_of(characters(tokenizer), sample)).view(-1, 32)
     with torch.inference_mode():
         ours, other = model(x), theirs[0](x).logits
     assert float(other.std()) > 1
@@ -550,8 +550,8 @@ def test_transformers_computes_the_same_logits(
 def test_transformers_computes_the_same_logits_past_the_context(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = load_artefact(artefact)
-    x = torch.tensor([ids_of(vocabulary, text[1000:1100])])
+    model, tokenizer = load_artefact(artefact)
+    x = torch.tensor([ids_of(characters(tokenizer), text[1000:1100])])
     cache = engine.KeyValueCache(model, 1, 100)
     with torch.inference_mode():
         steps = [engine.forward(model, x[:, i : i + 1], cache) for i in range(100)]
@@ -563,8 +563,8 @@ def test_transformers_computes_the_same_logits_past_the_context(
 def test_transformers_generates_the_same_text(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    model, vocabulary = load_artefact(artefact)
-    prompt = torch.tensor([ids_of(vocabulary, text[500:520])])
+    model, tokenizer = load_artefact(artefact)
+    prompt = torch.tensor([ids_of(characters(tokenizer), text[500:520])])
     with torch.inference_mode():
         expected = theirs[0].generate(prompt, max_new_tokens=80, do_sample=False)[0, 20:].tolist()
     assert [int(i) for i in engine.generate(model, prompt, 80, temperature=0)] == expected
@@ -573,7 +573,8 @@ def test_transformers_generates_the_same_text(
 def test_transformers_makes_the_same_ids_of_all_characters(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
-    _, vocabulary = load_artefact(artefact)
+    _, tokenizer = load_artefact(artefact)
+    vocabulary = characters(tokenizer)
     assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
     for sample in (vocabulary, "\n\n\t \t\n", "🙂🚀👩‍🚀", text[-300:], text[:3000], "  a  ", "\n"):
         assert theirs[1](sample)["input_ids"] == ids_of(vocabulary, sample)
@@ -613,9 +614,11 @@ def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Pat
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> None:
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
-    train.write_artefact(tmp_path, model, "abcdefghijk", {"script_sha256": train.script_sha256()})
-    found, vocabulary = load_artefact(tmp_path)
-    assert vocabulary == "abcdefghijk"
+    train.write_artefact(
+        tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": train.script_sha256()}
+    )
+    found, tokenizer = load_artefact(tmp_path)
+    assert characters(tokenizer) == "abcdefghijk"
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
 
 
@@ -773,8 +776,8 @@ def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_pat
         train.read_safetensors(tmp_path / "model/model.safetensors")[0],
         train.read_safetensors(artefact / "model.safetensors")[0],
     )
-    model, vocabulary = load_artefact(tmp_path / "model")
-    assert len(vocabulary) == model.embed.num_embeddings
+    model, tokenizer = load_artefact(tmp_path / "model")
+    assert len(tokenizer) == model.embed.num_embeddings
 
 
 def test_without_a_checkpoint_there_is_no_model(tmp_path: Path) -> None:

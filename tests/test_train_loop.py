@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from launching import once
+from models import characters, tokenizer_of
 from runs import (
     LIMIT,
     SCRIPT,
@@ -589,7 +590,7 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
     group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
     tokens = torch.randint(7, (3000,), generator=torch.Generator().manual_seed(3))
-    corpus = Corpus("abcdefg", tokens[:1000], tokens[1000:], "")
+    corpus = Corpus(tokenizer_of("abcdefg"), tokens[:1000], tokens[1000:], "")
     return train.Trainer(Config(**{**SMALL, **how}), container, group, corpus)
 
 
@@ -978,7 +979,7 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
         "                          precision=precision)\n"
         "    corpus = train.load_corpus(container, config, group)\n"
         "    dtype = train.choose_precision(config, group.device)\n"
-        "    model = train.GPT(config, len(corpus.vocabulary), dtype)\n"
+        "    model = train.GPT(config, len(corpus.tokenizer), dtype)\n"
         "    generator = torch.Generator().manual_seed(1)\n"
         "    for p in model.parameters():\n"
         "        p.data = torch.randn(p.shape, generator=generator) * 0.2\n"
@@ -1019,7 +1020,8 @@ def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
     prefix: str,
 ) -> None:
     row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
-    line = prefix + train.metric_line({**row, "tokens_per_second": 25765.4}, 2000, 3725)
+    row |= {"bits_per_byte": 2.25, "tokens_per_second": 25765.4}
+    line = prefix + train.metric_line(row, 2000, 3725)
     found = {
         definition["Name"]: [float(value) for value in re.findall(definition["Regex"], line)]
         for definition in train.metric_definitions()
@@ -1029,6 +1031,7 @@ def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
         "train_loss": [2.13031],
         "val_loss": [10.5],
         "best_loss": [9.25],
+        "bits_per_byte": [2.25],
         "learning_rate": [0.00001],
         "tokens_per_second": [25765],
     }
@@ -1132,10 +1135,10 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
     assert second.output == ""
     rows = metrics(tmp_path / "algo-1/output/data")
     assert [round(row["train_loss"], 5) for row in rows] == [*printed_losses(first).values()]
-    model, vocabulary = load_artefact(tmp_path / "algo-1/model")
+    model, tokenizer = load_artefact(tmp_path / "algo-1/model")
     parameters = sum(p.numel() for p in model.parameters())
     assert f"\n{parameters:,} parameters; " in first.output
-    assert f" {len(vocabulary)} different ones\n" in first.output
+    assert f" {len(tokenizer)} different ones\n" in first.output
 
 
 def test_one_process_trains_and_samples_without_importing_torchs_compiler(
@@ -1183,7 +1186,8 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
     training = json.loads((tmp_path / "out/model/training.json").read_text())
     assert (training["step"], training["val_loss"]) == (best["step"], best["val_loss"])
 
-    model, vocabulary = load_artefact(tmp_path / "out/model")
+    model, tokenizer = load_artefact(tmp_path / "out/model")
+    vocabulary = characters(tokenizer)
     val = torch.tensor([vocabulary.index(c) for c in text[200_000:210_000]])
     trainer = trainer_of(tmp_path / "none")
     value = train.evaluate(model, val, trainer.config, trainer.group)

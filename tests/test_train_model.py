@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SMALL, VOCABULARY_SIZE, ids, lively
+from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from entry_point import train
@@ -373,7 +373,7 @@ def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
     container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY_SIZE, (1000,), generator=generator)
-    corpus = train.Corpus("abcdefghijk", tokens[:900], tokens[900:], "")
+    corpus = train.Corpus(tokenizer_of("abcdefghijk"), tokens[:900], tokens[900:], "")
     return train.Trainer(config, container, alone(), corpus)
 
 
@@ -475,7 +475,7 @@ def test_text_is_sampled_without_cudnns_attention(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(train, "generate", generated)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    train.sample_text(lively(), "\nabcdefghij", 5)
+    train.sample_text(lively(), tokenizer_of("\nabcdefghij"), 5)
     assert seen == [False]
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -87,7 +87,8 @@ def our_result(out: Path, text: Path) -> tuple[float, int]:
     sys.path.insert(0, str(ROOT))
     from launcher.model import load_artefact
 
-    model, vocabulary = load_artefact(out / "model")
+    model, tokenizer = load_artefact(out / "model")
+    vocabulary = tokenizer.decode(range(len(tokenizer)))
     characters = text.read_bytes().decode()
     part = characters[int(len(characters) * 0.9) :]
     loss = whole_loss(model, [vocabulary.index(c) for c in part], model.config.block_size)

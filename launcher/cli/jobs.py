@@ -103,6 +103,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "data": d.data,
         "step": step,
         "best loss": loss,
+        "bits/byte": f"{bits:.4f}" if (bits := (d.metrics or {}).get("bits_per_byte")) else None,
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),

@@ -12,14 +12,16 @@ from launcher.cli.show import byte_progress, note, print_json
 
 @click.command("fetch-and-sample", cls=Command)
 @JOB_ID
-@click.option("--prompt", metavar="TEXT", help="Start of the text (default: a new line).")
+@click.option(
+    "--prompt", metavar="TEXT", help="Start of the text (default: a new line, or a new document)."
+)
 @click.option(
     "--max-new-tokens",
     metavar="N",
     type=click.IntRange(min=1),
     default=500,
     show_default=True,
-    help="Number of characters to generate.",
+    help="Number of tokens to generate; of characters, where the model takes text by them.",
 )
 @click.option(
     "--num-samples",
@@ -36,14 +38,14 @@ from launcher.cli.show import byte_progress, note, print_json
     callback=finite,
     default=0.8,
     show_default=True,
-    help="Randomness; 0 always takes the most likely character.",
+    help="Randomness; 0 always takes the most likely token.",
 )
 @click.option(
     "--top-k",
     metavar="K",
     type=click.IntRange(min=0),
     default=0,
-    help="Sample from the K most likely characters (default: all).",
+    help="Sample from the K most likely tokens (default: all).",
 )
 @click.option(
     "--top-p",
@@ -51,8 +53,7 @@ from launcher.cli.show import byte_progress, note, print_json
     type=click.FloatRange(min=0, max=1, min_open=True),
     callback=finite,
     default=1.0,
-    help="Nucleus sampling: keep the most likely characters whose probabilities sum to P (default:"
-    " 1).",
+    help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
 )
 @click.option(
     "--seed",
@@ -104,13 +105,13 @@ def fetch_and_sample_command(
     from launcher.sampling import is_edited, load_model, stream_samples
 
     find_script = script_finder(description, settings, entry_point)
-    model, vocabulary = load_model(directory, find_script, own_script=entry_point is not None)
+    model, tokenizer = load_model(directory, find_script, own_script=entry_point is not None)
     if is_edited(model):
         note("sampling with the edited script that trained this model, which is slower")
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
-        model, vocabulary, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+        model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )
     if as_json:
         texts = ["".join(text) for text in zip(*columns, strict=True)]
@@ -121,7 +122,7 @@ def fetch_and_sample_command(
     click.echo(prompt or "", nl=False)
     for column in columns:
         click.echo(column[0], nl=False)
-        others = [text + character for text, character in zip(others, column[1:], strict=True)]
+        others = [text + piece for text, piece in zip(others, column[1:], strict=True)]
     click.echo()
     for text in others:
         click.echo(f"---\n{text}")

@@ -18,22 +18,45 @@ if TYPE_CHECKING:
 @click.command("upload-data", cls=Command)
 @click.argument("path", metavar="[PATH]", required=False)
 @click.option("--corpus", metavar="NAME", help="A sample text: shakespeare or python-docs.")
+@click.option(
+    "--tokenizer",
+    metavar="bpe|PATH|JOB-ID",
+    help="Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
+    " Face directory, or a job (default: a run takes the text by characters).",
+)
+@click.option(
+    "--vocab-size",
+    metavar="N",
+    type=click.IntRange(257, 1 << 20),
+    help="With --tokenizer bpe: number of tokens (default: 16384).",
+)
 @JSON
 @click.pass_context
 def upload_data_command(
-    context: click.Context, path: str | None, corpus: str | None, as_json: bool
+    context: click.Context,
+    path: str | None,
+    corpus: str | None,
+    tokenizer: str | None,
+    vocab_size: int | None,
+    as_json: bool,
 ) -> None:
     """Upload text to the store and print its URI.
 
-    PATH is a text file or a directory of *.txt files. Without PATH, download tiny Shakespeare, or
-    use the Python reference if the download fails. Text that is in the store is not sent again.
+    PATH is a text file or a directory of *.txt files. With --tokenizer, it may also be *.jsonl with
+    a document in the field `text` of each line, and end in .gz or .zst. Without PATH, download tiny
+    Shakespeare, or use the Python reference if the download fails. Text that is in the store is not
+    sent again.
 
     \b
     Example:
       sm-nanogpt upload-data input.txt
+      sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.corpus import find_text, upload_data
+    from launcher.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
     from launcher.storage import path_of
+
+    if vocab_size is not None and tokenizer != "bpe":
+        raise InputError("--vocab-size: give it with --tokenizer bpe")
 
     if path is not None and corpus is not None:
         raise InputError("give a PATH or --corpus, not both")
@@ -43,13 +66,22 @@ def upload_data_command(
     if path.partition("://")[0] in ("http", "https", "s3"):
         raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)
-    total = sum(file.stat().st_size for _, file in find_text(source))
-    with byte_progress("upload", total) as progress:
-        upload = upload_data(source, settings, progress)
-    note(
-        f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes,"
-        f" {upload.characters:,} characters, {upload.vocabulary_size} different ones"
-    )
+    wanted = is_plain_text
+    if tokenizer:
+        from launcher.tokens import is_text as wanted
+    files = find_text(source, wanted)
+    total = None if tokenizer else sum(file.stat().st_size for _, file in files)
+    with byte_progress("tokenize and upload" if tokenizer else "upload", total) as progress:
+        upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
+    count = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes"
+    if tokens := upload.train_tokens + upload.val_tokens:
+        each = upload.characters / tokens
+        note(
+            f"{count}, {tokens:,} tokens of {each:.2f} characters,"
+            f" {upload.vocabulary_size:,} different ones"
+        )
+    else:
+        note(f"{count}, {upload.characters:,} characters, {upload.vocabulary_size} different ones")
     if not upload.uploaded:
         note("already in the store; nothing was uploaded")
     if as_json:

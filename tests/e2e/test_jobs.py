@@ -108,6 +108,21 @@ def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
     assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
 
 
+def test_a_model_of_subword_tokens_is_trained_on_two_hosts(
+    aws: Emulator, command: Callable[..., Ran], text_file: Path
+) -> None:
+    uploaded = command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
+    assert uploaded.code == 0, uploaded.err
+    values = {**launching.TINY, "batch_size": 8}
+    launched = command("launch", *INSTANCE, "--instance-count", "2", *sets(**values))
+    job_id = launched.out.strip()
+    assert command("wait", job_id).code == 0
+    assert " tokens to train on, " in command("logs", job_id).out
+    assert "bits/byte: " in command("status", job_id).out
+    sampled = command("fetch-and-sample", job_id, "--prompt", "The 🙂")
+    assert sampled.out.startswith("The 🙂"), sampled.err
+
+
 def test_an_edited_model_is_sampled_by_the_script_it_was_launched_with(
     aws: Emulator, home: Path, command: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:

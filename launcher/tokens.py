@@ -1,0 +1,421 @@
+"""Encode documents as tokens, in shards that train.py maps into memory. Called by `corpus`.
+
+A data set of tokens is a directory:
+
+    tokenizer.json          for the `tokenizers` library, with tokenizer_config.json
+    train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token
+    val-00000.bin, ...      whole documents, which are not in train
+    meta.json               what there is; its SHA-256 stands for the data set
+
+The order of the documents is random but fixed by a seed, so that neighbors in a sorted collection
+do not share a batch, and the last of them are those for validation.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import io
+import json
+import mmap
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from entry_point import train
+from launcher import documents as door
+from launcher.errors import InputError
+from launcher.model import LARGEST_TOKENIZER
+from launcher.storage import Progress
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SUFFIXES = (".txt", ".jsonl")
+COMPRESSIONS = ("", ".gz", ".zst")
+END_OF_TEXT = "<|endoftext|>"
+# Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
+BATCH = 1 << 22  # characters given to the library's threads at once
+SAMPLE = 1 << 27  # characters to learn a vocabulary from
+SHARD_BYTES = 1 << 28
+# The part kept for validation: a tenth, or as many tokens as no evaluation needs more of.
+VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
+SEED = 1337
+
+
+def is_text(path: Path) -> bool:
+    """Whether a directory's file is one of documents: *.txt or *.jsonl, perhaps compressed."""
+    return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
+
+
+@dataclass
+class Source:
+    """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
+
+    documents: int = 0
+    characters: int = 0
+    size: int = 0
+    sha256: str = ""
+
+
+def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
+    """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
+
+    A file is a document, or of *.jsonl each line, in its field `text`.
+
+    Raises:
+        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON.
+    """
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        for document in lines_of(path) if ".jsonl" in path.name.lower() else [pieces_of(path)]:
+            found.documents += 1
+            yield counted(document, digest, found)
+            digest.update(b"\0")
+    found.sha256 = digest.hexdigest()
+
+
+def counted(pieces: Iterator[str], digest: Any, found: Source) -> Iterator[str]:
+    for piece in pieces:
+        content = piece.encode()
+        digest.update(content)
+        found.characters += len(piece)
+        found.size += len(content)
+        yield piece
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's content, uncompressed. Raises InputError where that or the body fails."""
+    import gzip
+
+    import fsspec
+    from zstandard import ZstdError
+
+    how = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    try:
+        with fsspec.open(str(path.absolute()), "rb", compression=how) as file:
+            yield io.BufferedReader(file)
+    except OSError as error:
+        damaged = isinstance(error, gzip.BadGzipFile)
+        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
+    except (EOFError, ZstdError) as error:
+        raise InputError(f"{path}: damaged: {error}") from None
+
+
+def pieces_of(path: Path) -> Iterator[str]:
+    """A text in pieces that end with a line, where one ends in the second half."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, position = "", 0
+    with opened(path) as file:
+        while content := file.read(PIECE):
+            text += decoded(path, decoder, content, position)
+            position += len(content)
+            while len(text) > PIECE:
+                end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
+                yield text[:end]
+                text = text[end:]
+    text += decoded(path, decoder, b"", position)
+    if text:
+        yield text
+
+
+def decoded(path: Path, decoder: codecs.IncrementalDecoder, content: bytes, position: int) -> str:
+    try:
+        return decoder.decode(content, final=not content)
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not UTF-8 text (near byte {position})") from None
+
+
+def lines_of(path: Path) -> Iterator[Iterator[str]]:
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line)["text"]
+                text.encode()  # which a half surrogate of JSON refuses
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise InputError(
+                    f'{path}:{number}: must be JSON with a text, such as {{"text": "..."}}'
+                ) from None
+            yield (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+
+
+def survey(files: Sequence[tuple[str, Path]]) -> Source:
+    """Read all documents once, to count them."""
+    found = Source()
+    for document in documents(files, found):
+        for _ in document:
+            pass
+    return found
+
+
+# -- tokenizers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer.json, and its token that ends a document (None: text of characters has none)."""
+
+    content: str
+    end_of_text: str | None
+
+    @property
+    def tokenizer(self) -> train.Tokenizer:
+        return train.Tokenizer(json.loads(self.content), self.end_of_text)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.end_of_text,
+        }
+
+
+def open_words(path: Path) -> Words:
+    """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
+
+    Raises:
+        InputError: there is none, or it is not of BPE over bytes or of characters.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = door.read_file(file, LARGEST_TOKENIZER).decode()
+        document = json.loads(content)
+        end = configured_end(file.with_name("tokenizer_config.json"))
+        contents = [token["content"] for token in document["added_tokens"] if token["special"]]
+        if end is None:
+            end = next((name for name in KNOWN_ENDS if name in contents), None)
+        words = Words(content, end)
+        if words.tokenizer.unit == "tokens" and end is None:
+            raise InputError(
+                f"{file}: it has no token for the end of a text; name one as eos_token in"
+                " tokenizer_config.json beside it"
+            )
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    except (train.DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: no tokenizer of BPE over bytes: {error}") from None
+    return words
+
+
+def configured_end(file: Path) -> str | None:
+    """The eos_token of tokenizer_config.json, where it names one."""
+    if not file.exists():
+        return None
+    value = door.parse(door.read_file(file), dict[str, Any], file).get("eos_token")
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
+    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+    )
+    pieces = chain.from_iterable(documents(files, Source()))
+    tokenizer.train_from_iterator(islice(pieces, SAMPLE // PIECE), trainer)
+    return Words(tokenizer.to_str(), END_OF_TEXT)
+
+
+def load_words(words: Words) -> Tokenizer:
+    """The library's tokenizer, which encodes special tokens in a text as ordinary text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(words.content)
+    except Exception as error:  # the library raises no class of its own
+        raise InputError(f"tokenizer.json: {error}") from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def check_characters(words: Words, pieces: Sequence[str]) -> None:
+    """Raises InputError if a text has characters that a tokenizer of characters lacks."""
+    known = {word.decode() for word in words.tokenizer.words}
+    if unknown := sorted(set().union(*pieces) - known):
+        raise InputError(
+            f"the text has {len(unknown)} characters that the tokenizer lacks:"
+            f" {', '.join(map(repr, unknown[:20]))}"
+        )
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A data set of tokens in a directory: its files, and the tokens of each part."""
+
+    files: tuple[str, ...]
+    train: int
+    val: int
+    vocabulary_size: int
+
+
+def encode(
+    files: Sequence[tuple[str, Path]],
+    source: Source,
+    words: Words,
+    directory: Path,
+    progress: Progress = lambda n: None,
+) -> Tokens:
+    """Write the documents as a data set of tokens into an empty directory.
+
+    A single document is cut, its last tenth is the one for validation.
+
+    Raises:
+        InputError: the text has changed since it was surveyed, or the tokenizer lacks a character.
+    """
+    size = len(words.tokenizer)
+    code = "H" if size <= 1 << 16 else "I"
+    again = Source()
+    whole = documents(files, again)
+    if source.documents == 1:
+        cut = int(source.characters * (1 - VALIDATION_FRACTION))
+        whole = (part for document in whole for part in halves(document, cut))
+    unsorted = directory / "unsorted"
+    with unsorted.open("wb") as file:
+        ends = write_documents(whole, words, code, file, progress)
+    if again.sha256 != source.sha256:
+        raise InputError("the text changed while it was read; upload it again")
+    order = list(range(len(ends)))
+    if source.documents > 1:
+        random.Random(SEED).shuffle(order)
+    wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    n_val, tokens = 0, 0
+    while n_val < len(order) - 1 and (tokens < wanted or not n_val):
+        n_val += 1
+        tokens += length(ends, order[-n_val])
+    meta: dict[str, Any] = {
+        "dtype": {"H": "uint16", "I": "uint32"}[code],
+        "end_of_text": words.end_of_text,
+        "vocabulary_size": size,
+        "documents": source.documents,
+        "characters": source.characters,
+        "bytes": source.size,
+        "source_sha256": source.sha256,
+        "tokenizer_sha256": hashlib.sha256(words.content.encode()).hexdigest(),
+    }
+    with (
+        unsorted.open("rb") as written,
+        mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
+    ):
+        for name, part in (("train", order[:-n_val]), ("val", order[-n_val:])):
+            shards = write_shards(directory, name, ids, ends, part, array(code).itemsize)
+            meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
+    unsorted.unlink()
+    (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    names = sorted(path.name for path in directory.iterdir())
+    return Tokens(tuple(names), meta["train"]["tokens"], meta["val"]["tokens"], size)
+
+
+def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
+    """The first `cut` characters of a document, and the rest; to be read in this order."""
+    rest: list[str] = []
+
+    def first() -> Iterator[str]:
+        left = cut
+        for piece in document:
+            if left < len(piece):
+                yield piece[:left]
+                rest.append(piece[left:])
+                return
+            left -= len(piece)
+            yield piece
+
+    yield first()
+    yield chain(rest, document)
+
+
+def write_documents(
+    whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
+) -> array[int]:
+    """Write the ids of each document and of its end; returns where each ends, counted in ids."""
+    tokenizer = load_words(words)
+    end = [] if words.tokenizer.end is None else [words.tokenizer.end]
+    unit = words.tokenizer.unit
+    ends, position = array("Q"), 0
+    for batch in batches(whole):
+        pieces = [piece for piece in batch if piece is not None]
+        if unit == "characters":
+            check_characters(words, pieces)
+        encoded = iter(tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+        for piece in batch:
+            ids = array(code, end if piece is None else next(encoded).ids)
+            position += len(ids)
+            ids.tofile(file)
+            if piece is None:
+                ends.append(position)
+        progress(sum(len(piece.encode()) for piece in pieces))
+    return ends
+
+
+def batches(whole: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
+    """Pieces of some BATCH characters together; None stands where a document ends."""
+    batch: list[str | None] = []
+    characters = 0
+    for document in whole:
+        for piece in document:
+            batch.append(piece)
+            characters += len(piece)
+            if characters >= BATCH:
+                yield batch
+                batch, characters = [], 0
+        batch.append(None)
+    yield batch
+
+
+def length(ends: array[int], index: int) -> int:
+    return ends[index] - (ends[index - 1] if index else 0)
+
+
+def write_shards(
+    directory: Path, name: str, ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int
+) -> list[dict[str, Any]]:
+    """Write documents, in this order, to files of SHARD_BYTES; returns what meta.json says."""
+    shards: list[dict[str, Any]] = []
+    chunks = (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
+    pending = b""
+    last = False
+    while not last:
+        path = directory / f"{name}-{len(shards):05d}.bin"
+        digest, left = hashlib.sha256(), SHARD_BYTES
+        with path.open("wb") as file:
+            while left:
+                if not pending:
+                    pending = next(chunks, b"")
+                    if not pending:
+                        last = True
+                        break
+                part, pending = pending[:left], pending[left:]
+                file.write(part)
+                digest.update(part)
+                left -= len(part)
+        if left == SHARD_BYTES:  # empty: the one before was full
+            path.unlink()
+            break
+        tokens = (SHARD_BYTES - left) // width
+        shards.append({"name": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+    return shards

@@ -1,0 +1,357 @@
+"""Text as subword tokens: from documents to shards, through a run, and back to text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+import torch
+import zstandard
+from launching import Ran
+from runs import SMALL, make_hosts, metrics, run, run_hosts, words
+
+from entry_point import train
+from launcher import InputError, tokens, upload_data
+from launcher.corpus import find_text
+from launcher.sampling import encode, pieces
+from launcher.settings import Settings
+from launcher.storage import local_path
+
+STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
+FOX = "The quick brown fox jumps over the lazy dog.\n"
+
+
+def stories(count: int) -> list[str]:
+    draw = random.Random(7)
+    return [
+        f"{number}: " + " ".join(draw.sample(FOX.split() * 3, 20)) + "\n" + STRANGE
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A collection of 300 documents, a line each."""
+    path = tmp_path_factory.mktemp("documents") / "stories.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(300)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def words_of(documents: Path) -> tokens.Words:
+    return tokens.learn_words(find_text(documents, tokens.is_text), 400)
+
+
+@pytest.fixture(scope="module")
+def made(documents: Path, words_of: tokens.Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set of these documents."""
+    directory = tmp_path_factory.mktemp("made")
+    files = find_text(documents, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), words_of, directory)
+    return directory
+
+
+def corpus_of(directory: Path, **values: Any) -> train.Corpus:
+    container = train.read_container({}, train.Options(data=str(directory)))
+    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    return train.load_corpus(container, train.Config(**{"block_size": 8, **values}), group)
+
+
+def ids_of(part: Any) -> list[int]:
+    return (part[torch.arange(len(part))].long() & 0xFFFF).tolist()
+
+
+def documents_of(corpus: train.Corpus, part: Any) -> list[str]:
+    found: list[str] = []
+    ids: list[int] = []
+    for id in ids_of(part):
+        if id == corpus.tokenizer.end:
+            found.append(corpus.tokenizer.decode(ids))
+            ids = []
+        else:
+            ids.append(id)
+    assert not ids
+    return found
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
+def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Path) -> None:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in stories(5)).encode()
+    squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compressed]
+    path = tmp_path / f"a.jsonl{compressed}"
+    path.write_bytes(squeeze(content))
+    found = tokens.survey([("a", path)])
+    assert found.documents == 5
+    assert found.characters == sum(map(len, stories(5)))
+
+
+def test_each_text_file_of_a_directory_is_a_document(tmp_path: Path) -> None:
+    for name in ("a.txt", "deep/b.txt", "c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(FOX)
+    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 2
+
+
+def test_a_long_text_comes_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
+    text = FOX * 20_000
+    (tmp_path / "a.txt").write_text(text)
+    found = list(tokens.pieces_of(tmp_path / "a.txt"))
+    assert "".join(found) == text
+    assert len(found) > 2
+    assert all(piece.endswith("\n") for piece in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"text": "a"}\nnothing\n', 'a.jsonl:2: must be JSON with a text, such as {"'),
+        ("a.jsonl", b'{"words": "a"}\n', "a.jsonl:1: must be JSON with a text"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: must be JSON with a text"),
+        ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
+        ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(FOX.encode() * 99)[:60], "a.txt.gz: damaged"),
+        ("a.txt.zst", b"none", "a.txt.zst: damaged"),
+    ],
+)
+def test_what_is_no_text_is_named(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        tokens.survey([(name, tmp_path / name)])
+    assert reason in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# -- tokenizers ------------------------------------------------------------------------------------
+
+
+def test_text_comes_back_from_its_tokens(words_of: tokens.Words) -> None:
+    every = "".join(map(chr, range(1, 0x250))) + STRANGE
+    ids = tokens.load_words(words_of).encode(every, add_special_tokens=False).ids
+    assert words_of.tokenizer.decode(ids) == every
+    assert words_of.tokenizer.end not in ids  # the text only spells it
+
+
+def test_transformers_reads_the_same_tokenizer(made: Path, words_of: tokens.Words) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(made)
+    text = FOX + "漢字 🙂"
+    assert theirs(text)["input_ids"] == tokens.load_words(words_of).encode(text).ids
+    assert theirs.eos_token_id == words_of.tokenizer.end
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d["model"].update(type="Unigram"), "is of Unigram, and must be of BPE"),
+        (lambda d: d.update(added_tokens=[]), "no token for the end of a text; name one as eos"),
+        (lambda d: d.pop("model"), "cannot be read: KeyError('model')"),
+        (lambda d: d["model"]["vocab"].update(a=1 << 40), "has ids up to"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(
+    change: Any, reason: str, words_of: tokens.Words, tmp_path: Path
+) -> None:
+    document = json.loads(words_of.content)
+    change(document)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(InputError) as raised:
+        tokens.open_words(tmp_path)
+    assert reason in str(raised.value)
+
+
+def test_characters_that_a_tokenizer_of_characters_lacks_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(FOX * 9)
+    document = json.dumps(train.character_tokenizer("abc"))
+    files = [("a.txt", tmp_path / "a.txt")]
+    (tmp_path / "made").mkdir()
+    with pytest.raises(InputError, match=r"the text has 27 characters that the tokenizer lacks: "):
+        words = tokens.Words(document, None)
+        tokens.encode(files, tokens.survey(files), words, tmp_path / "made")
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def test_the_validation_part_is_a_tenth_of_whole_documents(made: Path) -> None:
+    corpus = corpus_of(made)
+    trained, validated = (documents_of(corpus, part) for part in (corpus.train, corpus.val))
+    assert sorted(trained + validated) == sorted(stories(300))
+    assert trained != stories(300)[: len(trained)]  # they are shuffled
+    assert 25 <= len(validated) <= 35
+
+
+def test_the_last_tenth_of_a_single_text_is_its_validation_part(
+    tmp_path: Path, words_of: tokens.Words, text_file: Path, text: str
+) -> None:
+    files = [("input.txt", text_file)]
+    tokens.encode(files, tokens.survey(files), words_of, tmp_path)
+    corpus = corpus_of(tmp_path)
+    cut = int(0.9 * len(text))
+    assert documents_of(corpus, corpus.train) == [text[:cut]]
+    assert documents_of(corpus, corpus.val) == [text[cut:]]
+
+
+def test_shards_hold_what_one_file_would(
+    documents: Path, made: Path, words_of: tokens.Words, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
+    files = find_text(documents, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), words_of, tmp_path)
+    whole, cut = corpus_of(made), corpus_of(tmp_path)
+    assert len(list(tmp_path.glob("train-*.bin"))) > 3
+    assert ids_of(cut.train) == ids_of(whole.train)
+    assert ids_of(cut.val) == ids_of(whole.val)
+    config = train.Config(block_size=64, batch_size=8)
+    for corpus in (whole, cut):
+        batches = train.Batches(corpus.train, config, torch.device("cpu"))
+        rows = batches.rows(3, 0, 1)[0]
+        assert rows.tolist() == [
+            ids_of(whole.train)[start : start + 64] for start in batches.window_starts(3).tolist()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("train-00000.bin", b"12", "train-00000.bin is damaged: its size is not that in meta"),
+        ("meta.json", b"{}", "meta.json cannot be read: KeyError"),
+        ("tokenizer.json", b"{}", "tokenizer.json cannot be read: KeyError"),
+    ],
+)
+def test_a_damaged_data_set_is_refused(
+    name: str, content: bytes, reason: str, made: Path, tmp_path: Path
+) -> None:
+    for path in made.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(train.DataError, match=reason):
+        corpus_of(tmp_path)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) -> None:
+    how = {**SMALL, "precision": "float32", "data": made}
+    losses = []
+    for processes in (1, 2, 4):
+        out = tmp_path / str(processes)
+        end = run(words(**how, out=out, processes=processes), cwd=tmp_path)
+        assert end.status == 0, end.output
+        losses.append([row["train_loss"] for row in metrics(out / "checkpoints")])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_bits_per_byte_are_those_of_the_bytes_that_are_predicted(
+    made: Path, tmp_path: Path
+) -> None:
+    end = run(words(**{**SMALL, "eval_windows": 0}, data=made, out="out"), cwd=tmp_path)
+    assert end.status == 0, end.output
+    row = metrics(tmp_path / "out/checkpoints")[-1]
+    corpus = corpus_of(made)
+    count = (len(corpus.val) - 1) // 32 * 32
+    predicted = corpus.tokenizer.decode(ids_of(corpus.val)[1 : count + 1])
+    size = len(predicted.encode())
+    expected = row["val_loss"] * count / size / torch.tensor(2.0).log().item()
+    assert row["bits_per_byte"] == pytest.approx(expected, rel=1e-3)
+    assert f"bits_per_byte={row['bits_per_byte']:.5f}" in end.output
+
+
+def test_a_run_on_tokens_refuses_a_validation_channel(made: Path, tmp_path: Path) -> None:
+    end = run(words(**SMALL, data=made, validation=made), cwd=tmp_path)
+    assert (end.status, end.last_line[:21]) == (2, "DataError: the tokens")
+
+
+def test_hosts_need_the_same_tokens(made: Path, text: str, tmp_path: Path) -> None:
+    envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
+    for path in made.iterdir():
+        channel = Path(envs[1]["SM_CHANNEL_TRAINING"])
+        (channel / path.name).write_bytes(path.read_bytes())
+    ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
+    assert any("DataError: host algo-2 has other text than algo-1" in end.output for end in ends)
+
+
+# -- the three commands ----------------------------------------------------------------------------
+
+
+def test_an_upload_is_recognized(documents: Path, home: Path) -> None:
+    settings = Settings(home=home)
+    first = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
+    again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
+    assert (first.uploaded, again.uploaded, first.uri) == (True, False, again.uri)
+    directory = local_path(first.uri)
+    assert directory is not None
+    other = upload_data(documents, settings, tokenizer=directory)
+    assert other.uri != first.uri
+    assert (other.train_tokens, other.val_tokens) == (first.train_tokens, first.val_tokens)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--vocab-size", "500"), "--vocab-size: give it with --tokenizer bpe"),
+        (("--tokenizer", "no/where"), "no/where: no such file or directory"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    words: tuple[str, ...], reason: str, documents: Path, cli: Callable[..., Ran]
+) -> None:
+    ran = cli("upload-data", str(documents), *words)
+    assert ran.code == 2
+    assert reason in ran.error
+
+
+def test_a_model_of_tokens_is_trained_fetched_and_sampled(
+    documents: Path, home: Path, cli: Callable[..., Ran]
+) -> None:
+    uploaded = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
+    assert uploaded.code == 0, uploaded.err
+    launched = launching.command(
+        "launch", "--instance", "local", *launching.sets(**launching.TINY), home=home
+    )
+    assert launched.code == 0, launched.err
+    job_id = launched.out.strip()
+    assert "bits/byte:" in cli("status", job_id).out
+    assert cli("fetch-and-sample", job_id, "--prompt", "🙂 The", "--seed", "1").out[:5] == "🙂 The"
+    # Its tokenizer encodes other text.
+    assert cli("upload-data", str(documents), "--tokenizer", job_id).code == 0
+
+
+def test_a_text_that_is_too_short_for_its_windows_is_refused_before_the_launch(
+    tmp_path: Path, cli: Callable[..., Ran]
+) -> None:
+    (tmp_path / "a.txt").write_text(FOX * 40)
+    assert cli("upload-data", "a.txt", "--tokenizer", "bpe").code == 0
+    ran = cli("launch", "--instance", "local", "--set", "block_size=1024")
+    assert ran.code == 2
+    assert "tokens, and one window of block_size=1024 needs 1025" in ran.error
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+def test_a_character_of_several_tokens_is_shown_whole(words_of: tokens.Words) -> None:
+    tokenizer = words_of.tokenizer
+    ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
+    shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
+    assert shown == ["", "", "漢", "", "", "", "🙂", ""]
+
+
+def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
+    tokenizer = words_of.tokenizer
+    assert tokenizer.end is not None
+    a, b = encode(tokenizer, "a") + encode(tokenizer, "b")
+    steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
+    shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
+    assert shown == [["a", "b"], ["b", ""], ["", ""]]
