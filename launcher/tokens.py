@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
-BATCH = 1 << 22  # characters given to the library's threads at once
+BATCH = 1 << 20  # characters given to the library's threads at once
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, or as many tokens as no evaluation needs more of.
@@ -230,8 +230,10 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    pieces = chain.from_iterable(documents(files, Source()))
-    tokenizer.train_from_iterator(islice(pieces, SAMPLE // PIECE), trainer)
+    read = Source()
+    pieces = chain.from_iterable(documents(files, read))
+    some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
+    tokenizer.train_from_iterator(some, trainer)
     return Words(tokenizer.to_str(), END_OF_TEXT)
 
 

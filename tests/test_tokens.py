@@ -140,6 +140,13 @@ def test_text_comes_back_from_its_tokens(words_of: tokens.Words) -> None:
     assert words_of.tokenizer.end not in ids  # the text only spells it
 
 
+def test_a_vocabulary_is_learned_from_many_short_documents(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    learned = tokens.learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
+    assert b"fox" in {word.strip() for word in learned.words}
+
+
 def test_transformers_reads_the_same_tokenizer(made: Path, words_of: tokens.Words) -> None:
     from transformers import AutoTokenizer
 
