@@ -3573,6 +3573,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         if signum == signal.SIGINT and is_second(stopped_at):
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
         stopped_at = min(stopped_at, time.monotonic())
+        received.append(signum)
         trainer.stop_signal = trainer.stop_signal or signum
 
     on_stop_signals(on_signal)
@@ -3627,6 +3628,9 @@ def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
     run(argv)
 
 
+received: list[int] = []  # signals to stop, while it trains
+
+
 def run(argv: Sequence[str]) -> NoReturn:
     """Runs `main` and ends the process with its status, or with the report of an error.
 
@@ -3637,9 +3641,10 @@ def run(argv: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:
-        if dist.is_initialized() and not isinstance(error, TrainingError):
+        if dist.is_initialized() and not isinstance(error, TrainingError) and not received:
             # This may be an echo of another rank's failure. That rank reports first; its launcher
-            # then ends this one within 2 seconds, its Watch within 3.
+            # then ends this one within 2 seconds, its Watch within 3. A launcher that has asked
+            # this rank to stop knows the failure, and waits for this rank before it reports.
             on_stop_signals(signal.SIG_DFL)
             time.sleep(5)
         sys.stdout.flush()

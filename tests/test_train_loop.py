@@ -1241,6 +1241,22 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
     assert end.last_line == "AssertionError: that is enough"
 
 
+@pytest.mark.parametrize(("received", "waits"), [([], [5]), ([signal.SIGTERM], [])])
+def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once(
+    received: list[int], waits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(train, "received", received)
+    monkeypatch.setattr(train, "main", Mock(side_effect=RuntimeError("Connection closed by peer")))
+    monkeypatch.setattr(train, "on_stop_signals", Mock())
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.time, "sleep", slept.append)
+    monkeypatch.setattr(train.os, "_exit", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        train.run([])
+    assert slept == waits
+
+
 def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_file: Path) -> None:
     """SageMaker would take that for the reason of a failure."""
     line = "    kind = choose_device(config, container, ranks.world_size)\n"
