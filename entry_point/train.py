@@ -3641,14 +3641,18 @@ def run(argv: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:
-        if dist.is_initialized() and not isinstance(error, TrainingError) and not received:
-            # This may be an echo of another rank's failure. That rank reports first; its launcher
-            # then ends this one within 2 seconds, its Watch within 3. A launcher that has asked
-            # this rank to stop knows the failure, and waits for this rank before it reports.
-            on_stop_signals(signal.SIG_DFL)
-            time.sleep(5)
+        frames, newline, line = failure_report(error).rpartition("\n")
+        if dist.is_initialized() and not isinstance(error, TrainingError):
+            # This may be an echo of another rank's failure.
+            if received:  # the launcher that asked this rank to stop knows the failure already
+                line = f"asked to stop, this rank then failed: {line}"
+            else:
+                # The rank that failed reports first; its launcher then ends this one within 2
+                # seconds, its Watch within 3.
+                on_stop_signals(signal.SIG_DFL)
+                time.sleep(5)
         sys.stdout.flush()
-        sys.stderr.write(failure_report(error) + "\n")
+        sys.stderr.write(f"{frames}{newline}{line}\n")
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1
     sys.stdout.flush()
     sys.stderr.flush()

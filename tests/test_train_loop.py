@@ -1241,10 +1241,25 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
     assert end.last_line == "AssertionError: that is enough"
 
 
-@pytest.mark.parametrize(("received", "waits"), [([], [5]), ([signal.SIGTERM], [])])
-def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once(
-    received: list[int], waits: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("received", "waits", "last_line"),
+    [
+        ([], [5], "RuntimeError: Connection closed by peer"),
+        (
+            [signal.SIGTERM],
+            [],
+            "asked to stop, this rank then failed: RuntimeError: Connection closed by peer",
+        ),
+    ],
+)
+def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once_and_as_such(
+    received: list[int],
+    waits: list[int],
+    last_line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The first cause may be on the same log, which takes the last line for the reason."""
     slept: list[float] = []
     monkeypatch.setattr(train, "received", received)
     monkeypatch.setattr(train, "main", Mock(side_effect=RuntimeError("Connection closed by peer")))
@@ -1255,6 +1270,7 @@ def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once(
     with pytest.raises(SystemExit):
         train.run([])
     assert slept == waits
+    assert capsys.readouterr().err.splitlines()[-1] == last_line
 
 
 def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_file: Path) -> None:
