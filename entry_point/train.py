@@ -105,6 +105,16 @@ class Config:
 
     n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
     n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
+    n_kv_head: int = hyperparameter(
+        0,
+        "heads of keys and values, each shared by some attention heads (0: n_head)",
+        0,
+        1024,
+        fixed=True,
+    )
+    head_dim: int = hyperparameter(
+        0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, fixed=True
+    )
     n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
     block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
     n_hidden: int = hyperparameter(
@@ -112,6 +122,13 @@ class Config:
     )
     tie_embeddings: bool = hyperparameter(
         False, "share one matrix between embedding and head", fixed=True
+    )
+    norm_weights: bool = hyperparameter(False, "give each norm a weight to learn", fixed=True)
+    rope_theta: float = hyperparameter(
+        10000.0, "base of the rotary positions' wavelengths", 1, 1e12, fixed=True
+    )
+    vocab_size: int = hyperparameter(
+        0, "rows of embedding and head (0: as many as there are tokens)", 0, 1 << 20, fixed=True
     )
     dropout: float = hyperparameter(0.0, "dropout probability (on a CPU in 256ths)", 0, 0.95)
 
@@ -204,11 +221,18 @@ class Config:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             check_range(f, getattr(self, f.name))
-        if self.n_embd % (2 * self.n_head):
+        if not self.head_dim and self.n_embd % (2 * self.n_head):
             raise ConfigError(
                 f"n_embd={self.n_embd} cannot be cut into n_head={self.n_head} heads of one even"
                 " width, as rotary positions need;"
                 f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim}: must be even, as rotary positions need")
+        if self.n_head % self.kv_heads:
+            raise ConfigError(
+                f"n_head={self.n_head} heads cannot share n_kv_head={self.n_kv_head} evenly; the"
+                f" nearest that fit: n_head={nearest_multiples(self.n_head, self.kv_heads)}"
             )
         if self.short_windows and self.block_size % 8:
             fits = nearest_multiples(self.block_size, 8)
@@ -223,8 +247,12 @@ class Config:
         self.check_world_size(1)
 
     @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def head_width(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
 
     @property
     def hidden_dim(self) -> int:
@@ -234,7 +262,8 @@ class Config:
     @property
     def matrix_parameters(self) -> int:
         """Parameters of the layers, without embedding and head."""
-        return self.n_layer * self.n_embd * (4 * self.n_embd + 3 * self.hidden_dim)
+        attention = 2 * (self.n_head + self.kv_heads) * self.head_width
+        return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -277,12 +306,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # ------------------------------------------------------------------------------------------------
 # The model: a pre-norm decoder in the layout of Qwen3 (arXiv:2505.09388): RMSNorm, rotary
-# positions, QK-norm, a gated MLP. The norms have no weights; Qwen3's are written out as ones.
+# positions, QK-norm, a gated MLP. Without norm_weights, Qwen3's are written out as ones.
 
 NORM_EPS = 1e-6
 # addcmul takes no number here, and making a tensor of it costs as much as the operation.
 NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
-ROPE_THETA = 10000.0
 
 
 def norm_scale(x: Tensor) -> Tensor:
@@ -316,12 +344,19 @@ class Norm(torch.autograd.Function):
         return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
 
 
-def norm(x: Tensor) -> Tensor:
-    """Root-mean-square norm over the last dimension (arXiv:1910.07467)."""
+def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467), times the weight."""
     if not plain_norms(x.device):
-        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-    # To call a Function takes almost as long as the norm of one token.
-    return Norm.apply(x) if torch.is_grad_enabled() else x * norm_scale(x)
+        y = F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    elif torch.is_grad_enabled():
+        y = Norm.apply(x)
+    else:  # to call a Function takes almost as long as the norm of one token
+        y = x * norm_scale(x)
+    return y if weight is None else y * weight.to(y.dtype)
+
+
+def norm_weight(config: Config, n: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.ones(n)) if config.norm_weights else None
 
 
 def drop(x: Tensor, p: float) -> Tensor:
@@ -358,13 +393,14 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def rotary(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and signed sin of the rotary angles (arXiv:2104.09864), [positions, head_dim].
 
     Both halves of head_dim have the same angles; the first half of sin is negative.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * ROPE_THETA ** (-exponents / head_dim)
+    n = config.head_width
+    exponents = torch.arange(0, n, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -374,12 +410,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
+def shared(heads: Tensor, n: int) -> Tensor:
+    """Keys or values [B, n_kv_head, T, head_dim] for n heads, some of which share one
+    (arXiv:2305.13245)."""
+    same = heads.size(1) == n
+    return heads if same else heads.repeat_interleave(n // heads.size(1), dim=1)
+
+
 QUERIES_AT_ONCE = 256
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
-    """Scaled dot-product attention over [B, n_head, T, head_dim]."""
+    """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...]."""
     B, H, T, D = q.shape
+    k, v = shared(k, H), shared(v, H)
     if plain_attention(q, dropout):
         q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
         parts = []
@@ -396,23 +440,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Ten
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.dropout = config.dropout
-        self.qkv = Linear(config.n_embd, config.n_embd, n_fused=3)
-        self.out = Linear(config.n_embd, config.n_embd)
+        self.n_head, self.n_kv_head = config.n_head, config.kv_heads
+        self.head_dim, self.dropout = config.head_width, config.dropout
+        # Matrices of one shape: those of q, n_head / n_kv_head of them, then k and v.
+        n = self.n_kv_head * self.head_dim
+        self.qkv = Linear(config.n_embd, n, n_fused=self.n_head // self.n_kv_head + 2)
+        self.out = Linear(self.n_head * self.head_dim, config.n_embd)
+        self.q_norm, self.k_norm = (norm_weight(config, self.head_dim) for _ in range(2))
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k, normalized and rotated, and v: each [B, n_head, T, head_dim]."""
+        """q, normalized and rotated, [B, n_head, T, head_dim]; k likewise, and v, of n_kv_head."""
         B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
-        heads = heads.permute(2, 0, 3, 1, 4)
-        q, k = rotate(norm(heads[:2]), cos, sin)
-        return q, k, heads[2]
+        H, K = self.n_head, self.n_kv_head
+        heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)
+        qk, v = heads.split((H + K, K), dim=1)
+        qk = norm(qk)
+        if self.q_norm is not None and self.k_norm is not None:
+            weights = self.q_norm.expand(H, 1, -1), self.k_norm.expand(K, 1, -1)
+            qk = qk * torch.cat(weights).to(qk.dtype)
+        q, k = rotate(qk, cos, sin).split((H, K), dim=1)
+        return q, k, v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.heads(x, cos, sin)
         y = attend(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -436,11 +488,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp = MLP(config)
         self.dropout = config.dropout
+        self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        x = x + drop(self.attention(norm(x), cos, sin), dropout)
-        return x + drop(self.mlp(norm(x)), dropout)
+        x = x + drop(self.attention(norm(x, self.attention_norm), cos, sin), dropout)
+        return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
 
 
 class GPT(nn.Module):
@@ -458,10 +511,12 @@ class GPT(nn.Module):
         self.compute_dtype = compute_dtype
         # Embedding draws from a normal distribution, and to do so on the meta device imports
         # torch's compiler, for a second.
-        weight = torch.empty(vocabulary_size, config.n_embd)
+        rows = config.vocab_size or vocabulary_size
+        weight = torch.empty(rows, config.n_embd)
         self.embed: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.head = None if config.tie_embeddings else Linear(config.n_embd, vocabulary_size)
+        self.norm = norm_weight(config, config.n_embd)
+        self.head = None if config.tie_embeddings else Linear(config.n_embd, rows)
 
     def init_weights(self, seed: int) -> None:
         """Draws the initial weights on the CPU, so that every device begins with the same.
@@ -471,6 +526,8 @@ class GPT(nn.Module):
         """
         generator = torch.Generator().manual_seed(derive_seed(seed, "weights"))
         for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:  # of a norm, which begins as ones
+                continue
             n_in = parameter.size(-1)
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 std = 0.0
@@ -486,7 +543,7 @@ class GPT(nn.Module):
     def angles(self, T: int) -> tuple[Tensor, Tensor]:
         """rotary of the first T positions."""
         positions = torch.arange(T, device=self.embed.weight.device)
-        return rotary(positions, self.config.head_dim, self.compute_dtype)
+        return rotary(positions, self.config, self.compute_dtype)
 
     def forward(
         self,
@@ -504,7 +561,7 @@ class GPT(nn.Module):
         x = drop(x, self.config.dropout if self.training else 0.0)
         for block in self.blocks:
             x = block(x, cos, sin)
-        x = norm(x)
+        x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
@@ -525,17 +582,22 @@ MODEL_FILES = (
 
 
 def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The weights by Qwen3's names: fused matrices cut apart, norms written out as ones.
+    """The weights by Qwen3's names, as views: fused matrices cut apart, absent norms as ones.
 
     Raises:
         ModelError: Qwen3 lacks one of the weights, or has one that is not there.
     """
+
+    def of_norm(name: str, n: int) -> Tensor:
+        return left.pop(name) if config.norm_weights else torch.ones(n)
+
     left = dict(weights)
+    width, kv_width = (n * config.head_width for n in (config.n_head, config.kv_heads))
     try:
         out = {"model.embed_tokens.weight": left.pop("embed.weight")}
         for layer in range(config.n_layer):
             ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-            qkv = left.pop(ours + "attention.qkv.weight").chunk(3)
+            qkv = left.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
             for name, part in zip("qkv", qkv, strict=True):
                 out[f"{theirs}self_attn.{name}_proj.weight"] = part
             out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
@@ -543,10 +605,12 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
             out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
             out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
             for name in ("q_norm", "k_norm"):
-                out[f"{theirs}self_attn.{name}.weight"] = torch.ones(config.head_dim)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                out[f"{theirs}{name}.weight"] = torch.ones(config.n_embd)
-        out["model.norm.weight"] = torch.ones(config.n_embd)
+                weight = of_norm(f"{ours}attention.{name}", config.head_width)
+                out[f"{theirs}self_attn.{name}.weight"] = weight
+            names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            for name, their_name in names.items():
+                out[f"{theirs}{their_name}.weight"] = of_norm(ours + name, config.n_embd)
+        out["model.norm.weight"] = of_norm("norm", config.n_embd)
         if not config.tie_embeddings:
             out["lm_head.weight"] = left.pop("head.weight")
     except KeyError as error:
@@ -585,6 +649,7 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
             for name in "qkv"
         )
         q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
+        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
@@ -632,16 +697,16 @@ def hugging_face_config(
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": vocabulary_size,
+        "vocab_size": config.vocab_size or vocabulary_size,
         "hidden_size": config.n_embd,
         "intermediate_size": config.hidden_dim,
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_head,
-        "head_dim": config.head_dim,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
         "max_position_embeddings": config.block_size,
         "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROPE_THETA,
+        "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": MLP.activation.__name__,
         "attention_bias": False,
@@ -748,19 +813,144 @@ def script_sha256() -> str:
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
     """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
     model = GPT(config, vocabulary_size)
-    live = model.state_dict()
-    for name in sorted(live.keys() | weights.keys()):
-        own, given = (list(of[name].shape) if name in of else "nothing" for of in (live, weights))
-        if own != given:
-            raise ModelError(f"weight {name} is {given}, where this script has {own}")
-    for name, tensor in live.items():
-        tensor.copy_(weights[name])
+    fill(model.state_dict(), weights)
     return model.eval()
+
+
+@torch.no_grad()
+def fill(
+    live: Mapping[str, Tensor], given: Mapping[str, Tensor], source: str = "the checkpoint"
+) -> None:
+    """Copies the given tensors into the live ones. Raises ModelError unless all of them fit."""
+    for name in sorted(live.keys() | given.keys()):
+        own, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
+        if own != there:
+            raise ModelError(f"{name} is {there} in {source} and {own} in this script")
+    for name, tensor in live.items():
+        tensor.copy_(given[name])
 
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = "model."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+# ------------------------------------------------------------------------------------------------
+# Starting from a model: one of ours, or of the Qwen3 family as its makers publish it
+
+# What a run that starts from a model has by default.
+FINE_TUNING: dict[str, Any] = {
+    "learning_rate": 0.005,
+    "embedding_learning_rate": 0.005,
+    "head_learning_rate": 0.002,
+    "max_steps": 500,
+}
+
+
+def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a run that starts from the model in a directory.
+
+    They are the given ones, those that the model prescribes, and FINE_TUNING.
+
+    Raises:
+        ConfigError: a given one differs from the model's, or the model is not one for this script.
+    """
+    shape = read_shape(directory)
+    longest = shape.pop("block_size")
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
+    for name in values.keys() & shape.keys():
+        value = values[name]
+        value = parse_value(fields[name], value) if isinstance(value, str) else value
+        if value != shape[name]:
+            raise ConfigError(f"{name}={value!r}: the model to start from has {shape[name]!r}")
+    return {**FINE_TUNING, "block_size": min(longest, 1024), **values, **shape}
+
+
+def read_shape(directory: Path) -> dict[str, Any]:
+    """The hyperparameters that a model prescribes, and its longest context as block_size.
+
+    Raises:
+        ConfigError: there is no such model, or it has something that this script does not compute.
+    """
+    try:
+        found = json.loads((directory / "config.json").read_bytes())
+        rope = {"rope_type": "default", **(found.get("rope_parameters") or {})}
+        rope |= {"rope_type": "scaled"} if found.get("rope_scaling") else {}
+        theta = found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
+        expected = {
+            "model_type": "qwen3",
+            "hidden_act": MLP.activation.__name__,
+            "rms_norm_eps": NORM_EPS,
+            "attention_bias": False,
+            "quantization_config": None,
+        }
+        for name, value in expected.items():
+            if found.get(name, value) != value or (name == "model_type" and name not in found):
+                raise ConfigError(
+                    f"the model to start from has {name}={found.get(name)!r}; this script computes"
+                    f" {value!r} alone"
+                )
+        if rope["rope_type"] != "default":
+            raise ConfigError("the model to start from scales its rotary positions (rope_scaling)")
+        # Ours has norms without weights, which config.json cannot say.
+        ours = directory / "training.json"
+        trained = json.loads(ours.read_bytes())["config"] if ours.exists() else {}
+        slides = found.get("use_sliding_window") and found.get("sliding_window")
+        return {
+            "n_layer": found["num_hidden_layers"],
+            "n_head": found["num_attention_heads"],
+            "n_kv_head": found["num_key_value_heads"],
+            "head_dim": found["head_dim"],
+            "n_embd": found["hidden_size"],
+            "n_hidden": found["intermediate_size"],
+            "tie_embeddings": found["tie_word_embeddings"],
+            "norm_weights": trained.get("norm_weights", not trained),
+            "rope_theta": float(theta),
+            "vocab_size": found["vocab_size"],
+            "block_size": min(found["max_position_embeddings"], slides or math.inf),
+        }
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of the model in a directory. Raises DataError."""
+    try:
+        document = json.loads((directory / "tokenizer.json").read_bytes())
+        end = json.loads((directory / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{directory}: its tokenizer cannot be read: {error}") from None
+    return Tokenizer(document, end["content"] if isinstance(end, dict) else end)
+
+
+def load_pretrained(model: GPT, directory: Path) -> None:
+    """Reads the weights of the model in a directory, which may be in several files, of any type.
+
+    Raises:
+        ModelError: they do not fit.
+        FormatError: a file is missing, damaged, or not safetensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        index = directory / "model.safetensors.index.json"
+        parts = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
+        for name in sorted(set(parts.values())) or ["model.safetensors"]:
+            tensors |= read_safetensors(directory / Path(name).name)[0]
+    except OSError as error:
+        raise FormatError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{index} cannot be read: {error!r}") from None
+    if model.head is None:  # published files may hold the tied head too
+        tensors.pop("lm_head.weight", None)
+    live = to_hugging_face(model.state_dict(), model.config)
+    fill(live, tensors, "the model to start from")
+    if not model.config.norm_weights:
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight") and not bool((tensor == 1).all()):
+                raise ModelError(f"{name} is not all ones, but norm_weights is False")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1347,6 +1537,7 @@ class Trainer:
             "corpus_sha256": self.corpus.sha256,
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
+            "init_from": str(self.container.init_from or ""),
             "metrics": self.metrics,
             "loss_sum": loss_sum,
             "world_size": self.group.world_size,
@@ -1385,6 +1576,8 @@ class Trainer:
         shared = self.group.share(short, source=self.chief)
         state = state or shared
         if state is None:
+            if self.container.init_from is not None:
+                self.start_from(self.container.init_from)
             return
         if state["step"] > self.config.max_steps:
             raise ConfigError(
@@ -1393,16 +1586,7 @@ class Trainer:
             )
         live = self.tensors()
         if loaded is not None:
-            for name in sorted(live.keys() | loaded[0].keys()):
-                own, saved = (
-                    list(tensors[name].shape) if name in tensors else "nothing"
-                    for tensors in (live, loaded[0])
-                )
-                if own != saved:
-                    raise ModelError(
-                        f"{name} is {saved} in the checkpoint and {own} in this script"
-                    )
-                live[name].data.copy_(loaded[0][name])
+            fill({name: tensor.data for name, tensor in live.items()}, loaded[0])
         self.group.broadcast_([tensor.data for tensor in live.values()])
         self.step, self.metrics = state["step"], state["metrics"]
         self.kept_step = self.step
@@ -1426,6 +1610,13 @@ class Trainer:
                 f" {counted(ranks, 'process')} {'continues' if ranks == 1 else 'continue'} it: the"
                 " last bits may differ"
             )
+
+    def start_from(self, directory: Path) -> None:
+        """Takes the weights of the model in a directory, on every rank."""
+        if self.chief:
+            load_pretrained(self.model, directory)
+            log(f"started from the weights in {directory}")
+        self.group.broadcast_([tensor.data for tensor in self.model.state_dict().values()])
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -1496,6 +1687,8 @@ class Trainer:
             self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
             self.log_sample("before training", config.sample_length // 3)
+        if self.container.init_from is not None and self.step == 0:
+            self.log_metrics(True, 0.0, 0.0)  # of the model as it was
         steps_timed, started = 0, time.perf_counter()
         while self.step < config.max_steps:
             now = time.monotonic()
@@ -2073,6 +2266,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+ENCODE_AGAIN = "encode the text by its tokenizer, with upload-data --tokenizer"
+
+
 def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """The tokens in the channel, or else its text by characters.
 
@@ -2082,10 +2278,15 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     """
     if container.training is None:
         raise DataError("no text: name it with --data FILE")
+    start = read_tokenizer(container.init_from) if container.init_from else None
     tokens = (container.training / "meta.json").exists()
     same = tokens == group.share(tokens, source=group.rank == 0)
     if same:
-        corpus = (read_tokens if tokens else read_text)(container, config, group)
+        if start is not None and tokens != (start.unit == "tokens"):
+            raise DataError(f"the model to start from takes {start.unit}; {ENCODE_AGAIN}")
+        corpus = read_tokens(container) if tokens else read_text(container, config, group, start)
+        if start is not None and corpus.tokenizer.words != start.words:
+            raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")
         same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
     if not same:
         named = len(container.hosts) > 1
@@ -2104,7 +2305,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return corpus
 
 
-def read_tokens(container: Container, config: Config, group: Group) -> Corpus:
+def read_tokens(container: Container) -> Corpus:
     """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
     directory = container.training
     assert directory is not None
@@ -2133,8 +2334,12 @@ def read_tokens(container: Container, config: Config, group: Group) -> Corpus:
     return Corpus(tokenizer, parts[0], parts[1], hashlib.sha256(content).hexdigest())
 
 
-def read_text(container: Container, config: Config, group: Group) -> Corpus:
+def read_text(
+    container: Container, config: Config, group: Group, start: Tokenizer | None
+) -> Corpus:
     """Tokenizes the text once per host into a file that the host's ranks map into memory.
+
+    Its characters are those of `start`, the tokenizer of the model to start from, or else its own.
 
     Without a validation channel, the last part of the text is kept for validation, as in
     nanoGPT's data/shakespeare_char/prepare.py.
@@ -2145,7 +2350,8 @@ def read_text(container: Container, config: Config, group: Group) -> Corpus:
         if first:
             try:
                 directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
-                described = tokenize(container, Path(directory))
+                known = [] if start is None else [ord(word.decode()) for word in start.words]
+                described = tokenize(container, Path(directory), known)
             except OSError as error:
                 place = f"{tempfile.gettempdir()} (TMPDIR names another)"
                 raise DataError(f"{error.filename or place}: {error.strerror}") from None
@@ -2164,8 +2370,10 @@ def read_text(container: Container, config: Config, group: Group) -> Corpus:
     return Corpus(tokenizer, parts[0], parts[1], described["sha256"])
 
 
-def tokenize(container: Container, directory: Path) -> dict[str, Any]:
+def tokenize(container: Container, directory: Path, start: Sequence[int] = ()) -> dict[str, Any]:
     """Writes the ids of each channel into the directory; returns what the ranks need of them.
+
+    start holds the code points that there may be, by id; none: those of the text.
 
     One pass finds the vocabulary, a second one writes the ids.
     """
@@ -2180,7 +2388,13 @@ def tokenize(container: Container, directory: Path) -> dict[str, Any]:
         if not size:
             raise DataError(f"{channel}: no text in it")
         sha256.update(digest.hexdigest().encode())
-    known = seen.nonzero().flatten()
+    known = torch.tensor(start) if start else seen.nonzero().flatten()
+    seen[known] = False
+    if unknown := seen.nonzero().flatten().tolist():
+        raise DataError(
+            f"the text has {counted(len(unknown), 'character')} that the model to start from does"
+            f" not know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
+        )
     ids = torch.zeros(CODE_POINTS, dtype=id_dtype(len(known)))
     ids[known] = torch.arange(len(known)).to(ids)
     parts = []
@@ -2282,6 +2496,7 @@ def read_safetensors_header(
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", {})
+            header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
             end = 0
             for name, entry in header.items():
                 first, last = entry["data_offsets"]
@@ -2546,6 +2761,7 @@ class Container:
     interface: str | None  # network interface between the hosts
     training: Path | None
     validation: Path | None
+    init_from: Path | None  # the model to start from
     model_dir: Path
     output_dir: Path
     checkpoint_dir: Path
@@ -2591,8 +2807,8 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     return hosts, current_host, resources.get("network_interface_name")
 
 
-def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None]:
-    """The directories of the text, and of the text for validation alone where there is one.
+def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None, Path | None]:
+    """The directories of the text, and of the text for validation and the model to start from.
 
     Raises:
         DataError: the `training` channel is missing, or a channel is no directory.
@@ -2611,7 +2827,7 @@ def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | 
         raise DataError(
             f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
         )
-    return training, channel("validation")
+    return training, channel("validation"), channel("model")
 
 
 def read_container(env: Mapping[str, str], options: Options) -> Container:
@@ -2621,14 +2837,14 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 
     Raises:
         TopologyError, DataError: as read_hosts and read_channels.
-        ConfigError: --data, --resume, --out or --validation, in a container.
+        ConfigError: an option that names a path, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
     config_file = base / "input/config/resourceconfig.json"
     by_hand = options.data or options.resume
     inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
     inside = inside or (config_file.exists() and not by_hand)
-    for name in ("data", "resume", "out", "validation"):
+    for name in ("data", "resume", "out", "validation", "init_from"):
         if inside and getattr(options, name):
             raise ConfigError(f"--{name}: in a container SageMaker sets the paths; leave it out")
     if not inside:
@@ -2642,13 +2858,14 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
             interface=None,
             training=Path(options.data).absolute() if options.data else None,
             validation=Path(options.validation).absolute() if options.validation else None,
+            init_from=Path(options.init_from).absolute() if options.init_from else None,
             model_dir=out / "model",
             output_dir=out / "output",
             checkpoint_dir=out / "checkpoints",
         )
 
     hosts, current_host, interface = read_hosts(env, config_file)
-    training, validation = read_channels(env, base / "input/data")
+    training, validation, init_from = read_channels(env, base / "input/data")
     gpus = env.get("SM_NUM_GPUS", "")
     return Container(
         inside=True,
@@ -2658,6 +2875,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
         interface=interface,
         training=training,
         validation=validation,
+        init_from=init_from,
         model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
         output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
         checkpoint_dir=base / "checkpoints",
@@ -3434,6 +3652,7 @@ class Options:
     data: str = option("", "a text file, or a directory of *.txt files")
     validation: str = option("", "a text file or directory for validation alone")
     out: str = option("", "directory for the results (default: a new one in runs/)")
+    init_from: str = option("", "directory of a model to start from: ours, or of the Qwen3 family")
     resume: str = option("", "directory of an earlier run (on every host) to continue")
     processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
@@ -3496,6 +3715,8 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             " unchanged, resume a copy"
         )
     base: dict[str, Any] = {}
+    if options.init_from and not options.resume:
+        given = starting_values(Path(options.init_from), given)
     if options.resume:
         try:
             saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
@@ -3511,6 +3732,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             options,
             data=options.data or saved["data"],
             validation=options.validation or saved["validation"],
+            init_from=saved.get("init_from", ""),
             processes_before=saved.get("processes", 0),  # older checkpoints have none
         )
     return make_config(given, options.preset or None, base), options

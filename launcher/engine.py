@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.train import GPT, Attention, Block, Linear, attend, draw, norm, rotary
+from entry_point.train import GPT, Attention, Block, Linear, attend, draw, norm, rotary, shared
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
@@ -27,7 +27,7 @@ PACKED_FROM = 1 << 20
 class KeyValueCache:
     """Keys and values of the last positions, block_size at most, which new ones overwrite in turn.
 
-    k and v hold, for each layer, [B, n_head, size, head_dim]; position p lives in slot p % size.
+    k and v hold, for each layer, [B, n_kv_head, size, head_dim]; position p lives in slot p % size.
     Keys hold their rotary angle, so their slot does not matter, and the context slides. `positions`
     is how many there will be: a short text takes no more than it needs.
     """
@@ -37,7 +37,7 @@ class KeyValueCache:
         self.device = model.embed.weight.device
         c = self.config
         self.size = min(positions, c.block_size)
-        shape = (c.n_layer, batch_size, c.n_head, self.size, c.head_dim)
+        shape = (c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
         self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
         self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
         self.length = 0  # positions seen so far
@@ -49,12 +49,12 @@ class KeyValueCache:
         if slot == 0 or self.angles is None:
             first = self.length - slot
             positions = torch.arange(first, first + self.size, device=self.device)
-            self.angles = rotary(positions, self.config.head_dim, self.dtype)
+            self.angles = rotary(positions, self.config, self.dtype)
         cos, sin = self.angles
         return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, n_head, T, head_dim] of the newest positions; returns all kept.
+        """Stores k and v [B, n_kv_head, T, head_dim] of the newest positions; returns all kept.
 
         T is 1, or the cache is empty and T is at most its size.
         """
@@ -134,11 +134,12 @@ def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
     x = model.embed(ids).to(model.compute_dtype)
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        x = x + attention(block.attention, layer, norm(x), cos, sin, cache)
-        x = x + block.mlp(norm(x))
+        y = norm(x, block.attention_norm)
+        x = x + attention(block.attention, layer, y, cos, sin, cache)
+        x = x + block.mlp(norm(x, block.mlp_norm))
     cache.length += T
     head = model.embed if model.head is None else model.head
-    x = norm(x[:, -1])
+    x = norm(x[:, -1], model.norm)
     return F.linear(x, head.weight.to(x.dtype)).float()
 
 
@@ -156,10 +157,11 @@ def attention(
     ):
         # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
         # as long as queries times keys.
+        k, v = shared(k, q.size(1)), shared(v, q.size(1))
         y = (k @ (q * q.size(-1) ** -0.5).mT).mT.softmax(dim=-1) @ v
     else:
         y = attend(q, k, v, causal=q.size(2) > 1, dropout=0.0)
-    return part.out(y.transpose(1, 2).reshape(x.shape))
+    return part.out(y.transpose(1, 2).flatten(2))
 
 
 @torch.inference_mode()

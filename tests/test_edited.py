@@ -22,7 +22,6 @@ from launcher.job import load_script
 SCRIPT = Path(train.__file__)
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
 FIELD = "    dropout: float = hyperparameter("
-ROTATED = "q, k = rotate(norm(heads[:2]), cos, sin)"
 EDITS: dict[str, list[tuple[str, str]]] = {
     "activation": [("self.activation(gate) * up", "F.relu(gate) ** 2 * up")],
     "bias": [
@@ -33,9 +32,9 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         ),
         (HEAD, "logits = head(x).float()"),
     ],
-    "no QK-norm": [(ROTATED, "q, k = rotate(heads[:2], cos, sin)")],
+    "no QK-norm": [("        qk = norm(qk)\n", "")],
     "learned positions": [
-        (ROTATED, "q, k = norm(heads[:2])"),
+        ("rotate(qk, cos, sin)", "qk"),
         (
             "        self.blocks = ",
             "        self.positions = nn.Embedding(config.block_size, config.n_embd)\n"
@@ -66,7 +65,10 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             '        self.register_buffer("mask", mask)\n'
             "        self.blocks = ",
         ),
-        ("        x = norm(x)\n", "        x = self.final_norm(x.float()).to(x.dtype)\n"),
+        (
+            "        x = norm(x, self.norm)\n",
+            "        x = self.final_norm(x.float()).to(x.dtype)\n",
+        ),
     ],
     "hyperparameter": [
         (FIELD, f'    softcap: float = hyperparameter(2.0, "of logits")\n{FIELD}'),
@@ -234,8 +236,8 @@ def test_the_package_computes_a_qwen3_model_whose_script_is_gone(
     [
         (  # after one id alone
             (
-                "        x = norm(x)\n",
-                "        x = norm(x)\n"
+                "        x = norm(x, self.norm)\n",
+                "        x = norm(x, self.norm)\n"
                 "        x = x * (1 - 2 * (idx == 9).int()).cumprod(1)[..., None]\n",
             ),
             "its logits differ from Qwen3's by",

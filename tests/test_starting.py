@@ -1,0 +1,288 @@
+"""Runs that start from a model: one of ours, or of the Qwen3 family as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SMALL, metrics, run, words
+
+from entry_point import train
+from launcher import engine, tokens
+from launcher.corpus import find_text
+
+PANGRAMS = (
+    "The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.\n" * 40
+)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "pangrams.txt"
+    path.write_text(PANGRAMS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(documents: Path) -> tokens.Words:
+    return tokens.learn_words(find_text(documents, tokens.is_text), 300)
+
+
+def publish(directory: Path, byte_pairs: tokens.Words, **values: Any) -> Any:
+    """Write a small random model of the Qwen3 family, and return it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        **{
+            "vocab_size": 320,  # more than the tokenizer has, as in published models
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 48,
+            "max_position_embeddings": 64,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            **values,
+        }
+    )
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    (directory / "tokenizer.json").write_text(byte_pairs.content)
+    (directory / "tokenizer_config.json").write_text(json.dumps(byte_pairs.config))
+    return model
+
+
+def loaded(directory: Path) -> train.GPT:
+    model = train.GPT(train.make_config(train.starting_values(directory, {})), 300)
+    train.load_pretrained(model, directory)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_published_model_computes_what_transformers_computes(
+    tmp_path: Path, byte_pairs: tokens.Words, tied: bool
+) -> None:
+    theirs = publish(tmp_path, byte_pairs, tie_word_embeddings=tied)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours = loaded(tmp_path)
+    ids = torch.randint(320, (3, 40), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids, labels=ids)
+    torch.testing.assert_close(ours(ids), expected.logits, atol=1e-4, rtol=1e-4)
+
+    expected.loss.backward()
+    ours(ids[:, :-1], ids[:, 1:]).backward()
+    gradients = {name: train.gradient_of(parameter) for name, parameter in ours.named_parameters()}
+    names = train.to_hugging_face(gradients, ours.config)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_greedy_text_of_a_published_model_is_the_plain_loops(
+    tmp_path: Path, byte_pairs: tokens.Words
+) -> None:
+    publish(tmp_path, byte_pairs)
+    model = loaded(tmp_path).eval()
+    prompt = torch.arange(12).view(6, 2)  # enough of them for the engine's own attention
+    ours = torch.stack(list(engine.generate(model, prompt, 40, temperature=0)))
+    plain = torch.stack(list(train.generate(model, prompt, 40, temperature=0)))
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_published_model_is_trained_and_published_again(
+    documents: Path, byte_pairs: tokens.Words, tmp_path: Path, processes: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    publish(tmp_path / "qwen", byte_pairs)
+    (tmp_path / "data").mkdir()
+    files = find_text(documents, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), byte_pairs, tmp_path / "data")
+    values = {name: value for name, value in SMALL.items() if not name.startswith("n_")}
+    ended = run(
+        words(
+            data=tmp_path / "data",
+            init_from=tmp_path / "qwen",
+            out=tmp_path / "out",
+            processes=processes,
+            **values,
+        ),
+        cwd=tmp_path,
+    )
+    assert ended.status == 0, ended.output
+    first, *_, last = metrics(tmp_path / "out/checkpoints")
+    assert first["step"] == 0
+    assert last["val_loss"] < first["val_loss"] - 0.5
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    config = json.loads((tmp_path / "out/model/config.json").read_text())
+    before = json.loads((tmp_path / "qwen/config.json").read_text())
+    same = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    assert [config[name] for name in same] == [before[name] for name in same]
+    ours = loaded(tmp_path / "out/model")
+    ids = torch.arange(30)[None]
+    torch.testing.assert_close(ours(ids), model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "values, refused",
+    [
+        ({"model_type": "llama"}, "model_type='llama'; this script computes 'qwen3' alone"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_scaling"),
+        ({"quantization_config": {}}, "quantization_config={}"),
+        ({"hidden_size": 0.5}, "n_embd=0.5: must be a whole number"),
+        ({"num_key_value_heads": 3}, "n_head=4 heads cannot share n_kv_head=3 evenly"),
+    ],
+)
+def test_what_the_script_does_not_compute_is_refused_by_name(
+    tmp_path: Path, byte_pairs: tokens.Words, values: dict[str, Any], refused: str
+) -> None:
+    publish(tmp_path, byte_pairs)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(train.ConfigError) as error:
+        train.make_config(train.starting_values(tmp_path, {}))
+    assert refused in str(error.value)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(train.ConfigError, match=r"config\.json: No such file"):
+        train.starting_values(tmp_path, {})
+
+
+def test_a_hyperparameter_that_differs_from_the_models_is_refused(
+    tmp_path: Path, byte_pairs: tokens.Words
+) -> None:
+    publish(tmp_path, byte_pairs)
+    with pytest.raises(train.ConfigError, match=r"n_layer=3: the model to start from has 2"):
+        train.starting_values(tmp_path, {"n-layer": "3"})
+    values = train.starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
+    assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
+
+
+@pytest.mark.parametrize(
+    "damage, error",
+    [
+        ("missing", "No such file"),
+        ("damaged", "is damaged"),
+        (
+            "other",
+            r"model\.norm\.weight is nothing in the model to start from and \[64\] in this script",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tmp_path: Path, byte_pairs: tokens.Words, damage: str, error: str
+) -> None:
+    publish(tmp_path, byte_pairs)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    file = tmp_path / index["weight_map"]["model.norm.weight"]
+    if damage == "missing":
+        file.unlink()
+    elif damage == "damaged":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        tensors, _ = train.read_safetensors(file)
+        del tensors["model.norm.weight"]
+        train.write_safetensors(file, tensors, {})
+    with pytest.raises((train.FormatError, train.ModelError), match=error):
+        loaded(tmp_path)
+
+
+# -- from a model of characters --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of characters."""
+    base = tmp_path_factory.mktemp("trained")
+    (base / "input.txt").write_text(text[:100_000])
+    small = {**SMALL, "max_steps": 60, "eval_interval": 60}
+    ended = run(words(data=base / "input.txt", out=base / "out", **small), cwd=base)
+    assert ended.status == 0, ended.output
+    return base / "out"
+
+
+def tune(trained: Path, text: str, out: Path, **values: Any) -> Any:
+    file = out.with_suffix(".txt")
+    file.write_text(text)
+    small = {name: value for name, value in SMALL.items() if not name.startswith("n_")}
+    start = trained / "model"
+    given = {**small, "block_size": 32, "max_steps": 6, **values}
+    return run(words(data=file, init_from=start, out=out, **given), cwd=out.parent)
+
+
+def test_step_0_is_the_model_as_it_was(trained: Path, text: str, tmp_path: Path) -> None:
+    ended = tune(trained, text[:100_000], tmp_path / "out", log_interval=2, eval_interval=2)
+    assert ended.status == 0, ended.output
+    first = metrics(tmp_path / "out/checkpoints")[0]
+    before = json.loads((trained / "model/training.json").read_text())
+    assert first["step"] == 0
+    assert first["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
+    assert first["val_loss"] == first["best_loss"]
+
+
+def test_a_text_of_fewer_characters_keeps_their_ids(trained: Path, tmp_path: Path) -> None:
+    ended = tune(trained, "to be or not to be, that is the question\n" * 99, tmp_path / "out")
+    assert ended.status == 0, ended.output
+    tokenizers = [
+        json.loads((out / "model/tokenizer.json").read_text())
+        for out in (trained, tmp_path / "out")
+    ]
+    assert tokenizers[0] == tokenizers[1]
+
+
+def test_characters_that_the_model_lacks_are_listed(trained: Path, tmp_path: Path) -> None:
+    ended = tune(trained, "héllo wörld\n" * 99, tmp_path / "out")
+    assert ended.status == 2
+    assert ended.last_line == (
+        "DataError: the text has 2 characters that the model to start from does not know: 'é', 'ö'"
+    )
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    trained: Path, documents: Path, byte_pairs: tokens.Words, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    files = find_text(documents, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), byte_pairs, tmp_path / "data")
+    ended = run(
+        words(data=tmp_path / "data", init_from=trained / "model", out=tmp_path / "out"),
+        cwd=tmp_path,
+    )
+    assert ended.status == 2
+    assert ended.last_line == (
+        "DataError: the model to start from takes characters; encode the text by its tokenizer,"
+        " with upload-data --tokenizer"
+    )
+
+
+def test_a_resumed_run_keeps_its_characters_and_its_bits(trained: Path, tmp_path: Path) -> None:
+    """The text has fewer characters than the model, so their ids are not the text's own."""
+    text = "to be or not to be, that is the question\n" * 99
+    whole = tune(trained, text, tmp_path / "whole", max_steps=8)
+    assert whole.status == 0, whole.output
+    half = tune(trained, text, tmp_path / "half", max_steps=8, checkpoint_seconds=0.001)
+    assert half.status == 0, half.output
+    for name in ("model", "output"):
+        shutil.rmtree(tmp_path / "half" / name)
+    checkpoints = sorted((tmp_path / "half/checkpoints").glob("checkpoint-*"))
+    checkpoints[-1].unlink()
+    again = run(words(resume=tmp_path / "half"), cwd=tmp_path)
+    assert again.status == 0, again.output
+    assert "resumed from the checkpoint of step 7" in again.output
+    files = [tmp_path / name / "model/model.safetensors" for name in ("whole", "half")]
+    assert files[0].read_bytes() == files[1].read_bytes()
