@@ -1344,11 +1344,12 @@ METRICS = {
 }
 
 
-def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float) -> str:
+def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
     """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
     words = [f"step={row['step']}/{max_steps}"]
     words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
-    words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
+    if seconds_left is not None:
+        words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
     return " ".join(words)
 
 
@@ -1759,7 +1760,7 @@ class Trainer:
         self.metrics.append(row)
         if self.chief:
             left = (config.max_steps - self.step) * seconds_per_step
-            log(metric_line(row, config.max_steps, left))
+            log(metric_line(row, config.max_steps, left if seconds_per_step else None))
             self.checkpoints.write_metrics([row], append=True)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
@@ -2144,8 +2145,12 @@ class Tokenizer:
     def unit(self) -> str:
         return "characters" if self.document["model"]["type"] == "WordLevel" else "tokens"
 
+    def word(self, id: int) -> bytes:
+        """The bytes of an id; none of a row beyond the vocabulary, as published models have."""
+        return self.words[id] if id < len(self.words) else b""
+
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self.words[id] for id in ids).decode(errors="replace")
+        return b"".join(map(self.word, ids)).decode(errors="replace")
 
 
 def byte_characters() -> dict[str, int]:
@@ -2761,10 +2766,10 @@ class Container:
     interface: str | None  # network interface between the hosts
     training: Path | None
     validation: Path | None
-    init_from: Path | None  # the model to start from
     model_dir: Path
     output_dir: Path
     checkpoint_dir: Path
+    init_from: Path | None = None  # the model to start from
 
     @property
     def host_index(self) -> int:

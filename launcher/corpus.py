@@ -62,6 +62,8 @@ class Upload:
     uploaded: bool = True
     train_tokens: Count = 0  # 0: the data set is text, which a run takes by characters
     val_tokens: Count = 0
+    vocabulary: str = ""  # the characters of a text
+    tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
 
 class Latest(Document):
@@ -76,7 +78,7 @@ class Text:
 
     size: int
     characters: int
-    vocabulary_size: int
+    vocabulary: str
     sha256: str
 
 
@@ -166,18 +168,19 @@ def survey(
         uri=uri,
         files=tuple(name for name, _ in files),
         uploaded=offline or find_upload(uri, settings) is None,
+        vocabulary_size=len(text.vocabulary),
         **asdict(text),
     )
     return upload, [source for _, source in files]
 
 
-def place_of(root: Path, sha256: str, settings: Settings) -> str:
-    """The URI of a data set, by the name of its source and by what it holds."""
+def place_of(root: Path, sha256: str, settings: Settings, kind: str = "data") -> str:
+    """The URI of a data set, or a model, by the name of its source and by what it holds."""
     stem = root.absolute().name.partition(".")[0] or root.absolute().name
     slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
     content = f"-{sha256[:12]}"
     name = slug.removesuffix(content) + content
-    return storage.to_uri(storage.join(settings.data_store, "data", name))
+    return storage.to_uri(storage.join(settings.data_store, kind, name))
 
 
 def send_tokens(
@@ -212,6 +215,7 @@ def send_tokens(
             files=made.files,
             train_tokens=made.train,
             val_tokens=made.val,
+            tokenizer=tokens.fingerprint(words.tokenizer),
         )
         send(upload, paths, settings, progress)
     return upload
@@ -442,7 +446,7 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
             f"{root}: {characters} characters are too few to train and validate on; use at least"
             f" {needed}, better a million"
         )
-    return Text(size, characters, len(vocabulary), digest.hexdigest())
+    return Text(size, characters, "".join(sorted(vocabulary)), digest.hexdigest())
 
 
 def get_corpus(

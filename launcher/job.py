@@ -39,6 +39,7 @@ LOCAL_FIELDS = {
     "preset",
     "hyperparameters",
     "entry_point",
+    "init_from",
     "resume",
 }
 
@@ -79,6 +80,7 @@ class TrainingJob(BaseModel):
     preset: str | None = None
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # None: the script of this package
+    init_from: str | None = None  # model to start from: job id, directory or URI; a URI at launch
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
     # For SageMaker only. Times are in seconds.
@@ -299,6 +301,7 @@ def load_script(file: Path, source: bytes) -> ModuleType:
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
         _ = module.make_config, module.PRESETS, module.metric_definitions
         _ = module.script_sha256, module.with_weights, module.write_artefact
+        _ = module.starting_values, module.read_tokenizer
     except AttributeError as error:
         raise InputError(
             f"{file}: not an edited copy of this version's train.py ({error}); start from the file"

@@ -205,7 +205,8 @@ def fill(
             raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
     model: GPT = script.GPT(config, vocabulary_size)
     for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
-        if not edited and name.endswith("norm.weight") and not bool((tensors[name] == 1).all()):
+        ones = not edited and name.endswith("norm.weight") and not config.norm_weights
+        if ones and not bool((tensors[name] == 1).all()):
             raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
         # The mask of an edited model may hold infinities.
         if bool(tensors[name].isnan().any() if edited else not tensors[name].isfinite().all()):

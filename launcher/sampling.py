@@ -123,9 +123,7 @@ def pieces(
         for step in steps:
             ids = step.tolist()
             ended = [was or id == tokenizer.end for was, id in zip(ended, ids, strict=True)]
-            words = [
-                b"" if end else tokenizer.words[id] for end, id in zip(ended, ids, strict=True)
-            ]
+            words = [b"" if end else tokenizer.word(id) for end, id in zip(ended, ids, strict=True)]
             yield [
                 decoder.decode(word, final=end)
                 for decoder, word, end in zip(decoders, words, ended, strict=True)

@@ -15,7 +15,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from launcher import corpus, storage
+from launcher import corpus, starting, storage
 from launcher.aws.images import TORCHRUN_ALONE, default_launcher
 from launcher.aws.instances import has_local_storage, log_instance, looks_like_gpu
 from launcher.aws.stack import with_stack
@@ -128,6 +128,8 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         InputError, ServiceError: as launch.
     """
     asked = job
+    if job.resume is not None and job.init_from is not None:
+        raise InputError("--init-from starts a new run; leave it out with --resume")
     if job.resume is not None:
         home, earlier = find(job.resume, settings)
         job = ready_to_resume(job, home, earlier, settings)
@@ -145,7 +147,10 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     if job.entry_point is not None:
         script = storage.path_of(job.entry_point).absolute()
         job = job.model_copy(update={"entry_point": script})
-    if job.preset is None and job.resume is None and looks_like_gpu(job.instance):
+    model = tokenizer = None
+    if asked.init_from is not None:
+        job, model, tokenizer = start_from(job, asked.init_from, near(settings, local), dry_run)
+    elif job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
     launcher = default_launcher(job.instance)
     if "launcher" not in job.model_fields_set and job.launcher != launcher:
@@ -160,6 +165,9 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     if job.validation is not None:
         channels["validation"] = find_channel(job.validation, near(settings, local), dry_run)
     check_length(channels, job.config(1))
+    if tokenizer is not None:
+        for channel in channels.values():
+            starting.check_known(channel.named, channel.upload, tokenizer, asked.init_from or "")
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
@@ -167,7 +175,8 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     logger.info(f"data: {job.data}{' (the last upload)' if last else ''}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
-    return Ready(job, plan, list(channels.values()), backend, settings)
+    every = [*channels.values(), *([model] if model else [])]
+    return Ready(job, plan, every, backend, settings)
 
 
 def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
@@ -266,7 +275,7 @@ def take_over(
 
 @dataclass(frozen=True)
 class Channel:
-    """The text of one channel: its name by the user, its URI, and the files to upload.
+    """The text, or model, of one channel: its name by the user, its URI, the files to upload.
 
     upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
     """
@@ -293,6 +302,22 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
         return Channel(location, uri, None, [])
     upload, sources = corpus.survey(path, settings, offline)
     return Channel(location, upload.uri, upload, sources)
+
+
+def start_from(
+    job: TrainingJob, named: str, settings: Settings, offline: bool
+) -> tuple[TrainingJob, Channel, Any]:
+    """The job with the shape of the model that it starts from, the model, and its tokenizer."""
+    with starting.opened(named, settings) as (directory, uri):
+        job, tokenizer = starting.with_values(job, directory)
+        if uri is not None:
+            channel = Channel(named, uri, None, [])
+        elif storage.local_path(settings.data_store) is not None:
+            channel = Channel(named, storage.to_uri(directory), None, [])
+        else:
+            upload, sources = starting.survey(named, directory, settings, offline)
+            channel = Channel(named, upload.uri, upload, sources)
+    return job.model_copy(update={"init_from": channel.uri}), channel, tokenizer
 
 
 def check_length(channels: Mapping[str, Channel], config: Any) -> None:

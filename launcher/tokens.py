@@ -181,6 +181,11 @@ class Words:
         }
 
 
+def fingerprint(tokenizer: train.Tokenizer) -> str:
+    """A SHA-256 of the bytes that each id stands for."""
+    return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
+
+
 def open_words(path: Path) -> Words:
     """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
 

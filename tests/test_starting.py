@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 import torch
+from launching import Ran
 from runs import SMALL, metrics, run, words
 
 from entry_point import train
@@ -286,3 +289,101 @@ def test_a_resumed_run_keeps_its_characters_and_its_bits(trained: Path, tmp_path
     assert "resumed from the checkpoint of step 7" in again.output
     files = [tmp_path / name / "model/model.safetensors" for name in ("whole", "half")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# -- by launch -------------------------------------------------------------------------------------
+
+
+def test_a_published_model_is_tuned_and_sampled_in_three_commands(
+    documents: Path,
+    byte_pairs: tokens.Words,
+    home: Path,
+    cli: Callable[..., Ran],
+    tmp_path: Path,
+) -> None:
+    publish(tmp_path / "qwen", byte_pairs)
+    qwen = str(tmp_path / "qwen")
+    assert cli("upload-data", str(documents), "--tokenizer", qwen).code == 0
+    values = {name: value for name, value in launching.TINY.items() if not name.startswith("n_")}
+    ran = cli("launch", "--instance", "local", "--init-from", qwen, *launching.sets(**values))
+    assert ran.code == 0, ran.err
+    sampled = cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300")
+    assert sampled.code == 0, sampled.err
+    shown = cli("status", "latest", "--json")
+    assert json.loads(shown.out)["hyperparameters"]["n_kv_head"] == 2
+
+
+def test_a_text_that_the_model_has_no_ids_for_is_refused_before_the_launch(
+    job: launching.Finished,
+    documents: Path,
+    cli: Callable[..., Ran],
+    tmp_path: Path,
+) -> None:
+    start = ("launch", "--instance", "local", "--init-from", job.job_id)
+    (tmp_path / "strange.txt").write_text("¡Olé! " * 999)
+    ran = cli(*start, "--data", str(tmp_path / "strange.txt"))
+    assert ran.code == 2
+    assert f"it has characters that {job.job_id} does not know: '¡'" in ran.error
+    uploaded = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "300")
+    ran = cli(*start, "--data", uploaded.out.strip())
+    assert ran.code == 2
+    assert f"its tokens are not those of {job.job_id}; encode the text with" in ran.error
+
+
+def test_a_text_is_refused_by_a_model_of_tokens(
+    documents: Path, byte_pairs: tokens.Words, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    publish(tmp_path / "qwen", byte_pairs)
+    words = ("--init-from", str(tmp_path / "qwen"), "--data", str(documents))
+    ran = cli("launch", "--instance", "local", *words)
+    assert ran.code == 2
+    assert f"it is text, and {tmp_path / 'qwen'} takes tokens; encode the text with" in ran.error
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (("--init-from", "./nothing"), "./nothing: no such directory"),
+        (("--init-from", "{job}", "--resume", "{job}"), "--init-from starts a new run"),
+        (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the model to start from has"),
+        (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_in_one_line(
+    job: launching.Finished, cli: Callable[..., Ran], words: tuple[str, ...], error: str
+) -> None:
+    local = () if "--resume" in words else ("--instance", "local")
+    ran = cli("launch", *local, *(word.format(job=job.job_id) for word in words))
+    assert ran.code == 2
+    assert error in ran.error
+
+
+def test_a_resumed_job_keeps_the_model_that_it_started_from(
+    job: launching.Finished, cli: Callable[..., Ran]
+) -> None:
+    words = ("--instance", "local", "--init-from", job.job_id, *launching.sets(max_steps=4))
+    ran = cli(
+        "launch",
+        *words,
+        "--data",
+        json.loads((job.directory / "job.json").read_text())["job"]["data"],
+    )
+    assert ran.code == 0, ran.err
+    ran = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=6")
+    assert ran.code == 0, ran.err
+    assert "resumed from the checkpoint of step 4" in ran.err
+
+
+@pytest.mark.usefixtures("cloud")
+def test_a_job_on_sagemaker_reads_the_model_from_a_channel(
+    s3: Any, job: launching.Finished, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    words = ("--instance", "ml.g5.xlarge", "--init-from", job.job_id, "--data", str(text_file))
+    ran = cli("launch", *words, "--dry-run")
+    assert ran.code == 0, ran.err
+    channels = {
+        c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
+        for c in json.loads(ran.out)["InputDataConfig"]
+    }
+    assert f"/models/{job.job_id}-" in channels["model"]
+    assert channels["model"].endswith("/")

@@ -94,7 +94,6 @@ def test_the_variables_say_where_things_are(base: Path, tmp_path: Path) -> None:
         interface="eth0",
         training=base / "input/data/training",
         validation=tmp_path / "val",
-        init_from=None,
         model_dir=Path("/somewhere/model"),
         output_dir=Path("/somewhere/output"),
         checkpoint_dir=base / "checkpoints",

@@ -210,7 +210,8 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dic
 def channels_of(job: TrainingJob) -> dict[str, str]:
     """The S3 prefix, or `*.txt` object, of each channel."""
     channels = {}
-    for name, uri in (("training", job.data), ("validation", job.validation)):
+    places = {"training": job.data, "validation": job.validation, "model": job.init_from}
+    for name, uri in places.items():
         if uri is None:
             continue
         if not uri.startswith("s3://"):

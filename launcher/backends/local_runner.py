@@ -147,6 +147,8 @@ class LocalRun:
         channels = {"training": self.job.data or ""}
         if self.job.validation is not None:
             channels["validation"] = self.job.validation
+        if self.job.init_from is not None:
+            channels["model"] = self.job.init_from
         for host in self.hosts:
             base = self.base(host)
             for name in ("input/config", "model", "output/data", "checkpoints"):

@@ -77,6 +77,13 @@ class LaunchCommand(Command):
 @click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
 @click.option("--entry-point", metavar="FILE", help="Your edited copy of train.py.")
 @click.option(
+    "--init-from",
+    metavar="JOB-ID|PATH|URI",
+    shell_complete=complete_job,
+    help="Start from the weights of an earlier job, or of a Hugging Face directory of the Qwen3"
+    " family.",
+)
+@click.option(
     "--resume",
     metavar="JOB-ID",
     shell_complete=complete_job,

@@ -108,7 +108,7 @@ def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
     assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
 
 
-def test_a_model_of_subword_tokens_is_trained_on_two_hosts(
+def test_a_model_of_subword_tokens_is_trained_and_tuned_on_two_hosts(
     aws: Emulator, command: Callable[..., Ran], text_file: Path
 ) -> None:
     uploaded = command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
@@ -121,6 +121,14 @@ def test_a_model_of_subword_tokens_is_trained_on_two_hosts(
     assert "bits/byte: " in command("status", job_id).out
     sampled = command("fetch-and-sample", job_id, "--prompt", "The 🙂")
     assert sampled.out.startswith("The 🙂"), sampled.err
+    shape = {name: launching.TINY[name] for name in launching.TINY if name.startswith("n_")}
+    recipe = {name: value for name, value in values.items() if name not in shape}
+    words = ("--init-from", job_id, "--instance-count", "2", *sets(**recipe))
+    tuned = command("launch", *INSTANCE, *words)
+    assert command("wait", tuned.out.strip()).code == 0, tuned.err
+    log = command("logs", tuned.out.strip()).out
+    assert "started from the weights in /opt/ml/input/data/model" in log
+    assert "step=0/" in log
 
 
 def test_an_edited_model_is_sampled_by_the_script_it_was_launched_with(

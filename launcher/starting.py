@@ -1,0 +1,119 @@
+"""Find the model that a run starts from, and check that it knows the text. Called by `submission`.
+
+A job reads it from the channel `model`: a directory of this machine for a local job, else a prefix
+`STORE/models/NAME-HASH/`, which is uploaded like a data set.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher import corpus, storage
+from launcher.errors import InputError
+from launcher.job import TrainingJob
+from launcher.settings import Settings
+
+if TYPE_CHECKING:  # it imports torch
+    from entry_point.train import Tokenizer
+
+DOCUMENTS = ("config.json", "training.json", "tokenizer.json", "tokenizer_config.json")
+INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
+    """A directory with the documents of a model, and the URI of one that is on S3.
+
+    Raises:
+        InputError: there is no such directory.
+        ServiceError: there is no such job, or it left no model.
+    """
+    if storage.local_path(named) is None:
+        names = storage.list_files(named, settings)
+        with tempfile.TemporaryDirectory() as temporary:
+            for name in names.keys() & DOCUMENTS:
+                content = storage.read_bytes(storage.join(named, name), settings)
+                Path(temporary, name).write_bytes(content or b"")
+            if "config.json" not in names:
+                raise InputError(f"{named}: no config.json is there")
+            yield Path(temporary), named.rstrip("/")
+        return
+    path = storage.path_of(named)
+    if path.is_dir():
+        yield path, None
+        return
+    if path.exists() or "/" in named:
+        raise InputError(f"{named}: no such directory")
+    from launcher.artefacts import fetch_model
+    from launcher.tracking import full_id
+
+    yield fetch_model(full_id(named, settings), settings), None
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files that a run reads."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file() and (path.name in (*DOCUMENTS, INDEX) or path.suffix == ".safetensors")
+    )
+
+
+def survey(
+    named: str, directory: Path, settings: Settings, offline: bool
+) -> tuple[corpus.Upload, list[Path]]:
+    """What `corpus.send` puts into the store, and the files here."""
+    sources = files_of(directory)
+    sha256 = corpus.digest_of([(path.name, path) for path in sources])
+    uri = corpus.place_of(Path(named), sha256, settings, "models")
+    upload = corpus.Upload(
+        uri=uri,
+        size=sum(path.stat().st_size for path in sources),
+        characters=0,
+        vocabulary_size=0,
+        sha256=sha256,
+        files=tuple(path.name for path in sources),
+        uploaded=offline or corpus.find_upload(uri, settings) is None,
+    )
+    return upload, sources
+
+
+def with_values(job: TrainingJob, directory: Path) -> tuple[TrainingJob, Tokenizer]:
+    """The job with the hyperparameters that the model prescribes, and the model's tokenizer.
+
+    Raises:
+        InputError: the script does not compute this model, or a hyperparameter differs from it.
+    """
+    module = job.script_module()
+    try:
+        values = module.starting_values(directory, job.hyperparameters)
+        tokenizer: Tokenizer = module.read_tokenizer(directory)
+    except module.TrainingError as error:
+        raise InputError(f"--init-from {job.init_from}: {error}") from None
+    return job.model_copy(update={"hyperparameters": values}), tokenizer
+
+
+def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, model: str) -> None:
+    """Raise InputError if the model has no ids for the text; `model` is its name.
+
+    Of text that `upload-data` did not put there, the run finds it out.
+    """
+    if upload is None:
+        return
+    encode = f"encode the text with `sm-nanogpt upload-data PATH --tokenizer {model}`"
+    if upload.train_tokens:
+        from launcher.tokens import fingerprint
+
+        if upload.tokenizer != fingerprint(tokenizer):
+            raise InputError(f"{named}: its tokens are not those of {model}; {encode}")
+    elif tokenizer.unit == "tokens":
+        raise InputError(f"{named}: it is text, and {model} takes tokens; {encode}")
+    elif unknown := sorted(set(upload.vocabulary) - {word.decode() for word in tokenizer.words}):
+        raise InputError(
+            f"{named}: it has characters that {model} does not know:"
+            f" {', '.join(map(repr, unknown[:20]))}{' and more' * (len(unknown) > 20)}"
+        )
