@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
-NAMES = ("throughput", "time_to_loss", "sampling", "startup", "scaling", "precision")
+NAMES = ("throughput", "time_to_loss", "sampling", "startup", "scaling", "precision", "fine_tuning")
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
 STUB_TRAIN = """

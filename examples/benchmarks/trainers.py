@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import re
 import sys
 import time
@@ -78,7 +79,8 @@ def our_seconds(out: Path) -> float:
     for line in (out / "output" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         tokens = (row["step"] - step) * config["batch_size"] * config["block_size"]
-        seconds, step = seconds + tokens / row["tokens_per_second"], row["step"]
+        speed = row.get("tokens_per_second", math.inf)  # none at step 0
+        seconds, step = seconds + tokens / speed, row["step"]
     return seconds
 
 
