@@ -95,6 +95,10 @@ def hyperparameter(
     return field(default=default, metadata=metadata)
 
 
+# Of a pass: enough for a GPU to be busy, and `gpt2` fits the 24 GB of an A10G.
+TOKENS_PER_PASS = 1 << 14
+
+
 @dataclass(frozen=True)
 class Config:
     """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
@@ -144,7 +148,10 @@ class Config:
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        1, "passes that one process makes over its part of the batch", 1
+        0,
+        "passes that one process makes over its part of the batch (0: the fewest of at most 16,384"
+        " tokens each)",
+        0,
     )
     seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
@@ -269,9 +276,16 @@ class Config:
     def peak_learning_rate(self) -> float:
         return self.learning_rate or {"muon": 0.02, "adamw": 0.001}[self.optimizer]
 
+    def passes(self, world_size: int) -> int:
+        """Passes of each process over its part of the batch."""
+        rows = self.batch_size // world_size
+        most = max(1, TOKENS_PER_PASS // self.block_size)
+        fewest = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
+        return self.gradient_accumulation_steps or fewest
+
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless world_size processes share the batch evenly."""
-        parts = world_size * self.gradient_accumulation_steps
+        parts = world_size * max(1, self.gradient_accumulation_steps)
         if self.batch_size % parts:
             passes = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
             processes = counted(world_size, "process")
@@ -300,6 +314,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # values are for a megabyte of text, which it learns by heart without weight decay.
     "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
                  learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
+    # For subword tokens, 300 million of them and more, and about an hour on one A10G.
+    "small": dict(n_layer=8, n_head=4, n_embd=512, block_size=512, tie_embeddings=True,
+                  batch_size=128, max_steps=5000, weight_decay=0.1, log_interval=10),
+    # The size of GPT-2, half a million tokens a step: 2.5 billion in all.
+    "gpt2": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, tie_embeddings=True,
+                 batch_size=480, max_steps=5000, momentum=0.95, weight_decay=0.1, log_interval=10),
 }
 # fmt: on
 
@@ -496,6 +516,42 @@ class Block(nn.Module):
         return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
 
 
+LOGITS_AT_ONCE = 1 << 26  # a quarter of a gigabyte in float32
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The mean cross-entropy of head(x), whose logits never lie in memory whole.
+
+    Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
+    3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        learns = any(ctx.needs_input_grad)
+        total = x.new_zeros((), dtype=torch.float32)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
+        cast, rows = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // len(weight))
+        for begin in range(0, len(x), rows):
+            some, wanted = x[begin : begin + rows], targets[begin : begin + rows, None]
+            logits = (some @ cast.mT).float()
+            logs = logits - logits.logsumexp(dim=-1, keepdim=True)
+            total -= logs.gather(1, wanted).sum()
+            if dw is not None:  # not yet divided by N, which float16 would round to 0
+                d = logs.exp_().scatter_add_(1, wanted, logs.new_full(wanted.shape, -1.0))
+                d = d.to(x.dtype)
+                dx[begin : begin + rows] = d @ cast
+                dw += d.mT @ some
+        ctx.save_for_backward(dx, dw)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = ctx.saved_tensors
+        scale = dy / len(dx)
+        return dx * scale, dw * scale, None
+
+
 class GPT(nn.Module):
     """The language model.
 
@@ -563,6 +619,9 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
+        if targets is not None and targets.numel() * len(head.weight) > LOGITS_AT_ONCE:
+            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), head.weight, targets.flatten())
+            return loss
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
             return logits
@@ -1629,7 +1688,7 @@ class Trainer:
         x, y = x.reshape(-1, length), y.reshape(-1, length)
         if length not in self.angles:
             self.angles[length] = self.model.angles(length)
-        passes = config.gradient_accumulation_steps
+        passes = config.passes(group.world_size)
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
             if config.dropout:
@@ -3844,7 +3903,7 @@ def main(argv: Sequence[str]) -> int:
         first = (str(error).strip() or "MemoryError").splitlines()[0]
         raise OutOfMemoryError(
             "set a larger gradient_accumulation_steps (now"
-            f" {config.gradient_accumulation_steps}), or a smaller batch_size, block_size or"
+            f" {config.passes(ranks.world_size)}), or a smaller batch_size, block_size or"
             f" n_embd; torch says: {first}"
         ) from None
 

@@ -15,7 +15,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from launcher import corpus, starting, storage
+from launcher import corpus, sizing, starting, storage
 from launcher.aws.images import TORCHRUN_ALONE, default_launcher
 from launcher.aws.instances import has_local_storage, log_instance, looks_like_gpu
 from launcher.aws.stack import with_stack
@@ -152,6 +152,11 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         job, model, tokenizer = start_from(job, asked.init_from, near(settings, local), dry_run)
     elif job.preset is None and job.resume is None and looks_like_gpu(job.instance):
         job = job.model_copy(update={"preset": "baby"})
+    channels: dict[str, Channel] = {}
+    if job.preset == "auto":
+        channels = find_channels(job, settings, dry_run)
+        n_tokens, vocabulary_size = size_of(channels["data"])
+        job = sizing.fitted(job, n_tokens, vocabulary_size)
     launcher = default_launcher(job.instance)
     if "launcher" not in job.model_fields_set and job.launcher != launcher:
         job = job.model_copy(update={"launcher": launcher})
@@ -160,14 +165,15 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         )
     plan = backend.check(job, dry_run)
     job = backend.afford(job, dry_run)
-    data = job.data if job.data is not None else corpus.last_upload(settings, dry_run, local)
-    channels = {"data": find_channel(data, near(settings, local), dry_run)}
-    if job.validation is not None:
-        channels["validation"] = find_channel(job.validation, near(settings, local), dry_run)
+    channels = channels or find_channels(job, settings, dry_run)
     check_length(channels, job.config(1))
     if tokenizer is not None:
         for channel in channels.values():
             starting.check_known(channel.named, channel.upload, tokenizer, asked.init_from or "")
+    if channels["data"].upload is not None:
+        n_tokens, vocabulary_size = size_of(channels["data"])
+        sizing.check_readings(job, n_tokens)
+        sizing.check_memory(job, vocabulary_size)
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
@@ -318,6 +324,29 @@ def start_from(
             upload, sources = starting.survey(named, directory, settings, offline)
             channel = Channel(named, upload.uri, upload, sources)
     return job.model_copy(update={"init_from": channel.uri}), channel, tokenizer
+
+
+def find_channels(job: TrainingJob, settings: Settings, offline: bool) -> dict[str, Channel]:
+    """Where the job reads its texts, by the job's fields."""
+    local = job.instance == "local"
+    data = job.data if job.data is not None else corpus.last_upload(settings, offline, local)
+    named = {"data": data, "validation": job.validation}
+    near_by = near(settings, local)
+    return {name: find_channel(text, near_by, offline) for name, text in named.items() if text}
+
+
+def size_of(channel: Channel) -> tuple[int, int]:
+    """The tokens to train on, or characters, and how many different ones there are.
+
+    Raises:
+        InputError: `upload-data` did not put the text there.
+    """
+    if channel.upload is None:
+        raise InputError(
+            f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
+        )
+    n = channel.upload.train_tokens or int(0.9 * channel.upload.characters)
+    return n, channel.upload.vocabulary_size
 
 
 def check_length(channels: Mapping[str, Channel], config: Any) -> None:

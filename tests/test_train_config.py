@@ -248,7 +248,7 @@ def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
 
 
 def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of cpu, quick, laptop, baby$"):
+    with pytest.raises(ConfigError, match=r"must be one of cpu, quick, laptop, baby, small, gpt2$"):
         config_of("--preset", "nosuch")
 
 

@@ -114,6 +114,27 @@ def test_with_targets_it_gives_their_mean_cross_entropy() -> None:
     torch.testing.assert_close(model(x, y), by_hand)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 4e-3)]
+)
+def test_the_loss_in_chunks_is_that_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, tied: bool
+) -> None:
+    x, y = ids(3, 8), ids(3, 8, seed=1)
+    found = []
+    for at_once in (1 << 30, 5 * VOCABULARY_SIZE):  # 24 rows make five chunks, one of them short
+        monkeypatch.setattr(train, "LOGITS_AT_ONCE", at_once)
+        model = lively(dataclasses.replace(SMALL, tie_embeddings=tied), dtype)
+        loss = model(x, y)
+        (1024 * loss).backward()  # as by a scaler
+        found.append([loss.detach(), *(train.gradient_of(p) / 1024 for p in model.parameters())])
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, y), loss, atol=tolerance, rtol=tolerance)
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
+
+
 def test_an_untrained_model_knows_nothing() -> None:
     model = GPT(SMALL, VOCABULARY_SIZE)
     model.init_weights(1)

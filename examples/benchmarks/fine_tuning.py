@@ -4,16 +4,17 @@ Examples:
   python examples/benchmarks/fine_tuning.py --text input.txt
   python examples/benchmarks/fine_tuning.py --text input.txt --ours='--optimizer adamw'
 
-In each round a model is trained on the first 70 % of the text. The other 30 % is then learned twice:
-from scratch, in as many steps, and from that model, in a tenth of the steps. The loss is that of the
-finished model over the last tenth of those 30 %, which neither has seen. --ours gives words to the
-second alone. Each round has another seed.
+In each round a model is trained on the first 70 % of the text. The other 30 % is then learned
+twice: from scratch, in as many steps, and from that model, in a tenth of the steps. The loss is
+that of the finished model over the last tenth of those 30 %, which neither has seen. --ours gives
+words to the second alone. Each round has another seed.
 """
 
 from __future__ import annotations
 
 import shlex
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import measure
@@ -50,7 +51,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
     found = measure.alternate(
         args.rounds,
-        {name: lambda index, name=name: trained(name, index) for name in ("scratch", "tuned")},
+        {name: partial(trained, name) for name in ("scratch", "tuned")},
     )
     (losses, seconds), (tuned_losses, tuned_seconds) = (
         map(list, zip(*runs, strict=True)) for runs in found.values()

@@ -29,9 +29,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "g7": ("RTX PRO 4500", _G7),
     "g7e": ("RTX PRO 6000", _G7),
     "p3": ("V100", {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
-    "p3dn": ("V100", {"24xlarge": 8}),
+    "p3dn": ("V100 32GB", {"24xlarge": 8}),
     "p4d": ("A100", {"24xlarge": 8}),
-    "p4de": ("A100", {"24xlarge": 8}),
+    "p4de": ("A100 80GB", {"24xlarge": 8}),
     "p5": ("H100", {"4xlarge": 1, "48xlarge": 8}),
     "p5e": ("H200", {"48xlarge": 8}),
     "p5en": ("H200", {"48xlarge": 8}),
@@ -42,6 +42,24 @@ GPUS: dict[str, tuple[int, str]] = {
     f"ml.{family}.{size}": (count, gpu)
     for family, (gpu, sizes) in _FAMILIES.items()
     for size, count in sizes.items()
+}
+
+# GiB of memory, and TFLOP/s of 16-bit products, of each GPU, from NVIDIA's data sheets.
+GPU_FACTS: dict[str, tuple[int, int]] = {
+    "T4": (16, 65),
+    "A10G": (24, 70),
+    "L4": (24, 121),
+    "L40S": (48, 362),
+    "RTX PRO 4500": (32, 200),
+    "RTX PRO 6000": (96, 500),
+    "V100": (16, 125),
+    "V100 32GB": (32, 125),
+    "A100": (40, 312),
+    "A100 80GB": (80, 312),
+    "H100": (80, 989),
+    "H200": (141, 989),
+    "B200": (180, 2250),
+    "B300": (268, 2250),
 }
 
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")

@@ -21,7 +21,7 @@ def cpu_processes(config: train.Config) -> int:
     """
     if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
         return 1
-    shares = config.batch_size // config.gradient_accumulation_steps
+    shares = config.batch_size // max(1, config.gradient_accumulation_steps)
     at_once = min(cores() // (chosen_threads() or 1), 8)
     return next((n for n in range(at_once, 1, -1) if shares % n == 0), 1)
 

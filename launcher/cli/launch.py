@@ -63,8 +63,8 @@ class LaunchCommand(Command):
 @click.option(
     "--preset",
     metavar="NAME",
-    help="cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), or baby"
-    " (default on SageMaker GPU instances).",
+    help="cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
+    " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
 )
 @click.option(
     "--set",
