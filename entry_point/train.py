@@ -144,6 +144,9 @@ class Config:
         fixed=True,
         group="data",
     )
+    mask_documents: bool = hyperparameter(
+        False, "end the attention where a document ends (for tokens; slower)", fixed=True
+    )
     batch_size: int = hyperparameter(
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
@@ -440,8 +443,13 @@ def shared(heads: Tensor, n: int) -> Tensor:
 QUERIES_AT_ONCE = 256
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Tensor:
-    """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, mask: Tensor | None = None
+) -> Tensor:
+    """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...].
+
+    A mask, bool [B, 1, T, T], is false where a query may not look, and causal then does not count.
+    """
     B, H, T, D = q.shape
     k, v = shared(k, H), shared(v, H)
     if plain_attention(q, dropout):
@@ -452,9 +460,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float) -> Ten
             end = begin + some.size(1) if causal else k.size(1)  # nobody looks further ahead
             ahead = q.new_full((some.size(1), end), float("-inf") if causal else 0.0)
             scores = torch.baddbmm(ahead.triu_(begin + 1), some, k[:, :end].mT, alpha=D**-0.5)
+            if mask is not None:
+                seen = mask[:, :, begin : begin + QUERIES_AT_ONCE, :end].expand(B, H, -1, -1)
+                scores = scores.masked_fill(~seen.flatten(0, 1), float("-inf"))
             parts.append(drop(scores.softmax(dim=-1), dropout) @ v[:, :end])
         return torch.cat(parts, dim=1).view(B, H, T, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout
+    )
+
+
+def within_documents(idx: Tensor, end: int) -> Tensor:
+    """Where a query may look, bool [B, 1, T, T]: back to the last `end` before it or at it."""
+    documents = (idx == end).cumsum(dim=1)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
 
 
 class Attention(nn.Module):
@@ -481,9 +501,10 @@ class Attention(nn.Module):
         q, k = rotate(qk, cos, sin).split((H, K), dim=1)
         return q, k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x, cos, sin)
-        y = attend(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, causal=True, dropout=dropout, mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -510,9 +531,9 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        x = x + drop(self.attention(norm(x, self.attention_norm), cos, sin), dropout)
+        x = x + drop(self.attention(norm(x, self.attention_norm), cos, sin, mask), dropout)
         return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
 
 
@@ -606,17 +627,19 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
+        end: int | None = None,
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
         angles are those of self.angles(T), computed once for many steps: a compiled graph would
-        compute them again in every layer.
+        compute them again in every layer. Attention does not cross the id `end`.
         """
+        mask = None if end is None else within_documents(idx, end)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
         x = drop(x, self.config.dropout if self.training else 0.0)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
         if targets is not None and targets.numel() * len(head.weight) > LOGITS_AT_ONCE:
@@ -1444,8 +1467,10 @@ def bytes_per_token(corpus: Corpus, config: Config) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, val: Tensor | Shards, config: Config, group: Group) -> float:
-    """Mean loss in nats per token over the windows of eval_windows.
+def evaluate(
+    model: nn.Module, val: Tensor | Shards, config: Config, group: Group, end: int | None = None
+) -> float:
+    """Mean loss in nats per token over the windows of eval_windows; end is as in GPT.forward.
 
     Each chunk is computed by one rank, and the chunks are added up in order, so any number of
     ranks gets the same loss from the same weights.
@@ -1456,7 +1481,7 @@ def evaluate(model: nn.Module, val: Tensor | Shards, config: Config, group: Grou
     model.eval()
     for index in range(group.rank, len(chunks), group.world_size):
         x, y = gather_windows(val, chunks[index], config.block_size, group.device)
-        losses[index] = model(x, y)
+        losses[index] = model(x, y, end=end)
     model.train()
     per_chunk = group.sum_(losses).tolist()
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
@@ -1480,6 +1505,7 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
+        self.end = corpus.tokenizer.end if config.mask_documents else None
         self.stop_signal = 0  # its number, once there was one
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
@@ -1697,7 +1723,7 @@ class Trainer:
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys, angles=self.angles[length]) / passes
+                loss = self.ddp(xs, ys, angles=self.angles[length], end=self.end) / passes
                 group.beat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -1809,7 +1835,7 @@ class Trainer:
             )
         self.logged_scale = gradient_scale
         if evaluates:
-            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group)
+            row["val_loss"] = evaluate(self.model, self.corpus.val, config, group, self.end)
             self.check_finite(row["val_loss"])
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
             row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
@@ -2359,6 +2385,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
             f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
             " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
         )
+    if config.mask_documents and corpus.tokenizer.end is None:
+        raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
     for name, part in (("training", corpus.train), ("validation", corpus.val)):
         if len(part) < config.block_size + 1:
             raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,3 +363,28 @@ def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
     steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
     shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
     assert shown == [["a", "b"], ["b", ""], ["", ""]]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_masked_shards_is_resumed_with_the_same_bits(
+    made: Path, tmp_path: Path, processes: int
+) -> None:
+    def trained(name: str) -> Path:
+        values = {**SMALL, "mask_documents": True, "checkpoint_seconds": 0.001}
+        given = words(data=made, out=tmp_path / name, processes=processes, **values)
+        ended = run(given, cwd=tmp_path)
+        assert ended.status == 0, ended.output
+        return tmp_path / name
+
+    whole, half = trained("whole"), trained("half")
+    shutil.rmtree(half / "model")
+    max((half / "checkpoints").glob("checkpoint-*")).unlink()
+    ended = run(words(resume=half), cwd=tmp_path)
+    assert "resumed from the checkpoint of step 9" in ended.output
+    files = [out / "model/model.safetensors" for out in (whole, half)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_text_of_characters_has_no_documents_to_mask(text_file: Path) -> None:
+    with pytest.raises(train.DataError, match="mask_documents needs tokens"):
+        corpus_of(text_file, mask_documents=True)

@@ -135,6 +135,28 @@ def test_the_loss_in_chunks_is_that_of_all_logits(
         torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_masked_attention_does_not_cross_the_end_of_a_document(
+    dtype: torch.dtype, dropout: float
+) -> None:
+    model = lively(dataclasses.replace(SMALL, dropout=dropout), dtype).train()
+    x = torch.tensor([[1, 2, 3, 0, 4, 5, 6, 7]])
+    for place in range(3):
+        other = x.clone()
+        other[0, place] += 3
+        logits = []
+        for ids_there in (x, other):
+            train.seed_draws(torch.device("cpu"), 1)
+            logits.append(model(ids_there, end=0)[0])
+        assert torch.equal(logits[0][:place], logits[1][:place])
+        assert not torch.allclose(logits[0][place:3], logits[1][place:3])
+        assert torch.equal(logits[0][3:], logits[1][3:])
+    if not dropout:  # alone in its window, a document's tokens see the same
+        alone = model(x[:, 3:], angles=tuple(a[3:8] for a in model.angles(8)), end=0)[0]
+        torch.testing.assert_close(alone, model(x, end=0)[0, 3:], atol=1e-2, rtol=1e-2)
+
+
 def test_an_untrained_model_knows_nothing() -> None:
     model = GPT(SMALL, VOCABULARY_SIZE)
     model.init_weights(1)
