@@ -14,10 +14,10 @@ import torch
 from entry_point import train
 from launcher import engine
 from launcher.artefacts import fetch_described, script_finder
+from launcher.encoder import load_words
 from launcher.errors import InputError, ServiceError
 from launcher.model import FindScript, load_artefact
 from launcher.settings import Settings, load_settings
-from launcher.tokens import Words, load_words
 from launcher.tracking import describe
 
 
@@ -101,8 +101,8 @@ def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if tokenizer.unit == "tokens":
-        words = Words(json.dumps(tokenizer.document), tokenizer.end_of_text)
-        ids: list[int] = load_words(words).encode(prompt, add_special_tokens=False).ids
+        words = load_words(json.dumps(tokenizer.document))
+        ids: list[int] = words.encode(prompt, add_special_tokens=False).ids
         return ids
     known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
     if unknown := sorted(set(prompt) - set(known)):

@@ -25,16 +25,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from entry_point import train
 from launcher import documents as door
+from launcher.backends.cpu import cores
+from launcher.encoder import Batch, encoded
 from launcher.errors import InputError
 from launcher.model import LARGEST_TOKENIZER
 from launcher.storage import Progress
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 SUFFIXES = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst")
@@ -42,7 +41,8 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
-BATCH = 1 << 20  # characters given to the library's threads at once
+BATCH = 1 << 20  # characters encoded at once
+PARALLEL_FROM = 1 << 25  # bytes: to start processes takes a second
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, or as many tokens as no evaluation needs more of.
@@ -242,20 +242,6 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
     return Words(tokenizer.to_str(), END_OF_TEXT)
 
 
-def load_words(words: Words) -> Tokenizer:
-    """The library's tokenizer, which encodes special tokens in a text as ordinary text."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(words.content)
-    except Exception as error:  # the library raises no class of its own
-        raise InputError(f"tokenizer.json: {error}") from None
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def check_characters(words: Words, pieces: Sequence[str]) -> None:
     """Raises InputError if a text has characters that a tokenizer of characters lacks."""
     known = {word.decode() for word in words.tokenizer.words}
@@ -302,7 +288,8 @@ def encode(
         whole = (part for document in whole for part in halves(document, cut))
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends = write_documents(whole, words, code, file, progress)
+        processes = cores() if source.size > PARALLEL_FROM else 1
+        ends = write_documents(whole, words, code, file, progress, processes)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
     order = list(range(len(ends)))
@@ -357,31 +344,39 @@ def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
 
 
 def write_documents(
-    whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
+    whole: Iterator[Iterator[str]],
+    words: Words,
+    code: str,
+    file: IO[bytes],
+    progress: Progress,
+    processes: int,
 ) -> array[int]:
     """Write the ids of each document and of its end; returns where each ends, counted in ids."""
-    tokenizer = load_words(words)
-    end = [] if words.tokenizer.end is None else [words.tokenizer.end]
-    unit = words.tokenizer.unit
+    end = array(code, [] if words.tokenizer.end is None else [words.tokenizer.end])
     ends, position = array("Q"), 0
-    for batch in batches(whole):
-        pieces = [piece for piece in batch if piece is not None]
-        if unit == "characters":
-            check_characters(words, pieces)
-        encoded = iter(tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+    for batch, found in encoded(checked(batches(whole), words), words.content, code, processes):
+        each = iter(found)
         for piece in batch:
-            ids = array(code, end if piece is None else next(encoded).ids)
-            position += len(ids)
-            ids.tofile(file)
+            ids = end.tobytes() if piece is None else next(each)
+            position += len(ids) // end.itemsize
+            file.write(ids)
             if piece is None:
                 ends.append(position)
-        progress(sum(len(piece.encode()) for piece in pieces))
+        progress(sum(len(piece.encode()) for piece in batch if piece is not None))
     return ends
 
 
-def batches(whole: Iterator[Iterator[str]]) -> Iterator[list[str | None]]:
+def checked(batches: Iterator[Batch], words: Words) -> Iterator[Batch]:
+    """The batches, whose characters a tokenizer of characters has."""
+    for batch in batches:
+        if words.tokenizer.unit == "characters":
+            check_characters(words, [piece for piece in batch if piece is not None])
+        yield batch
+
+
+def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
     """Pieces of some BATCH characters together; None stands where a document ends."""
-    batch: list[str | None] = []
+    batch: Batch = []
     characters = 0
     for document in whole:
         for piece in document:

@@ -14,12 +14,15 @@ import launching
 import pytest
 import torch
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import Ran
 from runs import SMALL, make_hosts, metrics, run, run_hosts, words
 
 from entry_point import train
-from launcher import InputError, tokens, upload_data
+from launcher import InputError, ServiceError, tokens, upload_data
 from launcher.corpus import find_text
+from launcher.encoder import Encoder, encoded, load_words, start
 from launcher.sampling import encode, pieces
 from launcher.settings import Settings
 from launcher.storage import local_path
@@ -136,7 +139,7 @@ def test_what_is_no_text_is_named(name: str, content: bytes, reason: str, tmp_pa
 
 def test_text_comes_back_from_its_tokens(words_of: tokens.Words) -> None:
     every = "".join(map(chr, range(1, 0x250))) + STRANGE
-    ids = tokens.load_words(words_of).encode(every, add_special_tokens=False).ids
+    ids = load_words(words_of.content).encode(every, add_special_tokens=False).ids
     assert words_of.tokenizer.decode(ids) == every
     assert words_of.tokenizer.end not in ids  # the text only spells it
 
@@ -153,7 +156,7 @@ def test_transformers_reads_the_same_tokenizer(made: Path, words_of: tokens.Word
 
     theirs = AutoTokenizer.from_pretrained(made)
     text = FOX + "漢字 🙂"
-    assert theirs(text)["input_ids"] == tokens.load_words(words_of).encode(text).ids
+    assert theirs(text)["input_ids"] == load_words(words_of.content).encode(text).ids
     assert theirs.eos_token_id == words_of.tokenizer.end
 
 
@@ -388,3 +391,72 @@ def test_a_run_on_masked_shards_is_resumed_with_the_same_bits(
 def test_a_text_of_characters_has_no_documents_to_mask(text_file: Path) -> None:
     with pytest.raises(train.DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
+
+
+# -- the encoder -----------------------------------------------------------------------------------
+
+KINDS = [
+    "ab '\n",
+    "a'sdmtlvre ",
+    "  \n\t\r\x0b\x0c1a",
+    "123a½²Ⅷ٣ ",
+    "é漢字🙂 \n",
+    "_-!? 1\n\x1c\x85",
+]
+
+
+@given(st.lists(st.text(st.sampled_from("".join(KINDS))) | st.text(), max_size=5))
+def test_remembered_words_have_the_librarys_ids(encoder: Encoder, pieces: list[str]) -> None:
+    assert encoder.finds_words
+    assert encoder.encode(pieces) == encoder.ask(pieces)
+
+
+@pytest.fixture(scope="module")
+def encoder(words_of: tokens.Words) -> Encoder:
+    return Encoder(words_of.content, "H")
+
+
+def test_every_character_has_the_librarys_ids(encoder: Encoder) -> None:
+    pieces = [f"a{chr(c)}b {chr(c)}{chr(c)}1\n{chr(c)}" for c in range(1, 0x3100)]
+    assert encoder.encode(pieces) == encoder.ask(pieces)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
+    ],
+)
+def test_another_kind_of_tokenizer_is_left_to_the_library(
+    words_of: tokens.Words, change: dict[str, Any]
+) -> None:
+    other = Encoder(json.dumps({**json.loads(words_of.content), **change}), "H")
+    assert not other.finds_words
+    assert other.encode(["e\u0301 a"]) == other.ask(["e\u0301 a"])
+
+
+def test_several_processes_give_the_ids_of_one_in_order(words_of: tokens.Words) -> None:
+    batches: list[Any] = [[FOX * n, None, STRANGE] for n in range(1, 20)]
+    one, several = (list(encoded(iter(batches), words_of.content, "H", n)) for n in (1, 3))
+    assert one == several
+
+
+def test_an_encoder_that_is_killed_is_an_error(
+    words_of: tokens.Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed() -> Any:
+        worker = start()
+        worker.kill()
+        return worker
+
+    monkeypatch.setattr("launcher.encoder.start", killed)
+    with pytest.raises(ServiceError, match="a process that encodes the text ended"):
+        list(encoded(iter([[FOX]]), words_of.content, "H", 2))

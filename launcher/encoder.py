@@ -1,0 +1,193 @@
+"""Encode text by a tokenizer.json, in several processes. Called by `tokens` and `sampling`.
+
+It imports no torch, so that its processes start at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import unicodedata
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Batch = list[str | None]  # pieces of text; None stands where a document ends
+
+# The pre-tokenizer of `learn_words`, as in GPT-2's encoder.py. [^\W\d_] is \p{L} there, and \d is
+# \p{N}, but for strange characters.
+WORD = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+LINE = re.compile(r"(?<=\S\n)(?=\S)")  # a cut that leaves the words as they are
+REMEMBERED = 1 << 27  # bytes of words and their ids
+
+
+def is_strange(character: str) -> bool:
+    """Whether Python and Unicode 3.2 disagree about it: as letter, number, space, or none."""
+    category = unicodedata.ucd_3_2_0.category(character)
+    space = category.startswith("Z") or character in "\t\n\v\f\r\x85"
+    kinds = (category.startswith("L"), category.startswith("N"), space, category == "Cn")
+    letter = re.match(r"[^\W\d_]", character) is not None
+    return kinds != (letter, character.isdecimal(), character.isspace(), False)
+
+
+@lru_cache
+def strange() -> re.Pattern[str]:
+    """A character for which the library has to find the words: also any of CJK and beyond."""
+    known = "".join(re.escape(c) for c in map(chr, range(0x3000)) if not is_strange(c))
+    return re.compile(f"[^{known}]")
+
+
+def load_words(content: str) -> Tokenizer:
+    """The library's tokenizer, which encodes special tokens in a text as ordinary text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # the library raises no class of its own
+        raise InputError(f"tokenizer.json: {error}") from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Encoder:
+    """Turns text into ids, as bytes of the type `code`.
+
+    Most of a text is words that were there before, whose ids it remembers: on one core it is three
+    times as fast as the library.
+    """
+
+    def __init__(self, content: str, code: str) -> None:
+        self.tokenizer, self.code = load_words(content), code
+        document = json.loads(content)
+        plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+        found = document["pre_tokenizer"] or {}
+        self.finds_words = (
+            document["normalizer"] is None
+            and not any(not token["special"] for token in document["added_tokens"])
+            and {name: found.get(name) for name in plain} == plain
+        )
+        self.known: dict[str, bytes] = {}
+        self.size = 0
+
+    def ask(self, pieces: Sequence[str]) -> list[bytes]:
+        """The ids by the library, which uses all cores."""
+        encoded = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        return [array(self.code, each.ids).tobytes() for each in encoded]
+
+    def encode(self, pieces: Sequence[str]) -> list[bytes]:
+        """The ids of each piece."""
+        if not self.finds_words:
+            return self.ask(pieces)
+        return [b"".join(map(self.part, self.parts(piece))) for piece in pieces]
+
+    def parts(self, piece: str) -> list[str]:
+        """The piece, or its lines if it has strange characters."""
+        return LINE.split(piece) if strange().search(piece) else [piece]
+
+    def part(self, text: str) -> bytes:
+        if strange().search(text):
+            return self.ask([text])[0]
+        words = WORD.findall(text)
+        try:
+            return b"".join(map(self.known.__getitem__, words))
+        except KeyError:
+            new = [word for word in set(words) if word not in self.known]
+            self.known.update(zip(new, self.ask(new), strict=True))
+        found = b"".join(map(self.known.__getitem__, words))
+        self.size += sum(200 + len(word) for word in new)
+        if self.size > REMEMBERED:
+            self.known, self.size = {}, 0
+        return found
+
+
+def encoded(
+    batches: Iterator[Batch], content: str, code: str, processes: int
+) -> Iterator[tuple[Batch, list[bytes]]]:
+    """Each batch with the ids of its pieces, in order.
+
+    Raises:
+        ServiceError: one of the processes was killed.
+    """
+
+    def pieces(batch: Batch) -> list[str]:
+        return [piece for piece in batch if piece is not None]
+
+    if processes == 1:
+        encoder = Encoder(content, code)
+        for batch in batches:
+            yield batch, encoder.encode(pieces(batch))
+        return
+    waiting: deque[tuple[Batch, subprocess.Popen[bytes]]] = deque()
+
+    def result() -> tuple[Batch, list[bytes]]:
+        batch, worker = waiting.popleft()
+        assert worker.stdout is not None
+        return batch, pickle.load(worker.stdout)
+
+    try:
+        with ExitStack() as stack:
+            workers = [stack.enter_context(start()) for _ in range(processes)]
+            for worker in workers:
+                stack.callback(worker.kill)  # which the context then waits for
+                send(worker, (content, code))
+            for number, batch in enumerate(batches):
+                if len(waiting) == processes:  # so that none of them waits with a full pipe
+                    yield result()
+                worker = workers[number % processes]
+                send(worker, pieces(batch))
+                waiting.append((batch, worker))
+            while waiting:
+                yield result()
+    except (EOFError, BrokenPipeError):
+        raise ServiceError(
+            "a process that encodes the text ended; was there too little memory?"
+        ) from None
+
+
+def start() -> subprocess.Popen[bytes]:
+    here = str(Path(__file__).absolute().parents[1])
+    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "launcher.encoder"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+        process_group=0,  # Ctrl-C is for the command, which ends them
+    )
+
+
+def send(worker: subprocess.Popen[bytes], value: object) -> None:
+    assert worker.stdin is not None
+    pickle.dump(value, worker.stdin)
+    worker.stdin.flush()
+
+
+def serve() -> None:
+    """Encode what arrives, until nothing does."""
+    encoder = Encoder(*pickle.load(sys.stdin.buffer))
+    while True:
+        try:
+            pieces: Sequence[str] = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(encoder.encode(pieces), sys.stdout.buffer)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()
