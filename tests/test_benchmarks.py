@@ -11,7 +11,16 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
-NAMES = ("throughput", "time_to_loss", "sampling", "startup", "scaling", "precision", "fine_tuning")
+NAMES = (
+    "throughput",
+    "time_to_loss",
+    "sampling",
+    "startup",
+    "scaling",
+    "precision",
+    "fine_tuning",
+    "tokens",
+)
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
 STUB_TRAIN = """

@@ -1,0 +1,84 @@
+"""What subword tokens are worth: bits per byte of characters and of BPE, in the same time.
+
+Examples:
+  python examples/benchmarks/tokens.py --text input.txt
+  python examples/benchmarks/tokens.py --text other.txt --vocab-sizes 2048,8192
+
+Characters train with --preset cpu. Tokens train with the same words, but as many steps as take the
+same time, by a first look at 100 steps of each. The loss is of the last step, over the whole
+validation part, which is the last tenth of the text for both. --ours gives words to all runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import measure
+from measure import Report
+from trainers import SHAPES, our_seconds, ours
+
+
+def encoded(text: Path, vocab_size: int, home: Path) -> Path:
+    """The directory of the text's tokens."""
+    words = ["upload-data", str(text), "--tokenizer", "bpe", "--vocab-size", str(vocab_size)]
+    command = [sys.executable, "-m", "launcher.cli", *words, "--json"]
+    said = measure.output(measure.Process(command, env={"SM_NANOGPT_HOME": str(home)}))
+    (uri,) = re.findall(r'"uri": "file://(.+)"', said)
+    return Path(uri)
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    words = {"preset": "cpu", "max_steps": 2000, **args.ours}
+    sizes = [int(size) for size in args.vocab_sizes.split(",")]
+    look = 100
+    if args.quick:
+        words = SHAPES["smoke"] | {"max_steps": 20, "sample_length": 10} | args.ours
+        sizes, look = [300], 10
+    texts = {"characters": args.text}
+    for size in sizes:
+        texts[f"BPE of {size}"] = encoded(args.text, size, scratch / "home")
+
+    def trained(name: str, steps: int, index: int) -> tuple[float, float]:
+        out = scratch / f"{index}-{name}-{steps}"
+        last = {"max_steps": steps, "eval_interval": steps, "eval_windows": 0}
+        more = {**words, **last, "seed": args.first_seed + index}
+        measure.output(ours(texts[name], out, more, threads=1 if args.quick else None).process)
+        row = json.loads((out / "output" / "metrics.jsonl").read_text().splitlines()[-1])
+        return row["bits_per_byte"], our_seconds(out)
+
+    each = {name: trained(name, look, -1)[1] for name in texts}
+    steps = {
+        name: math.ceil(int(words["max_steps"]) * each["characters"] / seconds)
+        for name, seconds in each.items()
+    }
+    found = measure.alternate(
+        args.rounds, {name: partial(trained, name, steps[name]) for name in texts}
+    )
+    rows = []
+    for name, runs in found.items():
+        bits, seconds = map(list, zip(*runs, strict=True))
+        what = f"{name}, {steps[name]} steps"
+        rows.append({"": what, "bits per byte": bits, "training s": seconds})
+    return Report(
+        rows,
+        {
+            "our words": shlex.join(measure.told(words)),
+            "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
+        },
+    )
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=3, nanogpt=False)
+    parser.add_argument(
+        "--vocab-sizes", default="2048,8192", metavar="N,N", help="(default: 2048,8192)"
+    )
+    parser.add_argument("--first-seed", type=int, default=2000, metavar="N", help="(default 2000)")
+    measure.run(parser, benchmark)
