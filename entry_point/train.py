@@ -994,7 +994,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
         }
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
 
 
@@ -1003,7 +1003,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     try:
         document = json.loads((directory / "tokenizer.json").read_bytes())
         end = json.loads((directory / "tokenizer_config.json").read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{directory}: its tokenizer cannot be read: {error}") from None
     return Tokenizer(document, end["content"] if isinstance(end, dict) else end)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports torch
 
 DOCUMENTS = ("config.json", "training.json", "tokenizer.json", "tokenizer_config.json")
 INDEX = "model.safetensors.index.json"
+LARGEST = 1 << 25  # bytes of a document on S3
 
 
 @contextmanager
@@ -33,13 +34,14 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
         ServiceError: there is no such job, or it left no model.
     """
     if storage.local_path(named) is None:
-        names = storage.list_files(named, settings)
+        sizes = storage.list_files(named, settings)
+        if "config.json" not in sizes:
+            raise InputError(f"{named}: no config.json is there")
         with tempfile.TemporaryDirectory() as temporary:
-            for name in names.keys() & DOCUMENTS:
-                content = storage.read_bytes(storage.join(named, name), settings)
-                Path(temporary, name).write_bytes(content or b"")
-            if "config.json" not in names:
-                raise InputError(f"{named}: no config.json is there")
+            for name in sizes.keys() & DOCUMENTS:
+                if sizes[name] > LARGEST:
+                    raise InputError(f"{named}: {name} is larger than {LARGEST >> 20} MiB")
+                storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
     path = storage.path_of(named)

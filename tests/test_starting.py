@@ -387,3 +387,23 @@ def test_a_job_on_sagemaker_reads_the_model_from_a_channel(
     }
     assert f"/models/{job.job_id}-" in channels["model"]
     assert channels["model"].endswith("/")
+
+
+@pytest.mark.usefixtures("cloud")
+def test_a_model_on_s3_is_read_where_it_is(
+    s3: Any, byte_pairs: tokens.Words, text_file: Path, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    publish(tmp_path / "qwen", byte_pairs)
+    padded = json.loads(byte_pairs.content) | {"comment": "x" * (1 << 22)}  # as large as real ones
+    (tmp_path / "qwen/tokenizer.json").write_text(json.dumps(padded))
+    for path in (tmp_path / "qwen").iterdir():
+        s3.upload_file(str(path), s3.bucket, f"models/qwen/{path.name}")
+    uri = f"s3://{s3.bucket}/models/qwen"
+    words = ("launch", "--instance", "ml.g5.xlarge", "--dry-run", "--init-from", uri)
+    ran = cli(*words, "--data", f"s3://{s3.bucket}/tokens")
+    assert ran.code == 0, ran.err
+    request = json.loads(ran.out)
+    assert request["HyperParameters"]["n_kv_head"] == "2"
+    assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
+    ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
+    assert (ran.code, ran.error) == (2, f"s3://{s3.bucket}/models: no config.json is there")
