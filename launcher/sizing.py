@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 TOKENS_PER_PARAMETER, READINGS = 20, 4
 MOST_READINGS = 20  # before a warning; `baby` reads its megabyte 16 times
 FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
+SHORT_RUN = 10_000_000  # tokens; a run that only tries something is not warned about
 PART_OF_PEAK = 0.35
 GB = 2**30
 
@@ -76,8 +77,9 @@ def check_memory(job: TrainingJob, vocabulary_size: int) -> None:
 def check_readings(job: TrainingJob, tokens: int) -> None:
     """Warn if the run reads its text too often."""
     config = job.config(1)
-    readings = config.max_steps * config.batch_size * config.block_size / tokens
-    if readings > MOST_READINGS:
+    seen = config.max_steps * config.batch_size * config.block_size
+    readings = seen / tokens
+    if readings > MOST_READINGS and seen > SHORT_RUN:
         logger.warning(
             f"the run reads the text {readings:.0f} times, and will learn it by heart; use more"
             " text, a smaller max_steps or --preset auto"

@@ -65,11 +65,14 @@ def test_the_presets_fit_the_default_instance(
     assert "may need more" not in caplog.text
 
 
-@pytest.mark.parametrize("steps, warned", [(10_000, True), (10, False)])
+@pytest.mark.parametrize(
+    "steps, tokens, warned",
+    [(100_000, 1_000_000, True), (100_000, 10_000_000, False), (1000, 1000, False)],
+)
 def test_a_text_that_is_read_too_often_is_warned_about(
-    steps: int, warned: bool, caplog: pytest.LogCaptureFixture
+    steps: int, tokens: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizing.check_readings(job("local", max_steps=steps), 100_000)
+    sizing.check_readings(job("local", max_steps=steps), tokens)
     assert ("learn it by heart" in caplog.text) is warned
 
 

@@ -690,7 +690,7 @@ def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
     text_file: Path, tmp_path: Path
 ) -> None:
     bounded = ("bash", "-c", 'ulimit -v 6000000; exec "$@"', "bash", sys.executable, str(SCRIPT))
-    much = {**SMALL, "batch_size": 100_000, "n_embd": 1024}
+    much = {**SMALL, "batch_size": 100_000, "n_embd": 1024, "gradient_accumulation_steps": 1}
     end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
     assert end.status == 1
     advice = "OutOfMemoryError: set a larger gradient_accumulation_steps (now 1), or a smaller"
