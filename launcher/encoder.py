@@ -30,6 +30,10 @@ Batch = list[str | None]  # pieces of text; None stands where a document ends
 # The pre-tokenizer of `learn_words`, as in GPT-2's encoder.py. [^\W\d_] is \p{L} there, and \d is
 # \p{N}, but for strange characters.
 WORD = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+# The same for ASCII, in two thirds of the time.
+ASCII_WORD = re.compile(
+    r"'(?:[sdmt]|ll|ve|re)| ?(?:[a-zA-Z]+|[0-9]+|[^\sa-zA-Z0-9]+)|\s+(?!\S)|\s+", re.ASCII
+)
 LINE = re.compile(r"(?<=\S\n)(?=\S)")  # a cut that leaves the words as they are
 REMEMBERED = 1 << 27  # bytes of words and their ids
 
@@ -96,13 +100,16 @@ class Encoder:
         return [b"".join(map(self.part, self.parts(piece))) for piece in pieces]
 
     def parts(self, piece: str) -> list[str]:
-        """The piece, or its lines if it has strange characters."""
-        return LINE.split(piece) if strange().search(piece) else [piece]
+        """The piece, or its lines, most of which may be ASCII."""
+        return [piece] if piece.isascii() else LINE.split(piece)
 
     def part(self, text: str) -> bytes:
-        if strange().search(text):
+        if text.isascii():
+            words = ASCII_WORD.findall(text)
+        elif strange().search(text):
             return self.ask([text])[0]
-        words = WORD.findall(text)
+        else:
+            words = WORD.findall(text)
         try:
             return b"".join(map(self.known.__getitem__, words))
         except KeyError:
