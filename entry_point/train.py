@@ -537,7 +537,11 @@ class Block(nn.Module):
         return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
 
 
-LOGITS_AT_ONCE = 1 << 26  # a quarter of a gigabyte in float32
+LOGITS_AT_ONCE = 1 << 26  # a quarter of a gigabyte in float32; on a CPU a quarter of that
+
+
+def logits_at_once(device: torch.device) -> int:
+    return LOGITS_AT_ONCE >> (2 if device.type == "cpu" else 0)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -552,11 +556,11 @@ class ChunkedLoss(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
         total = x.new_zeros((), dtype=torch.float32)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
-        cast, rows = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // len(weight))
+        cast, rows = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
         for begin in range(0, len(x), rows):
             some, wanted = x[begin : begin + rows], targets[begin : begin + rows, None]
-            logits = (some @ cast.mT).float()
-            logs = logits - logits.logsumexp(dim=-1, keepdim=True)
+            logs = (some @ cast.mT).float()
+            logs -= logs.logsumexp(dim=-1, keepdim=True)
             total -= logs.gather(1, wanted).sum()
             if dw is not None:  # not yet divided by N, which float16 would round to 0
                 d = logs.exp_().scatter_add_(1, wanted, logs.new_full(wanted.shape, -1.0))
@@ -642,7 +646,8 @@ class GPT(nn.Module):
             x = block(x, cos, sin, mask)
         x = norm(x, self.norm)
         head = self.embed if self.head is None else self.head
-        if targets is not None and targets.numel() * len(head.weight) > LOGITS_AT_ONCE:
+        most = logits_at_once(x.device)
+        if targets is not None and targets.numel() * len(head.weight) > most:
             loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), head.weight, targets.flatten())
             return loss
         logits = F.linear(x, head.weight.to(x.dtype)).float()
