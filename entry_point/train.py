@@ -280,11 +280,11 @@ class Config:
         return self.learning_rate or {"muon": 0.02, "adamw": 0.001}[self.optimizer]
 
     def passes(self, world_size: int) -> int:
-        """Passes of each process over its part of the batch."""
-        rows = self.batch_size // world_size
-        most = max(1, TOKENS_PER_PASS // self.block_size)
-        fewest = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
-        return self.gradient_accumulation_steps or fewest
+        """Passes of each process over its part of the batch; they are of one size."""
+        rows, most = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
+        needed = math.ceil(rows / max(1, most))
+        fitting = (n for n in range(needed, 4 * needed) if rows % n == 0)
+        return self.gradient_accumulation_steps or next(fitting, 1)
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless world_size processes share the batch evenly."""
@@ -2392,6 +2392,11 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         )
     if config.mask_documents and corpus.tokenizer.end is None:
         raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
+    if 0 < config.vocab_size < len(corpus.tokenizer):
+        raise DataError(
+            f"vocab_size={config.vocab_size}: the text has {len(corpus.tokenizer)} different"
+            f" {corpus.tokenizer.unit}"
+        )
     for name, part in (("training", corpus.train), ("validation", corpus.val)):
         if len(part) < config.block_size + 1:
             raise DataError(

@@ -43,6 +43,10 @@ def test_a_pass_has_at_most_16384_tokens(
     assert train.make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
 
+def test_rows_that_no_number_of_passes_divides_are_one_pass() -> None:
+    assert train.Config(batch_size=97, block_size=256).passes(1) == 1
+
+
 def test_a_model_that_cannot_fit_its_gpu_is_refused() -> None:
     large = job(n_layer=48, n_embd=4096, n_head=32, block_size=2048, batch_size=64)
     with pytest.raises(InputError, match=r"needs at least \d+ GB, and its A10G has 24 GB; set a"):

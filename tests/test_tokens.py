@@ -388,6 +388,11 @@ def test_a_run_on_masked_shards_is_resumed_with_the_same_bits(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_fewer_rows_than_tokens_are_refused(made: Path) -> None:
+    with pytest.raises(train.DataError, match="vocab_size=50: the text has 400 different tokens"):
+        corpus_of(made, vocab_size=50)
+
+
 def test_a_text_of_characters_has_no_documents_to_mask(text_file: Path) -> None:
     with pytest.raises(train.DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
