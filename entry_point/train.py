@@ -962,24 +962,22 @@ def read_shape(directory: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((directory / "config.json").read_bytes())
-        rope = {"rope_type": "default", **(found.get("rope_parameters") or {})}
-        rope |= {"rope_type": "scaled"} if found.get("rope_scaling") else {}
-        theta = found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
-        expected = {
+        rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+        said = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        computed = {
             "model_type": "qwen3",
             "hidden_act": MLP.activation.__name__,
             "rms_norm_eps": NORM_EPS,
             "attention_bias": False,
             "quantization_config": None,
+            "rope_type": "default",
         }
-        for name, value in expected.items():
-            if found.get(name, value) != value or (name == "model_type" and name not in found):
+        for name, value in computed.items():
+            if said.get(name, None if name == "model_type" else value) != value:
                 raise ConfigError(
-                    f"the model to start from has {name}={found.get(name)!r}; this script computes"
+                    f"the model to start from has {name}={said.get(name)!r}; this script computes"
                     f" {value!r} alone"
                 )
-        if rope["rope_type"] != "default":
-            raise ConfigError("the model to start from scales its rotary positions (rope_scaling)")
         # Ours has norms without weights, which config.json cannot say.
         ours = directory / "training.json"
         trained = json.loads(ours.read_bytes())["config"] if ours.exists() else {}
@@ -993,7 +991,9 @@ def read_shape(directory: Path) -> dict[str, Any]:
             "n_hidden": found["intermediate_size"],
             "tie_embeddings": found["tie_word_embeddings"],
             "norm_weights": trained.get("norm_weights", not trained),
-            "rope_theta": float(theta),
+            "rope_theta": float(
+                found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
+            ),
             "vocab_size": found["vocab_size"],
             "block_size": min(found["max_position_embeddings"], slides or math.inf),
         }
@@ -1281,10 +1281,12 @@ class Optimizer:
         self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
         if config.optimizer == "muon":
             self.muon = Muon(matrices, config, group)
+            by_peak: dict[float, dict[str, Tensor]] = {}
             for name, parameter in rest.items():
                 untied = parameter is model.embed.weight and model.head is not None
                 peak = config.embedding_learning_rate if untied else config.head_learning_rate
-                self.adamws.append((AdamW({name: parameter}, config, 0.0), peak))
+                by_peak.setdefault(peak, {})[name] = parameter
+            self.adamws = [(AdamW(named, config, 0.0), peak) for peak, named in by_peak.items()]
         else:
             inner = {name: weight for name, (weight, _) in matrices.items()}
             for parameters, decay in ((inner, config.weight_decay), (rest, 0.0)):
