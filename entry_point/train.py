@@ -976,7 +976,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
             if said.get(name, None if name == "model_type" else value) != value:
                 raise ConfigError(
                     f"the model to start from has {name}={said.get(name)!r}; this script computes"
-                    f" {value!r} alone"
+                    f" {value!r} alone (if an edited script trained the model, use that script)"
                 )
         # Ours has norms without weights, which config.json cannot say.
         ours = directory / "training.json"

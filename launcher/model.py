@@ -29,6 +29,7 @@ from launcher.documents import Count, Damaged, Document, Scalar, parse, read_fil
 from launcher.errors import InputError
 from launcher.job import load_script
 
+ACTIVATION = train.MLP.activation.__name__
 LARGEST_TOKENIZER = 1 << 25  # bytes
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
@@ -110,7 +111,8 @@ def load_artefact(
         try:
             script = script_module(sha256, find_script)
         except InputError:
-            if own_script or found.get("model_type") != "qwen3":
+            same = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
+            if own_script or not same:
                 raise
             log_absent_script(sha256)
         if script is train:

@@ -95,7 +95,8 @@ def with_values(job: TrainingJob, directory: Path) -> tuple[TrainingJob, Tokeniz
         values = module.starting_values(directory, job.hyperparameters)
         tokenizer: Tokenizer = module.read_tokenizer(directory)
     except module.TrainingError as error:
-        raise InputError(f"--init-from {job.init_from}: {error}") from None
+        words = str(error).replace("use that script", "name it with --entry-point FILE")
+        raise InputError(f"--init-from {job.init_from}: {words}") from None
     return job.model_copy(update={"hyperparameters": values}), tokenizer
 
 

@@ -306,7 +306,12 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
             what = "no *.txt file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")
         return Channel(location, uri, None, [])
-    upload, sources = corpus.survey(path, settings, offline)
+    if known is not None and known.train_tokens:  # made here, before there was a store on S3
+        sources = [path / name for name in known.files]
+        uri = storage.join(settings.data_store, "data", path.name)
+        upload = replace(known, uri=uri, uploaded=offline or not corpus.find_upload(uri, settings))
+    else:
+        upload, sources = corpus.survey(path, settings, offline)
     return Channel(location, upload.uri, upload, sources)
 
 

@@ -124,7 +124,7 @@ def test_an_edited_model_is_sampled_as_it_was_trained(
     ran = cli("fetch-and-sample", job.job_id, *words)
     assert ran.code == 0, ran.err
     assert ran.out == "".join(vocabulary[i] for i in ids[0].tolist()) + "\n"
-    assert "sampling with the edited script that trained" in ran.err
+    assert "sampling with the edited or older script that trained" in ran.err
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +337,20 @@ def test_an_activation_that_qwen3_may_have_stays_loadable(tmp_path: Path) -> Non
     ids = torch.arange(11)[None]
     with torch.inference_mode():
         torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_a_qwen3_model_that_the_package_cannot_compute_needs_its_script(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    edit = ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")
+    job = launched(launching.edited(tmp_path / "mine.py", edit), home, cli, text_file)
+    ran = cli("launch", "--instance", "local", "--init-from", job.job_id)
+    assert ran.code == 2
+    assert "(if an edited script trained the model, name it with --entry-point FILE)" in ran.error
+    (job.directory / "code/train.py").unlink()
+    ran = cli("fetch-and-sample", job.job_id)
+    assert (ran.code, ran.out) == (2, "")
+    assert "name it with --entry-point FILE" in ran.error
 
 
 def test_an_archive_cannot_choose_a_script(edited: Finished) -> None:

@@ -64,6 +64,7 @@ from launcher.backends.sagemaker import (
 )
 from launcher.backends.toolkit import script_lines
 from launcher.settings import load_settings
+from launcher.storage import local_path
 from launcher.submission import new_job_id, prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -695,6 +696,28 @@ def test_an_upload_that_stayed_on_this_machine_goes_before_an_older_one_in_the_s
     ran = cli("--store", store, *LAUNCH, *words)
     assert ran.code == 0, ran.err
     assert f"data: {store}/data/{near.rsplit('/', 1)[-1]} (the last upload)" in ran.err
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_tokens_that_stayed_on_this_machine_are_uploaded_by_a_launch(
+    cloud: Emulator,
+    s3: Any,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    store = f"s3://{s3.bucket}/some/prefix"
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    made = cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
+    near = local_path(made.out.strip())
+    assert near is not None
+    ran = cli("--store", store, *LAUNCH, *words)
+    assert ran.code == 0, ran.err
+    assert f"data: {store}/data/{near.name} (the last upload)" in ran.err
+    there = s3.list_objects_v2(Bucket=s3.bucket, Prefix=f"some/prefix/data/{near.name}/")
+    names = {each["Key"].rsplit("/", 1)[-1] for each in there.get("Contents", [])}
+    assert names == (set() if words else {path.name for path in near.iterdir()})
 
 
 def test_an_upload_that_stayed_here_and_is_gone_gives_way_to_no_older_one(

@@ -105,8 +105,8 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
     if longest < SHORTEST_RUN:
         raise InputError(
-            f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: a run of"
-            f" {SHORTEST_RUN} s costs up to {usd(least)} with {', '.join(parts)}"
+            f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: even a run"
+            f" of {SHORTEST_RUN} s may cost {usd(least)} ({', '.join(parts)})"
         )
     if longest >= job.time_limit:
         return job

@@ -107,7 +107,7 @@ def fetch_and_sample_command(
     find_script = script_finder(description, settings, entry_point)
     model, tokenizer = load_model(directory, find_script, own_script=entry_point is not None)
     if is_edited(model):
-        note("sampling with the edited script that trained this model, which is slower")
+        note("sampling with the edited or older script that trained this model, which is slower")
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
