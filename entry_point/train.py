@@ -65,16 +65,24 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # hundredth of it is as fast on a quiet machine. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs it
-    import torch
-    import torch.distributed as dist
-    import torch.nn as nn
-    import torch.nn.functional as F
-    from torch import Tensor
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.optim.adamw import adamw
+# A signal in the middle of the import of torch can get lost there, or abort the process.
+_unblocked = signal.pthread_sigmask(
+    signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+)
+try:
+    with warnings.catch_warnings():
+        # Nothing here needs NumPy.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        import torch
+        import torch.distributed as dist
+        import torch.nn as nn
+        import torch.nn.functional as F
+        from torch import Tensor
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim.adamw import adamw
+finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _unblocked)
 
 # ------------------------------------------------------------------------------------------------
 # Configuration
@@ -3970,7 +3978,8 @@ def run(argv: Sequence[str]) -> NoReturn:
         frames, newline, line = failure_report(error).rpartition("\n")
         if dist.is_initialized() and not isinstance(error, TrainingError):
             # This may be an echo of another rank's failure.
-            if received:  # the launcher that asked this rank to stop knows the failure already
+            if received and not multiprocessing.parent_process():
+                # torchrun has asked this rank to stop, knows the failure, and waits for this rank.
                 line = f"asked to stop, this rank then failed: {line}"
             else:
                 # The rank that failed reports first; its launcher then ends this one within 2

@@ -191,6 +191,7 @@ def send_tokens(
 
     files = find_text(root, tokens.is_text)
     source = tokens.survey(files)
+    check_enough(root, source.characters)
     words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
     how = words.content if words else f"bpe {vocab_size}"
     key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
@@ -230,8 +231,9 @@ def find_words(word: str, settings: Settings) -> Words:
     if "/" in word or word.endswith(".json"):
         raise InputError(f"{word}: no such file or directory")
     from launcher.artefacts import fetch_model
+    from launcher.tracking import full_id
 
-    return open_words(fetch_model(word, settings))
+    return open_words(fetch_model(full_id(word, settings), settings))
 
 
 def send(
@@ -440,13 +442,18 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
             raise InputError(f"{path}: is empty")
         digest.update(position.to_bytes(8, "little"))
         size += position
+    check_enough(root, characters)
+    return Text(size, characters, "".join(sorted(vocabulary)), digest.hexdigest())
+
+
+def check_enough(root: Path, characters: int) -> None:
+    """Raise InputError if a text is too short for any run."""
     needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
     if characters < needed:
         raise InputError(
             f"{root}: {characters} characters are too few to train and validate on; use at least"
             f" {needed}, better a million"
         )
-    return Text(size, characters, "".join(sorted(vocabulary)), digest.hexdigest())
 
 
 def get_corpus(

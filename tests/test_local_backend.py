@@ -1324,3 +1324,28 @@ def test_a_part_of_the_gpus_is_never_used_in_silence(
 def test_the_script_that_runs_is_the_one_of_this_package(finished: Finished) -> None:
     ran = finished.directory / "hosts/algo-1/code/train.py"
     assert ran.read_bytes() == Path(train.__file__).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "from entry_point import train",
+        "from launcher.cli import run; run(['launch', '--instance', 'local', '--data', {text!r}])",
+    ],
+)
+def test_a_signal_waits_for_the_import_of_torch(command: str, home: Path, text_file: Path) -> None:
+    """In the middle of it, a signal got lost in C++ or aborted the process."""
+    watch = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+"""
+    code = watch + command.format(text=str(text_file))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "True\n", ran.stderr

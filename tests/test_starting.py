@@ -407,3 +407,11 @@ def test_a_model_on_s3_is_read_where_it_is(
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
     ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
     assert (ran.code, ran.error) == (2, f"s3://{s3.bucket}/models: no config.json is there")
+
+
+@pytest.mark.parametrize("word", ["latest", "end"])
+def test_a_tokenizer_is_named_by_a_short_job_id(
+    word: str, job: launching.Finished, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    short = word if word == "latest" else job.job_id[-6:]
+    assert cli("upload-data", str(text_file), "--tokenizer", short).code == 0

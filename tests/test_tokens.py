@@ -465,3 +465,10 @@ def test_an_encoder_that_is_killed_is_an_error(
     monkeypatch.setattr("launcher.encoder.start", killed)
     with pytest.raises(ServiceError, match="a process that encodes the text ended"):
         list(encoded(iter([[FOX]]), words_of.content, "H", 2))
+
+
+def test_a_text_too_short_for_any_run_is_refused(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+    (tmp_path / "a.txt").write_text("some words\n")
+    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
+    assert ran.code == 2
+    assert "11 characters are too few to train and validate on" in ran.error

@@ -1242,18 +1242,22 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize(
-    ("received", "waits", "last_line"),
+    ("received", "parent", "waits", "last_line"),
     [
-        ([], [5], "RuntimeError: Connection closed by peer"),
+        ([], None, [5], "RuntimeError: Connection closed by peer"),
+        # `spawn` ends a rank that waits.
+        ([signal.SIGTERM], "spawn", [5], "RuntimeError: Connection closed by peer"),
         (
             [signal.SIGTERM],
+            None,
             [],
             "asked to stop, this rank then failed: RuntimeError: Connection closed by peer",
         ),
     ],
 )
-def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once_and_as_such(
+def test_an_echo_of_another_failure_is_late_or_marked(
     received: list[int],
+    parent: str | None,
     waits: list[int],
     last_line: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -1262,6 +1266,7 @@ def test_a_rank_that_was_asked_to_stop_reports_an_echo_at_once_and_as_such(
     """The first cause may be on the same log, which takes the last line for the reason."""
     slept: list[float] = []
     monkeypatch.setattr(train, "received", received)
+    monkeypatch.setattr(train.multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(train, "main", Mock(side_effect=RuntimeError("Connection closed by peer")))
     monkeypatch.setattr(train, "on_stop_signals", Mock())
     monkeypatch.setattr(train.dist, "is_initialized", lambda: True)

@@ -306,11 +306,11 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     Raises:
         InputError: the hosts cannot share the GPUs evenly.
     """
+    config = job.config(1)  # imports the script, which keeps signals off the import of torch
     import torch
 
     from launcher.backends.cpu import cpu_processes
 
-    config = job.config(1)
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
         if job.processes_per_instance:
