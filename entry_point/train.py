@@ -1855,6 +1855,7 @@ class Trainer:
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
             row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
         row["learning_rate"] = config.peak_learning_rate * scale
+        row["time"] = round(time.time(), 3)
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
         self.metrics.append(row)

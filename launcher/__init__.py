@@ -7,8 +7,8 @@
     wait(job_id)
     print(sample(job_id, prompt="ROMEO:")[0])
 
-`jobs`, `describe`, `logs` and `stop` look after jobs that exist, and `fetch_model` gives the
-directory of a trained model, which `transformers` loads too. Each takes a `Settings` where the
+`jobs`, `describe`, `logs`, `metrics` and `stop` look after jobs that exist, and `fetch_model` gives
+the directory of a trained model, which `transformers` loads too. Each takes a `Settings` where the
 defaults (environment, then config file) are not wanted. What the caller got wrong raises
 `InputError`; what failed on the way raises `ServiceError`. Nothing here prints: what a launch finds
 out (image, price, text) is logged at level INFO below the logger `launcher`, so
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from launcher.sampling import load_model, sample, stream_samples
     from launcher.settings import Settings
     from launcher.submission import launch
-    from launcher.tracking import describe, jobs, logs, stop, wait
+    from launcher.tracking import describe, jobs, logs, metrics, stop, wait
 
 _MODULE = {
     "fetch_model": "artefacts",
@@ -64,6 +64,7 @@ _MODULE = {
     "describe": "tracking",
     "jobs": "tracking",
     "logs": "tracking",
+    "metrics": "tracking",
     "stop": "tracking",
     "wait": "tracking",
 }
@@ -81,6 +82,7 @@ __all__ = [
     "launch",
     "load_model",
     "logs",
+    "metrics",
     "sample",
     "stop",
     "stream_samples",

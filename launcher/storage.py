@@ -284,14 +284,14 @@ def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> 
     return None if content is None else parse(content, kind, uri)
 
 
-def read_bytes(uri: str, settings: Settings | None = None) -> bytes | None:
-    """Read a file of at most LARGEST bytes; None if there is none."""
+def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGEST) -> bytes | None:
+    """Read a file of at most `largest` bytes; None if there is none."""
     with reported(uri):
         try:
             if (place := local_path(uri)) is not None:
-                return read_file(place)
+                return read_file(place, largest)
             fs, path = file_system(uri, settings)
-            return check_size(bytes(fs.cat_file(path, start=0, end=LARGEST + 1)))
+            return check_size(bytes(fs.cat_file(path, start=0, end=largest + 1)), largest)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

@@ -21,6 +21,7 @@ from launcher.aws.session import CAPACITY, aws_session, check_region, patiently
 from launcher.backends import Backend
 from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import SageMakerBackend
+from launcher.curves import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.job import JOB_ID, JobDescription, UnreadableJob
 from launcher.settings import Settings, load_settings
@@ -190,6 +191,18 @@ def logs(
     """
     backend, _ = find(job_id, settings or load_settings())
     return backend.logs(job_id, follow, raw)
+
+
+def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = False) -> Curve:
+    """The training curve of a job so far, with the samples of its log if asked.
+
+    Raises:
+        ServiceError: there is no such job, or what holds its curve cannot be read.
+    """
+    backend, description = find(job_id, settings or load_settings())
+    rows, source = backend.curve(description.job_id)
+    samples = samples_of_log(backend.logs(job_id, follow=False)) if with_samples else {}
+    return Curve(job_id, source, rows, samples)
 
 
 def stop(job_id: str, settings: Settings | None = None) -> JobDescription:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from launcher.curves import Row
 from launcher.job import JobDescription, TrainingJob, UnreadableJob
 
 
@@ -67,6 +68,9 @@ class Backend(Protocol):
 
     def console_link(self, job_id: str) -> str | None:
         """URL of the job in a web console, if there is one."""
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """The rows of a job's training curve so far, and where they were read."""
 
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         """Yield the lines that the script printed; with follow, until the job ends.

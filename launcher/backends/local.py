@@ -28,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,13 +36,13 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, field_validator
 
 from launcher import storage
+from launcher.curves import LARGEST_CURVE, Row, rows_of_file
 from launcher.documents import (
     LARGEST,
     Count,
     Damaged,
     Document,
     Moment,
-    Number,
     Scalar,
     open_file,
     parse,
@@ -103,9 +103,6 @@ class State(Document):
     started: Moment | None = None
     ended: Moment | None = None
     given: dict[str, Count] = Field(default_factory=dict)
-
-
-Row = dict[str, Number]  # a line of metrics.jsonl
 
 
 class LocalBackend:
@@ -272,6 +269,11 @@ class LocalBackend:
 
     def console_link(self, job_id: str) -> str | None:
         return None
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        path = self.jobs_dir / job_id / CHECKPOINTS / "metrics.jsonl"
+        with storage.reported(str(path)):
+            return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
 
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"

@@ -44,6 +44,7 @@ from launcher.aws.session import (
 )
 from launcher.aws.stack import remembered
 from launcher.backends.toolkit import script_lines
+from launcher.curves import LARGEST_CURVE, Row, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
     RUNNING,
@@ -331,6 +332,16 @@ class SageMakerBackend:
     def stop(self, job_id: str) -> None:
         with service_errors("StopTrainingJob"):
             self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """From the log while the job runs, since checkpoints arrive late; then from the file."""
+        raw = self.known(job_id)
+        uri = storage.join(raw["CheckpointConfig"]["S3Uri"], "metrics.jsonl")
+        if raw["TrainingJobStatus"] not in RUNNING:
+            content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
+            if content is not None:
+                return rows_of_file(content.splitlines(), uri), uri
+        return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         lines = self.host_lines(job_id, follow)
