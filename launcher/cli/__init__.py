@@ -25,6 +25,7 @@ from launcher.cli.infra import infra_group
 from launcher.cli.jobs import (
     jobs_command,
     logs_command,
+    metrics_command,
     status_command,
     stop_command,
     wait_command,
@@ -44,6 +45,7 @@ COMMANDS = [
     jobs_command,
     launch_command,
     logs_command,
+    metrics_command,
     status_command,
     stop_command,
     upload_data_command,

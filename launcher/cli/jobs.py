@@ -1,15 +1,26 @@
-"""The commands `jobs`, `status`, `logs`, `wait` and `stop`."""
+"""The commands `jobs`, `status`, `metrics`, `logs`, `wait` and `stop`."""
 
 from __future__ import annotations
 
+import csv
+import sys
 import time
 from collections import defaultdict, deque
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import JOB_ID, JSON, Command, settings_of
-from launcher.cli.show import moment, note, print_fields, print_json, shown
+from launcher.cli.show import (
+    following,
+    moment,
+    note,
+    print_curve,
+    print_fields,
+    print_json,
+    shown,
+)
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -84,7 +95,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, next_step, reason_of, with_costs
+    from launcher.tracking import describe, logs, metrics, next_step, reason_of, with_costs
 
     settings = settings_of(context)
     (d,) = with_costs([describe(job_id, settings)], settings)
@@ -92,6 +103,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         print_json(d)
         return
     step, loss = progress_words(d)
+    now = d.metrics or {}
     lines = {
         "job": d.job_id,
         "state": d.state,
@@ -103,7 +115,9 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "data": d.data,
         "step": step,
         "best loss": loss,
-        "bits/byte": f"{bits:.4f}" if (bits := (d.metrics or {}).get("bits_per_byte")) else None,
+        "bits/byte": f"{bits:.4f}" if (bits := now.get("bits_per_byte")) else None,
+        "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
+        "time left": time_left(d) if d.is_running else None,
         "model": d.model_uri,
         "checkpoints": d.checkpoint_uri,
         "billable": billable_words(d),
@@ -111,6 +125,10 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "message": d.message if d.is_running else None,
     }
     print_fields(lines)
+    try:
+        print_curve(metrics(job_id, settings))
+    except ServiceError as error:
+        note(f"no curve: {error}")
     if not d.is_running:
         note(next_step(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
@@ -118,6 +136,55 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         click.echo("last lines of its log:")
     for line in last:
         click.echo(shown(f"  {line if len(line) <= 200 else line[:199] + '…'}"))
+
+
+def time_left(description: JobDescription) -> str | None:
+    from launcher.curves import seconds_left
+
+    seconds = seconds_left(description.metrics or {}, description.hyperparameters)
+    return None if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+@click.command("metrics", cls=Command)
+@JOB_ID
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@JSON
+@click.pass_context
+def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: bool) -> None:
+    """Print the rows of a job's training curve, while it runs or after.
+
+    \b
+    Example:
+      sm-nanogpt metrics JOB-ID --csv > curve.csv
+    """
+    from launcher.tracking import describe, metrics
+
+    if as_csv and as_json:
+        raise InputError("--csv and --json cannot be combined")
+    settings = settings_of(context)
+    curve = metrics(job_id, settings)
+    if not curve.rows:
+        yet = " yet" * describe(job_id, settings).is_running
+        raise ServiceError(f"job {job_id} has written no metrics{yet}")
+    note(f"source: {curve.source}")
+    if as_json:
+        print_json(curve.rows)
+        return
+    first = ("step", "train_loss", "val_loss", "best_loss", "bits_per_byte")
+    names = list(dict.fromkeys(n for row in curve.rows for n in [*first, *row]))
+    names = [name for name in names if curve.points(name)]
+    if as_csv:
+        table = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+        table.writeheader()
+        table.writerows(curve.rows)
+        return
+    digits = {"step": "d", "learning_rate": ".7f", "tokens_per_second": ",.0f"}
+    names = [name for name in names if name != "time"]
+    click.echo("  ".join(f"{name:>{max(8, len(name))}}" for name in names))
+    for row in curve.rows:
+        cells = [f"{row[n]:{digits.get(n, '.5f')}}" if n in row else "" for n in names]
+        widths = [max(8, len(name)) for name in names]
+        click.echo("  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)).rstrip())
 
 
 def billable_words(description: JobDescription) -> str | None:
@@ -170,6 +237,8 @@ def logs_command(
     settings, silent = settings_of(context), tail != 0
     try:
         lines = logs(job_id, follow, settings, raw=raw)
+        if follow:
+            lines = following(lines, job_id, settings)
         for line in lines if tail is None else deque(lines, maxlen=tail):
             click.echo(line)
             silent = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import YES, Command, agree, complete_job, pairs, settings_of
-from launcher.cli.show import byte_progress, note, print_json, silence
+from launcher.cli.show import byte_progress, following, note, print_json, silence
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -247,7 +247,8 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     from launcher.tracking import describe, explain, logs, next_step, stop, wait
 
     try:
-        for line in logs(job_id, follow=True, settings=settings):
+        lines = logs(job_id, follow=True, settings=settings)
+        for line in following(lines, job_id, settings):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError):

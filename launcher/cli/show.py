@@ -6,14 +6,20 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TextIO
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+
+if TYPE_CHECKING:
+    from launcher.curves import Curve
+    from launcher.settings import Settings
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -66,6 +72,69 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[in
     quiet = not sys.stderr.isatty()
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
         yield bar.update
+
+
+def print_curve(curve: Curve, err: bool = False) -> None:
+    """Draw the validation loss, or the training loss while there are fewer than two evaluations."""
+    from launcher.curves import sketch
+
+    stream = sys.stderr if err else sys.stdout
+    for name in ("val_loss", "train_loss"):
+        points = curve.points(name)
+        if len(points) > 1:
+            braille = (stream.encoding or "").lower().startswith("utf")
+            width = max(20, min(60, shutil.get_terminal_size().columns - 12))
+            click.echo("\n".join([f"{name}:", *sketch(points, width, braille=braille)]), err=err)
+            return
+
+
+def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator[str]:
+    """Yield the lines of a running job's log, above a progress bar if stderr is a terminal.
+
+    The bar shows the losses of the evaluations, the speed, the time left, and the cost so far. At
+    the end of the job it gives way to its curve.
+    """
+    if not sys.stderr.isatty():
+        yield from lines
+        return
+    from tqdm import tqdm
+
+    from launcher.aws.money import cost_of, usd
+    from launcher.curves import Curve, Row, rows_of_log, seconds_left
+    from launcher.tracking import describe, with_costs
+
+    (description,) = with_costs([describe(job_id, settings)], settings)
+    values, rows = description.hyperparameters, list[Row]()
+    bar = tqdm(total=values.get("max_steps"), bar_format="{percentage:3.0f}% |{bar:20}| {postfix}")
+    with bar:
+        for line in lines:
+            with bar.external_write_mode():
+                yield line
+            for row in rows_of_log([line]):
+                rows.append(row)
+                left = seconds_left({**row, "max_steps": bar.total}, values)
+                losses = [float(each["val_loss"]) for each in rows if "val_loss" in each]
+                words = [f"step {row['step']}/{bar.total}"]
+                if losses:
+                    words.append(f"val_loss {losses[-1]:.4f} {spark(losses)}".rstrip())
+                words.append(f"{row.get('tokens_per_second', 0):,.0f} tokens/s")
+                if left is not None:
+                    words.append(f"{timedelta(seconds=round(left))} left")
+                if description.price:
+                    words.append(usd(cost_of(description, description.price, time.time())))
+                bar.n = int(row["step"])
+                bar.set_postfix_str(", ".join(words))
+        bar.leave = False
+    print_curve(Curve(job_id, "", rows), err=True)
+
+
+def spark(values: Sequence[float]) -> str:
+    """The last values as a line of blocks; nothing where the terminal lacks them."""
+    if not (sys.stderr.encoding or "").lower().startswith("utf"):
+        return ""
+    shown = values[-12:]
+    low, span = min(shown), (max(shown) - min(shown)) or 1
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in shown)
 
 
 def print_json(value: Any) -> None:

@@ -1,0 +1,132 @@
+"""The training curve: its rows, wherever the job runs, and how it is drawn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulator import Emulator
+from launching import Finished, Ran
+from test_sagemaker import TAGGED
+
+from launcher import Settings, metrics, storage
+from launcher.backends.sagemaker import LOG_GROUP
+from launcher.cli.show import following
+from launcher.curves import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
+
+
+def file_rows(job: Finished) -> list[dict[str, Any]]:
+    path = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_are_the_rows_of_the_file(job: Finished, cli: Callable[..., Ran]) -> None:
+    ran = cli("metrics", job.job_id, "--json")
+    assert json.loads(ran.out) == file_rows(job)
+    assert ran.err.startswith("source: ")
+
+
+def test_csv_has_a_column_for_each_value(job: Finished, cli: Callable[..., Ran]) -> None:
+    table = list(csv.DictReader(io.StringIO(cli("metrics", job.job_id, "--csv").out)))
+    assert [float(row["val_loss"]) for row in table] == [r["val_loss"] for r in file_rows(job)]
+
+
+def test_the_table_is_aligned(job: Finished, cli: Callable[..., Ran]) -> None:
+    head, *rows = cli("metrics", job.job_id).out.splitlines()
+    assert head.split()[:2] == ["step", "train_loss"]
+    assert {len(row) for row in rows} == {len(head)}
+
+
+def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
+    (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").unlink()
+    ran = cli("metrics", job.job_id)
+    assert (ran.code, ran.error) == (1, f"job {job.job_id} has written no metrics")
+
+
+def test_status_draws_the_curve(job: Finished, cli: Callable[..., Ran]) -> None:
+    lines = cli("status", job.job_id).out.splitlines()
+    assert "val_loss:" in lines
+    assert (
+        f"{max(r['val_loss'] for r in file_rows(job)):.3f}" in lines[lines.index("val_loss:") + 1]
+    )
+
+
+def test_the_curve_of_a_log_is_that_of_the_file(job: Finished) -> None:
+    lines = (job.directory / "logs/job.log").read_text().splitlines()
+    rows = file_rows(job)
+    for from_log, row in zip(rows_of_log(lines), rows, strict=True):
+        del row["time"]
+        assert from_log == pytest.approx(row, rel=1e-3, abs=1)
+
+
+def test_rows_that_a_resumed_run_repeats_count_once() -> None:
+    rows: Any = [{"step": step, "run": run} for run, step in ((1, 5), (1, 10), (2, 7), (2, 10))]
+    assert in_order(rows) == [rows[0], rows[2], rows[3]]
+
+
+def test_a_line_that_only_resembles_a_row_is_none() -> None:
+    assert rows_of_log(["| step=5/10 and more", "step=5/10", "step=x/10 train_loss=1"]) == []
+
+
+def test_samples_are_the_marked_lines_of_the_log() -> None:
+    lines = ["--- sample before training ---", "| a", "| | b", "step=1/2 x=1", "| c"]
+    assert samples_of_log(lines) == {"before training": "a\n| b"}
+
+
+def test_a_falling_curve_is_drawn_from_corner_to_corner() -> None:
+    first, *_, last, axis = sketch([(0, 4.0), (100, 1.0)], 20, 4, braille=False)
+    assert first.startswith("    4.000 *")
+    assert last.startswith("    1.000 ")
+    assert len(last) == 30
+    assert axis.split() == ["step", "0", "100"]
+
+
+@pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 2.0), (2, 2.0)]])
+def test_a_flat_curve_is_drawn(points: list[tuple[float, float]]) -> None:
+    assert len(sketch(points)) == 9
+
+
+def test_the_time_left_follows_from_the_speed() -> None:
+    row = {"step": 10, "max_steps": 30, "tokens_per_second": 100.0}
+    assert seconds_left(row, {"batch_size": 4, "block_size": 50}) == 40
+    assert seconds_left({}, {}) is None
+
+
+def test_a_followed_job_has_a_bar_and_then_its_curve(
+    job: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (job.directory / "logs/job.log").read_text().splitlines()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(following(iter(lines), job.job_id, Settings(home=job.home))) == lines
+    told = capsys.readouterr().err
+    assert "100% |" in told
+    assert "step 10/10, val_loss " in told
+    assert "val_loss:\n" in told
+
+
+def test_without_a_terminal_nothing_is_added(
+    job: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(following(iter(["step=1/2 x=1"]), job.job_id, Settings())) == ["step=1/2 x=1"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_curve_on_sagemaker_is_read_from_log_then_file(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    line = f"{TAGGED}step=5/10 val_loss=2.5"
+    cloud.sagemaker.next_script = {"log": [(-2, "algo-1", line)]}
+    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
+    running = metrics(job_id)
+    assert running == Curve(job_id, f"the log in {LOG_GROUP}", [{"step": 5, "val_loss": 2.5}])
+    assert cli("wait", job_id).code == 0
+    assert metrics(job_id) == running  # checkpoints expire
+    uri = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/metrics.jsonl"
+    storage.write_bytes(uri, b'{"step": 10, "val_loss": 1.5}\n')
+    assert metrics(job_id) == Curve(job_id, uri, [{"step": 10, "val_loss": 1.5}])
