@@ -28,7 +28,8 @@ from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
-FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}")  # as submission.new_job_id makes it
+# As submission.new_job_id makes it, with the numbers of a sweep's jobs.
+FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}(-\d+){0,2}")
 
 REMEDIES = {
     "CapacityError": CAPACITY,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import JOB_ID, JSON, Command, settings_of
+from launcher.cli.options import JOB_ID, JSON, Command, complete_job, settings_of
 from launcher.cli.show import (
     following,
     moment,
@@ -21,6 +21,7 @@ from launcher.cli.show import (
     print_json,
     shown,
 )
+from launcher.cli.sweep import print_ranking
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -28,20 +29,41 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
+GROUP = click.option("--group", metavar="SWEEP", help="The jobs of a sweep, by its id or `latest`.")
+
+
 @click.command("jobs", cls=Command)
+@GROUP
+@click.option(
+    "--status",
+    type=click.Choice(["InProgress", "Stopping", "Completed", "Failed", "Stopped"]),
+    help="Only jobs in this state.",
+)
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Only the newest N jobs.")
 @JSON
 @click.pass_context
-def jobs_command(context: click.Context, as_json: bool) -> None:
-    """List the jobs, newest first.
+def jobs_command(
+    context: click.Context, group: str | None, status: str | None, limit: int | None, as_json: bool
+) -> None:
+    """List the jobs, newest first; rank those of a sweep by their validation loss.
 
     \b
     Example:
-      sm-nanogpt jobs
+      sm-nanogpt jobs --status Completed --limit 10
+      sm-nanogpt jobs --group latest
     """
     from launcher.tracking import list_jobs, with_costs
 
     settings = settings_of(context)
     found, unreadable, failure = list_jobs(settings)
+    if group is not None:
+        from launcher.sweeps import full_group, members
+
+        group = full_group(group, settings)
+        found = list(members(found, group).values())
+        if not found and failure is None:
+            raise ServiceError(f"no job of sweep {group} is known")
+    found = [d for d in found if status in (None, d.status)][:limit]
     for job in unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
     try:
@@ -50,7 +72,9 @@ def jobs_command(context: click.Context, as_json: bool) -> None:
         failure = failure or error
     if as_json:
         print_json(found)
-    elif found or not (failure or unreadable):
+    elif group is not None:
+        print_ranking(found)
+    elif found or not (failure or unreadable or status):
         print_jobs(found, settings)
     if failure is not None:
         raise failure
@@ -62,7 +86,8 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     if not found:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
-    row = "{:<33} {:<10} {:<18} {:<16} {:>11} {:>9} {:>7} {:>10}  {}"
+    width = max(len(d.job_id) for d in found)
+    row = f"{{:<{width}}} {{:<10}} {{:<18}} {{:<16}} {{:>11}} {{:>9}} {{:>7}} {{:>10}}  {{}}"
     heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "MODEL", "COST", "DATA")
     click.echo(row.format(*heads))
     for d in found:
@@ -277,18 +302,35 @@ def wait_command(context: click.Context, job_id: str) -> None:
 
 
 @click.command("stop", cls=Command)
-@JOB_ID
+@click.argument("job_id", metavar="[JOB-ID]", required=False, shell_complete=complete_job)
+@GROUP
 @click.pass_context
-def stop_command(context: click.Context, job_id: str) -> None:
-    """Stop a running job. A local job first writes a checkpoint; SageMaker keeps the newest one.
+def stop_command(context: click.Context, job_id: str | None, group: str | None) -> None:
+    """Stop a running job, or all jobs of a sweep. A local job first writes a checkpoint; SageMaker
+    keeps the newest one.
 
     \b
     Example:
       sm-nanogpt stop JOB-ID
+      sm-nanogpt stop --group latest
     """
     from launcher.tracking import explain, stop, wait
 
     settings = settings_of(context)
+    if (job_id is None) == (group is None):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
+    if group is not None:
+        from launcher.sweeps import full_group, stop_all
+
+        group = full_group(group, settings)
+        for description in stop_all(group, settings):
+            note(f"stopping {description.job_id}")
+            wait(description.job_id, settings)
+        note(
+            f"sweep {group} is stopped; {settings.command(f'launch --resume {group}')} continues it"
+        )
+        return
+    assert job_id is not None
     local = stop(job_id, settings).instance == "local"
     note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
     description = wait(job_id, settings)

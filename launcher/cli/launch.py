@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import YES, Command, agree, complete_job, pairs, settings_of
+from launcher.cli.options import YES, Command, agree, complete_job, lists, pairs, settings_of
 from launcher.cli.show import byte_progress, following, note, print_json, silence
 from launcher.errors import InputError, ServiceError
 
@@ -95,6 +95,26 @@ class LaunchCommand(Command):
     help="Print the log until the job ends (default for local), or return at once (default for"
     " SageMaker).",
 )
+@click.option(
+    "--sweep",
+    metavar="KEY=V1,V2,...",
+    multiple=True,
+    callback=lists,
+    help="Launch a job for each value of a hyperparameter; several --sweep make a grid.",
+)
+@click.option(
+    "--seeds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Launch each job of a sweep with N seeds (default: 1).",
+)
+@click.option(
+    "--parallel",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Number of jobs of a sweep that run at a time (default: 1).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the SageMaker request without sending it.")
 @YES
 @cloud_option(
@@ -111,7 +131,8 @@ class LaunchCommand(Command):
     "--max-cost",
     metavar="USD",
     type=float,
-    help="Cost ceiling; sets the time limit. Includes the cost of the jobs that this one resumes.",
+    help="Cost ceiling, of all jobs of a sweep together; sets the time limit. Includes the cost of"
+    " the jobs that this one resumes.",
 )
 @cloud_option(
     "--spot/--on-demand",
@@ -179,6 +200,9 @@ def launch_command(
     assignments: dict[str, str],
     config_file: str | None,
     follow: bool | None,
+    sweep: dict[str, list[str]],
+    seeds: int,
+    parallel: int | None,
     dry_run: bool,
     yes: bool,
     **fields: Any,
@@ -193,7 +217,9 @@ def launch_command(
       sm-nanogpt launch --instance local --processes-per-instance 2 --set max_steps=500
       sm-nanogpt launch --instance ml.g5.12xlarge --spot --dry-run
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
+      sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
+    from launcher.cli import sweep as sweeping
     from launcher.documents import read_toml
     from launcher.job import TrainingJob
     from launcher.submission import naming, new_job_id, prepare
@@ -203,7 +229,17 @@ def launch_command(
     settings = settings_of(context)
     if "resume" not in said:
         said.setdefault("instance", "ml.g5.12xlarge")
+    elif sweeping.is_sweep(said["resume"], settings):
+        sweeping.go_on(said, settings, parallel, yes)
+        return
     job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
+    if sweep or seeds > 1:
+        if follow is not None:
+            raise InputError("--follow and --detach: this command runs until a sweep has ended")
+        sweeping.launch_sweep(job, settings, sweep, seeds, parallel or 1, dry_run, yes)
+        return
+    if parallel:
+        raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
     ready = prepare(job, settings, dry_run)
     job, settings = ready.job, ready.settings
     local, job_id = job.instance == "local", new_job_id()

@@ -99,6 +99,17 @@ def pairs(
     return values
 
 
+def lists(
+    context: click.Context | None, parameter: click.Parameter, words: tuple[str, ...]
+) -> dict[str, list[str]]:
+    """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
+    values = {name: value.split(",") for name, value in pairs(context, parameter, words).items()}
+    for name, each in values.items():
+        if "" in each or len(set(each)) < len(each):
+            raise InputError(f"--sweep {name}={','.join(each)}: a value is empty or given twice")
+    return {name.replace("-", "_"): each for name, each in values.items()}
+
+
 def can_ask(settled: bool) -> None:
     """Raise InputError if a question is due and stdin is not a terminal."""
     if not settled and not sys.stdin.isatty():

@@ -1,0 +1,179 @@
+"""Sweeps on the screen: `launch --sweep`, and the ranking that `jobs --group` prints."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launcher.cli.options import agree
+from launcher.cli.show import note, print_json, shown
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.job import JobDescription, TrainingJob
+    from launcher.settings import Settings
+    from launcher.sweeps import Sweep
+
+
+def is_sweep(word: str, settings: Settings) -> bool:
+    from launcher.sweeps import record_of
+
+    return record_of(word, settings).exists()
+
+
+def launch_sweep(
+    job: TrainingJob,
+    settings: Settings,
+    values: dict[str, list[str]],
+    seeds: int,
+    parallel: int,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Check all jobs of a sweep, print its id, and run it.
+
+    Raises:
+        InputError: a job cannot run; none was started.
+    """
+    from launcher.aws.money import usd
+    from launcher.submission import new_job_id
+    from launcher.sweeps import Sweep, grid, quietly, write_record
+
+    local = job.instance == "local"
+    if both := values.keys() & job.hyperparameters.keys():
+        raise InputError(f"--sweep {min(both)}: --set or --config gives it too; leave one out")
+    if seeds > 1 and "seed" in values:
+        raise InputError("--sweep seed and --seeds cannot be combined")
+    if local and parallel > 1:
+        share_cores(parallel)
+        if job.processes_per_instance is None:
+            job = job.model_copy(update={"processes_per_instance": 1})
+    base = job.hyperparameters.get("seed", 1337)
+    each = grid(values, seeds, int(base))
+    sweep = Sweep(job=job, members=each, parallel=parallel)
+    first = sweep.ready(0, settings, dry_run)
+    with quietly():
+        every = [first, *(sweep.ready(n, settings, dry_run) for n in range(1, len(each)))]
+    group = new_job_id()
+    if dry_run:
+        print_json([ready.request(f"{group}-{n}") for n, ready in enumerate(every, 1)])
+        return
+    note(f"sweep: {len(each)} jobs, {parallel} at a time")
+    if not local:
+        worst = sum(ready.job.worst_cost or math.inf for ready in every)
+        told = "at an unknown price" if worst == math.inf else f"at most {usd(worst)} together"
+        note(f"cost: {told}")
+        if worst > settings.ask_above and sys.stdin.isatty():
+            agree("Launch these jobs?", yes)
+    first.upload()
+    # What the words mean here and now, for a later --resume from another directory.
+    places = {n: getattr(first.job, n) for n in ("data", "validation", "entry_point")}
+    fixed = {name: place for name, place in places.items() if place is not None}
+    sweep = Sweep(job=job.model_copy(update=fixed), members=each, parallel=parallel)
+    write_record(group, sweep, settings)
+    click.echo(group)
+    sys.stdout.flush()
+    run_sweep(group, sweep, settings)
+
+
+def go_on(said: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
+    """Continue a sweep: start the jobs that have not completed."""
+    from launcher.sweeps import read_record
+
+    group = said.pop("resume")
+    if said:
+        raise InputError(
+            f"{group} is a sweep, which continues as it was launched: leave out"
+            f" --{min(said).replace('_', '-')}"
+        )
+    sweep = read_record(group, settings)
+    assert sweep is not None
+    if parallel:
+        sweep = sweep.model_copy(update={"parallel": parallel})
+    if sweep.job.instance == "local" and sweep.parallel > 1:
+        share_cores(sweep.parallel)
+    click.echo(group)
+    sys.stdout.flush()
+    run_sweep(group, sweep, settings)
+
+
+def share_cores(parallel: int) -> None:
+    """Give each local job its share of the cores."""
+    from launcher.backends.cpu import cores
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
+
+
+def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
+    """Run a sweep to its end, with progress, and print the ranking.
+
+    Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
+    """
+    from tqdm import tqdm
+
+    from launcher.sweeps import members, run, stop_all
+    from launcher.tracking import backend_for, reason_of, wait
+
+    n = len(sweep.members)
+    steps: dict[int, float] = {}
+    again = settings.command(f"launch --resume {group}")
+    bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {postfix}", disable=None)
+    try:
+        with bar:
+            for progress in run(group, sweep, settings):
+                d, number = progress.description, progress.number
+                values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
+                named = f"[{number}/{n}] {progress.job_id}"
+                with bar.external_write_mode():
+                    if d is None:
+                        note(f"{named} started: {values}")
+                    elif progress.ended:
+                        loss = (d.metrics or {}).get("best_loss")
+                        result = f", best loss {loss:.5f}" if loss is not None else ""
+                        reason = f" ({reason_of(d)})" if d.status == "Failed" else ""
+                        note(f"{named} {d.status.lower()}{result}: {values}{reason}")
+                metrics = (d.metrics if d else None) or {}
+                share = metrics.get("step", 0) / (metrics.get("max_steps") or math.inf)
+                steps[number] = 1 if progress.ended else share
+                bar.n = sum(steps.values())
+                bar.set_postfix_str(f"{sum(v == 1 for v in steps.values())}/{n} jobs ended")
+    except KeyboardInterrupt:
+        if sweep.job.instance != "local":
+            raise KeyboardInterrupt(
+                f"the jobs that run keep running; `{again}` starts the others"
+            ) from None
+        note("stopping the running jobs after a checkpoint")
+        for description in stop_all(group, settings):
+            wait(description.job_id, settings)
+        raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
+    found = list(members(backend_for(sweep.job.instance, settings).list(), group).values())
+    print_ranking(found, err=True)
+    if sum(d.status == "Completed" for d in found) < n:
+        raise ServiceError(f"not all jobs of the sweep completed; `{again}` continues it")
+
+
+def print_ranking(found: Sequence[JobDescription], err: bool = False) -> None:
+    """Print the configurations of some jobs by their best loss, with its spread over seeds."""
+    from launcher.sweeps import ranking
+
+    ranks = ranking(found)
+    names = list(ranks[0].values) if ranks else []
+    rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
+    for place, rank in enumerate(ranks, 1):
+        best = min(rank.jobs, key=lambda d: (d.metrics or {}).get("best_loss", math.inf))
+        losses = rank.losses
+        loss = f"{rank.loss:.4f}" if losses else "-"
+        spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
+        done = sum(d.status == "Completed" for d in rank.jobs)
+        count = f"{done}/{len(rank.jobs)}"
+        values = [str(rank.values[name]) for name in names]
+        rows.append([str(place), loss, spread, count, *values, best.job_id])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        click.echo(shown("  ".join(cells).rstrip()), err=err)

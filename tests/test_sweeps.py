@@ -1,0 +1,279 @@
+"""Sweeps: the grid, the ceiling, how many jobs run at a time, and the ranking."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launching
+import pytest
+from emulator import Emulator
+from launching import Finished, Ran
+
+from launcher import Settings, sweeps
+from launcher.job import JobDescription, TrainingJob
+from launcher.sweeps import Sweep, full_group, grid, members, ranking, stop_all
+
+GROUP = "sm-nanogpt-20260101-000000-abcdef"
+CLOUD = ("launch", "--instance", "ml.g5.xlarge")
+
+
+def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescription:
+    loss = values.pop("best_loss", None)
+    return JobDescription(
+        job_id=job_id,
+        status=status,
+        secondary_status=status,
+        instance="local",
+        instance_count=1,
+        created=0.0,
+        data="",
+        hyperparameters=values,
+        metrics=None if loss is None else {"best_loss": loss},
+    )
+
+
+class Fake:
+    """A backend whose jobs end when they were asked about twice."""
+
+    poll_seconds = 0.0
+
+    def __init__(self, *jobs: JobDescription) -> None:
+        self.jobs = {job.job_id: job for job in jobs}
+        self.asked: dict[str, int] = {}
+        self.most = 0
+
+    def list(self) -> Iterator[JobDescription]:
+        yield from self.jobs.values()
+
+    def describe(self, job_id: str) -> JobDescription:
+        job = self.jobs[job_id]
+        self.asked[job_id] = self.asked.get(job_id, 0) + 1
+        if job.is_running and self.asked[job_id] > 1:
+            job = self.jobs[job_id] = described(job_id)
+        return job
+
+    def submit(self, job_id: str) -> None:
+        self.jobs[job_id] = described(job_id, "InProgress")
+        self.most = max(self.most, sum(job.is_running for job in self.jobs.values()))
+
+
+@pytest.fixture
+def ran(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Fake, list[TrainingJob]]]:
+    """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
+
+    def run(*jobs: JobDescription, stop_at: str = "") -> tuple[Fake, list[TrainingJob]]:
+        fake, prepared = Fake(*jobs), list[TrainingJob]()
+
+        def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Any:
+            prepared.append(job)
+            return SimpleNamespace(upload=lambda: None, submit=fake.submit)
+
+        monkeypatch.setattr(sweeps, "prepare", prepare)
+        monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
+        monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: None)
+        settings = Settings(home=home)
+        sweep = Sweep(
+            job=TrainingJob(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
+        )
+        sweeps.write_record(GROUP, sweep, settings)
+        for progress in sweeps.run(GROUP, sweep, settings):
+            if progress.job_id == stop_at:
+                sweeps.stop_file(GROUP, settings).touch()
+        return fake, prepared
+
+    return run
+
+
+def test_a_grid_has_each_combination_with_each_seed() -> None:
+    each = grid({"learning_rate": ["0.1", "0.2"], "n_layer": ["1"]}, 2, 5)
+    assert [list(values.values()) for values in each] == [
+        ["0.1", "1", 5],
+        ["0.1", "1", 6],
+        ["0.2", "1", 5],
+        ["0.2", "1", 6],
+    ]
+
+
+def test_no_more_jobs_run_than_asked(ran: Callable[..., tuple[Fake, list[TrainingJob]]]) -> None:
+    fake, prepared = ran()
+    assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
+    assert fake.most == 2
+    assert prepared[3].hyperparameters == {"n_layer": 2, "seed": 8}
+
+
+def test_a_sweep_continues_where_it_was(
+    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
+) -> None:
+    stopped = described(f"{GROUP}-2", "Stopped")
+    object.__setattr__(stopped, "checkpoint_uri", "file:///x")
+    failed = described(f"{GROUP}-4-2", "Failed")
+    fake, prepared = ran(described(f"{GROUP}-1"), stopped, described(f"{GROUP}-4"), failed)
+    assert set(fake.jobs) - {f"{GROUP}-1", f"{GROUP}-2", f"{GROUP}-4", f"{GROUP}-4-2"} == {
+        f"{GROUP}-2-2",
+        f"{GROUP}-3",
+        f"{GROUP}-4-3",
+    }
+    assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
+
+
+def test_a_job_that_runs_is_not_started_again(
+    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
+) -> None:
+    fake, prepared = ran(described(f"{GROUP}-1", "InProgress"))
+    assert len(prepared) == 3
+    assert fake.most == 2
+
+
+def test_a_stopped_sweep_starts_no_further_job(
+    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
+) -> None:
+    fake, _ = ran(stop_at=f"{GROUP}-2")
+    assert list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
+
+
+def test_a_record_keeps_what_was_said(home: Path) -> None:
+    job = TrainingJob(instance="ml.g5.xlarge", max_cost=3, hyperparameters={"n_layer": 2})
+    sweep = Sweep(job=job, members=[{"seed": 1}], parallel=1)
+    sweeps.write_record(GROUP, sweep, Settings(home=home))
+    read = sweeps.read_record(GROUP, Settings(home=home))
+    assert read == sweep
+    assert read is not None
+    assert read.job.model_fields_set == job.model_fields_set
+
+
+def test_the_ranking_is_by_the_mean_over_seeds() -> None:
+    found = [
+        described("a", n_layer=1, seed=1, best_loss=2.0),
+        described("b", n_layer=1, seed=2, best_loss=3.0),
+        described("c", n_layer=2, seed=1, best_loss=2.4),
+        described("d", n_layer=2, seed=2),
+    ]
+    first, second = ranking(found)
+    assert (first.values, first.losses, second.loss) == ({"n_layer": 2}, [2.4], 2.5)
+
+
+def test_the_newest_try_of_a_member_counts() -> None:
+    ids = [f"{GROUP}-1", f"{GROUP}-1-2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
+    found = members([described(each) for each in ids], GROUP)
+    assert {n: d.job_id for n, d in found.items()} == {1: ids[1], 10: ids[2]}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--sweep", "n_layer=1,1"), "--sweep n_layer=1,1: a value is empty or given twice"),
+        (("--sweep", "n_layer=1,"), "--sweep n_layer=1,: a value is empty or given twice"),
+        (("--parallel", "2"), "--parallel is for jobs of a sweep; add --sweep or --seeds"),
+        (
+            ("--sweep", "n_layer=1,2", "--set", "n-layer=3"),
+            "--sweep n_layer: --set or --config gives it too; leave one out",
+        ),
+        (
+            ("--sweep", "seed=1,2", "--seeds", "2"),
+            "--sweep seed and --seeds cannot be combined",
+        ),
+        (
+            ("--seeds", "2", "--detach"),
+            "--follow and --detach: this command runs until a sweep has ended",
+        ),
+    ],
+)
+def test_a_wrong_sweep_is_one_line(
+    words: tuple[str, ...], error: str, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    ran = cli("launch", "--instance", "local", "--data", str(text_file), *words)
+    assert (ran.code, ran.error) == (2, error)
+
+
+def test_a_value_no_job_may_have_starts_none(cli: Callable[..., Ran], text_file: Path) -> None:
+    words = ("launch", "--instance", "local", "--data", str(text_file), "--sweep", "n_layer=1,0")
+    ran = cli(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert "n_layer=0" in ran.error
+
+
+def test_the_ceiling_holds_for_the_sum(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("--sweep", "n_layer=2,4", "--seeds", "2", "--max-cost", "4", "--dry-run")
+    ran = cli(*CLOUD, "--data", str(text_file), *words)
+    requests = json.loads(ran.out)
+    assert [r["HyperParameters"]["n_layer"] for r in requests] == ["2", "2", "4", "4"]
+    (limit,) = {r["StoppingCondition"]["MaxRuntimeInSeconds"] for r in requests}
+    alone = cli(*CLOUD, "--data", str(text_file), "--max-cost", "1", "--dry-run")
+    assert json.loads(alone.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == limit < 3600
+
+
+def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("--sweep", "n_layer=2,4", "--parallel", "2", "--max-cost", "2")
+    ran = cli(*CLOUD, "--data", str(text_file), *words)
+    assert ran.code == 0, ran.err
+    group = ran.out.strip()
+    assert "sweep: 2 jobs, 2 at a time\ncost: at most 2.00 USD together\n" in ran.err
+    ranked = cli("jobs", "--group", group[-6:])
+    assert ranked.out in ran.err
+    assert ranked.out.split()[:5] == ["RANK", "BEST", "LOSS", "SPREAD", "JOBS"]
+    assert {d["job_id"] for d in json.loads(cli("jobs", "--group", "latest", "--json").out)} == {
+        f"{group}-1",
+        f"{group}-2",
+    }
+
+
+def test_a_local_sweep_runs_to_its_end(home: Path, text_file: Path) -> None:
+    words = launching.launching("--sweep", "n_embd=16,32", "--parallel", "2", data=text_file)
+    del words[words.index("n_embd=32") - 1 : words.index("n_embd=32") + 1]
+    ran = launching.command(*words, home=home)
+    assert ran.code == 0, ran.err
+    assert len(list((home / "jobs").iterdir())) == 2
+    assert "RANK  BEST LOSS" in ran.err
+
+
+@pytest.fixture
+def swept(job: Finished) -> str:
+    """A sweep of two copies of a finished job."""
+    for n in (1, 2):
+        shutil.copytree(job.directory, job.home / "jobs" / f"{GROUP}-{n}")
+    return GROUP
+
+
+@pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
+def test_a_sweep_is_found_by_a_part_of_its_id(word: str, swept: str, job: Finished) -> None:
+    assert full_group(word, Settings(home=job.home)) == swept
+
+
+def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:
+    ran = cli("jobs", "--group", "nope")
+    assert (ran.code, ran.error.partition(";")[0]) == (2, "'nope' matches no sweeps")
+
+
+def test_to_stop_a_sweep_stops_its_running_jobs(
+    swept: str, job: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, stopped = Settings(home=job.home), list[str]()
+    found = [described(f"{GROUP}-1"), described(f"{GROUP}-2", "InProgress")]
+    monkeypatch.setattr(sweeps, "list_jobs", lambda settings: (found, [], None))
+    monkeypatch.setattr(sweeps, "stop", lambda job_id, settings: stopped.append(job_id))
+    sweeps.write_record(swept, Sweep(job=TrainingJob(), members=[{}], parallel=1), settings)
+    stop_all(swept, settings)
+    assert stopped == [f"{GROUP}-2"]
+    assert sweeps.stop_file(swept, settings).exists()
+
+
+def test_stop_takes_a_job_or_a_sweep(cli: Callable[..., Ran]) -> None:
+    assert cli("stop").error == "give a JOB-ID, or --group with the id of a sweep"
+
+
+def test_jobs_are_filtered_by_state_and_number(job: Finished, cli: Callable[..., Ran]) -> None:
+    shutil.copytree(job.directory, job.home / "jobs" / f"{GROUP}-1")
+    assert len(json.loads(cli("jobs", "--limit", "1", "--json").out)) == 1
+    assert json.loads(cli("jobs", "--status", "Failed", "--json").out) == []
+    assert len(json.loads(cli("jobs", "--status", "Completed", "--json").out)) == 2
