@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -250,6 +251,21 @@ def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> N
         else:
             fs, path = file_system(uri, settings)
             fs.pipe_file(path, content)  # creates no bucket
+
+
+def remove(uri: str, settings: Settings | None = None) -> None:
+    """Delete a directory or prefix with all that is below it; nothing if it is missing."""
+    with reported(uri):
+        if (place := local_path(uri)) is not None:
+            with suppress(FileNotFoundError):
+                for path in place.iterdir():  # first, so that job.json still lists the job
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                shutil.rmtree(place)
+            return
+        fs, key = file_system(uri, settings)
+        for name in fs.find(key):
+            fs.rm_file(name)  # one by one: a policy judges each by its key
 
 
 def copy(source: str, target: str, settings: Settings | None = None) -> int:

@@ -42,7 +42,7 @@ REMEDIES = {
 def remedies(instance: str) -> dict[str, str]:
     """What to do about each failure reason; for a full disk it depends on the instance."""
     if instance == "local":
-        disk = "delete old jobs, or set SM_NANOGPT_HOME to a larger disk"
+        disk = "`sm-nanogpt delete` old jobs, or set SM_NANOGPT_HOME to a larger disk"
     elif has_local_storage(instance):
         disk = "use a larger --instance"
     else:

@@ -63,6 +63,12 @@ class Backend(Protocol):
     def stop(self, job_id: str) -> None:
         """Ask a job to stop, and return at once."""
 
+    def places(self, job_id: str) -> Sequence[str]:
+        """URIs of the directories or prefixes with the files of a job."""
+
+    def forget(self, job_id: str) -> None:
+        """Remove a job whose files are deleted from the list of jobs."""
+
     def request(self, job_id: str, job: TrainingJob, plan: Any) -> dict[str, Any]:
         """What `submit` would send. Raises InputError if this backend sends nothing."""
 

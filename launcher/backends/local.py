@@ -264,6 +264,12 @@ class LocalBackend:
         path = self.jobs_dir / job_id / "stop"
         (path.with_name("stop-now") if path.exists() else path).touch()
 
+    def places(self, job_id: str) -> Sequence[str]:
+        return [storage.to_uri(self.jobs_dir / job_id)]
+
+    def forget(self, job_id: str) -> None:
+        pass  # the files were all there was
+
     def request(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> dict[str, Any]:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
 

@@ -343,6 +343,13 @@ class SageMakerBackend:
                 return rows_of_file(content.splitlines(), uri), uri
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
+    def places(self, job_id: str) -> Sequence[str]:
+        return [self.files_of(job_id), self.known(job_id)["CheckpointConfig"]["S3Uri"]]
+
+    def forget(self, job_id: str) -> None:
+        with service_errors("DeleteTrainingJob"):
+            self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
+
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
         lines = self.host_lines(job_id, follow)
         return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)

@@ -21,6 +21,7 @@ from typing import NoReturn
 import click
 
 from launcher.cli.doctor import doctor_command
+from launcher.cli.housekeeping import delete_command, du_command
 from launcher.cli.infra import infra_group
 from launcher.cli.jobs import (
     jobs_command,
@@ -39,7 +40,9 @@ from launcher.errors import InputError, ServiceError
 
 COMMANDS = [
     copy_script_command,
+    delete_command,
     doctor_command,
+    du_command,
     fetch_and_sample_command,
     infra_group,
     jobs_command,

@@ -219,7 +219,7 @@ def launch_command(
       sm-nanogpt launch --instance ml.g5.12xlarge,ml.g6.12xlarge
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
-    from launcher.cli import sweep as sweeping
+    import launcher.cli.sweep as sweeping
     from launcher.documents import read_toml
     from launcher.job import TrainingJob
     from launcher.submission import naming, new_job_id, prepare

@@ -53,11 +53,14 @@ class Command(click.Command):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        for name in {"job_id", "resume"} & ctx.params.keys():
+        for name in {"job_id", "job_ids", "resume"} & ctx.params.keys():
             if word := ctx.params[name]:
                 from launcher.tracking import full_id
 
-                ctx.params[name] = full_id(word, settings_of(ctx))
+                settings = settings_of(ctx)
+                many = isinstance(word, tuple)
+                ids = [full_id(each, settings) for each in (word if many else [word])]
+                ctx.params[name] = tuple(ids) if many else ids[0]
         return super().invoke(ctx)
 
 
@@ -90,6 +93,8 @@ def pairs(
     option, values = parameter.opts[0], dict[str, str]()
     for word in words:
         name, equals, value = word.partition("=")
+        if not word:
+            raise InputError(f"{option} is empty; give a value, or leave it out")
         if not equals or not name:
             raise InputError(f"{option} {word}: must be name=value")
         name = name.replace("-", "_") if option == "--set" else name

@@ -289,6 +289,13 @@ class SageMaker:
         job.stop()
         return {}
 
+    def DeleteTrainingJob(self, body: dict[str, Any]) -> Any:
+        job = self.job(body)
+        if job.status in ("InProgress", "Stopping") or job.warm_pool().get("Status") == "Available":
+            raise invalid(f"The training job is in status {job.status}, or has a warm pool.")
+        del self.jobs[job.name]
+        return {}
+
     def Search(self, body: dict[str, Any]) -> Any:
         wanted = {
             f["Name"].removeprefix("Tags."): f["Value"] for f in body["SearchExpression"]["Filters"]

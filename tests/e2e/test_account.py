@@ -155,6 +155,8 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     command("wait", longer)
     command("jobs")
     command("fetch-and-sample", longer, "--max-new-tokens", "20")
+    command("metrics", longer)
+    command("delete", longer, "--yes")
     command("infra", "show")
 
     (role,) = policies_of(role_of(stack["role"]))

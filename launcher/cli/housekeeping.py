@@ -1,0 +1,90 @@
+"""The commands `delete` and `du`."""
+
+from __future__ import annotations
+
+import click
+
+from launcher.cli.options import JSON, YES, Command, agree, can_ask, complete_job, settings_of
+from launcher.cli.show import byte_progress, note, print_json, shown
+from launcher.errors import ServiceError
+
+
+def in_units(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+@click.command("delete", cls=Command)
+@click.argument(
+    "job_ids", metavar="JOB-ID...", nargs=-1, required=True, shell_complete=complete_job
+)
+@click.option(
+    "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
+)
+@YES
+@click.pass_context
+def delete_command(
+    context: click.Context, job_ids: tuple[str, ...], keep_model: bool, yes: bool
+) -> None:
+    """Delete jobs: their files here and on S3, their fetched models, and their entries in the list.
+
+    Uploaded text stays. `sm-nanogpt du` shows what there is.
+
+    \b
+    Example:
+      sm-nanogpt delete JOB-ID --keep-model
+    """
+    from launcher.artefacts import fetch_described
+    from launcher.housekeeping import delete, places_of
+
+    settings = settings_of(context)
+    can_ask(yes)
+    found = []
+    for job_id in dict.fromkeys(job_ids):
+        description, places = places_of(job_id, settings)
+        if keep_model:
+            if description.model_uri is None:
+                raise ServiceError(
+                    f"job {job_id} is {description.status} and has no model to keep; leave out"
+                    " --keep-model"
+                )
+            places = places[1:]
+        found.append((description, places))
+    for description, places in found:
+        note(f"{description.job_id} ({description.status}):")
+        for place in places:
+            if place.files:
+                note(f"  {in_units(place.size):>8} in {place.files} files: {place.uri}")
+    agree("Delete these files?", yes)
+    for description, places in found:
+        if keep_model:
+            with byte_progress("fetch") as progress:
+                click.echo(fetch_described(description, settings, progress, None))
+        delete(description.job_id, places, settings)
+        freed = in_units(sum(place.size for place in places))
+        note(f"deleted {description.job_id}: {freed}")
+
+
+@click.command("du", cls=Command)
+@JSON
+@click.pass_context
+def du_command(context: click.Context, as_json: bool) -> None:
+    """Show what jobs, models and texts take, on this machine and in the store on S3.
+
+    \b
+    Example:
+      sm-nanogpt du
+    """
+    from launcher.housekeeping import usage
+
+    places = usage(settings_of(context))
+    if as_json:
+        print_json(places)
+        return
+    for place in places:
+        click.echo(shown(f"{in_units(place.size):>8}  {place.files:>6} files  {place.uri}"))
+    total = in_units(sum(place.size for place in places))
+    click.echo(f"{total:>8}  {sum(place.files for place in places):>6} files  in total")

@@ -1,0 +1,74 @@
+"""What jobs take on this machine and on S3, and how it is deleted.
+
+Called by the commands `delete` and `du`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import storage
+from launcher.errors import ServiceError
+from launcher.job import JobDescription
+from launcher.settings import Settings
+from launcher.tracking import find
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory or prefix, and the number and bytes of the files below it."""
+
+    uri: str
+    files: int
+    size: int
+
+
+def measured(uri: str, settings: Settings) -> Place:
+    sizes = storage.list_files(uri, settings).values()
+    return Place(uri, len(sizes), sum(sizes))
+
+
+def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Place]]:
+    """A job, and where its files are, its fetched models first.
+
+    Raises:
+        ServiceError: there is no such job, or it runs.
+    """
+    backend, description = find(job_id, settings)
+    if description.is_running:
+        stop = settings.command(f"stop {job_id}")
+        raise ServiceError(f"job {job_id} is {description.status}; stop it first: `{stop}`")
+    locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
+    return description, [measured(uri, settings) for uri in locations]
+
+
+def delete(job_id: str, places: list[Place], settings: Settings) -> None:
+    """Delete these files of a job, and then the job.
+
+    After an interruption the job is still there, and can be deleted again.
+    """
+    backend, _ = find(job_id, settings)
+    for place in places:
+        storage.remove(place.uri, settings)
+    backend.forget(job_id)
+
+
+def usage(settings: Settings) -> list[Place]:
+    """What each job, model and upload takes here, and in the store if that is on S3; the largest
+    first."""
+    roots = [str(settings.home)]
+    if settings.store:
+        roots.append(settings.store)
+    found = []
+    for root in roots:
+        files, size = Counter[str](), Counter[str]()
+        for name, n in storage.list_files(root, settings).items():
+            parts = Path(name).parts
+            depth = 3 if parts[0] == "store" else 2  # store/data/NAME, jobs/JOB-ID
+            key = storage.join(storage.to_uri(root), *parts[: min(depth, len(parts) - 1) or 1])
+            files[key] += 1
+            size[key] += n
+        found += [Place(key, files[key], n) for key, n in size.items()]
+    return sorted(found, key=lambda place: -place.size)

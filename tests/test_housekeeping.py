@@ -1,0 +1,102 @@
+"""Deleting jobs, and what they take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulator import Emulator
+from launching import Finished, Ran, tree
+
+from launcher import storage
+
+
+def test_delete_removes_job_and_fetched_model(job: Finished, cli: Callable[..., Ran]) -> None:
+    assert cli("fetch-and-sample", job.job_id, "--max-new-tokens", "1").code == 0
+    ran = cli("delete", "latest", "--yes")
+    assert (ran.code, ran.out) == (0, "")
+    assert f"file://{job.directory}\n" in ran.err
+    assert not any(job.job_id in name for name in tree(job.home))
+    assert json.loads(cli("jobs", "--json").out) == []
+
+
+def test_keep_model_fetches_it_first(job: Finished, cli: Callable[..., Ran]) -> None:
+    ran = cli("delete", job.job_id, "--keep-model", "--yes")
+    assert ran.code == 0, ran.err
+    assert (Path(ran.out.strip()) / "model.safetensors").exists()
+    assert not job.directory.exists()
+
+
+def test_delete_asks_first(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("delete", job.job_id).error.endswith("pass --yes to confirm")
+    monkeypatch.setattr("launcher.cli.housekeeping.can_ask", lambda yes: None)
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    assert cli("delete", job.job_id).code == 1
+    assert job.directory.exists()
+
+
+def test_without_a_model_there_is_none_to_keep(job: Finished, cli: Callable[..., Ran]) -> None:
+    (job.directory / "output/model.tar.gz").unlink()
+    ran = cli("delete", job.job_id, "--keep-model", "--yes")
+    assert (ran.code, job.directory.exists()) == (1, True)
+
+
+def test_one_unknown_job_deletes_none(job: Finished, cli: Callable[..., Ran]) -> None:
+    assert cli("delete", job.job_id, "nope", "--yes").code == 1
+    assert job.directory.exists()
+
+
+def test_a_running_job_is_not_deleted(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.job.JobDescription.is_running", True)
+    assert "stop it first" in cli("delete", job.job_id, "--yes").error
+    assert job.directory.exists()
+
+
+def test_an_interrupted_deletion_leaves_the_job_listed(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree, seen = storage.shutil.rmtree, list[Path]()
+
+    def interrupted(path: Path) -> None:
+        seen.append(path)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        rmtree(path)
+
+    monkeypatch.setattr(storage.shutil, "rmtree", interrupted)
+    assert cli("delete", job.job_id, "--yes").code == 1
+    assert cli("status", job.job_id).code == 0
+    monkeypatch.undo()
+
+
+def test_a_job_on_sagemaker_loses_prefixes_and_entry(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    launch = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+    gone, kept = cli(*launch).out.strip(), cli(*launch).out.strip()
+    for job_id in (gone, kept):
+        cli("wait", job_id)
+        storage.write_bytes(f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/a", b"a")
+    ran = cli("delete", gone, "--yes")
+    assert ran.code == 0, ran.err
+    names = storage.list_files(f"s3://{s3.bucket}/some/prefix")
+    assert {name.split("/")[1] for name in names if not name.startswith("data/")} == {kept}
+    assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [kept]
+
+
+def test_du_counts_every_file_once(job: Finished, cli: Callable[..., Ran]) -> None:
+    (job.home / "store/data/a-1").mkdir(parents=True)
+    (job.home / "store/data/a-1/a.txt").write_bytes(b"x" * 2000)
+    places = {place["uri"]: place for place in json.loads(cli("du", "--json").out)}
+    assert places[f"file://{job.home}/store/data/a-1"]["size"] == 2000
+    files = [path for path in job.directory.rglob("*") if path.is_file()]
+    assert places[f"file://{job.directory}"]["files"] == len(files)
+    assert places[f"file://{job.directory}"]["size"] == sum(f.stat().st_size for f in files)
+    assert cli("du").out.splitlines()[-1].endswith("files  in total")
