@@ -3855,6 +3855,12 @@ def usage() -> str:
     """The text of --help."""
     lines = [__doc__ or "", "options:"]
     lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
+    return "\n".join(lines) + hyperparameter_table()
+
+
+def hyperparameter_table() -> str:
+    """A line for each hyperparameter, in groups, with its meaning, range and default."""
+    lines = []
     for f in dataclasses.fields(Config):
         if f.metadata["group"]:
             lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
@@ -3862,7 +3868,7 @@ def usage() -> str:
         lines.append(
             f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
         )
-    return "\n".join(lines)
+    return "\n".join(["", *lines])
 
 
 def end_at_once(signum: int, frame: Any) -> NoReturn:

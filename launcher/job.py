@@ -261,7 +261,8 @@ class TrainingJob(BaseModel):
             config = module.make_config(self.hyperparameters, self.preset, base)
             config.check_world_size(world_size)
         except module.ConfigError as error:
-            raise InputError(str(error)) from None
+            of_launch = ", or auto" * str(error).startswith("preset=")  # which the script lacks
+            raise InputError(f"{error}{of_launch}") from None
         return config
 
     def check_resumable(self, before: TrainingJob, earlier: JobDescription) -> None:

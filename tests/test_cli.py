@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import graphlib
 import inspect
@@ -26,6 +27,7 @@ import pytest
 from launching import Finished, Ran
 
 import launcher
+from entry_point import train
 from launcher import ServiceError, TrainingJob
 from launcher import cli as commands
 from launcher.cli.show import byte_progress
@@ -625,3 +627,11 @@ def test_a_main_that_is_called_leaves_with_the_exit_code(
     with pytest.raises(SystemExit) as left:
         commands.main()
     assert left.value.code == 1
+
+
+def test_hyperparameters_lists_those_of_the_script(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    names = {field.name for field in dataclasses.fields(train.Config)}
+    listed = {line.split()[0] for line in cli("hyperparameters").out.splitlines() if "; " in line}
+    assert listed == names
+    edited = launching.edited(tmp_path / "my.py", ('option("", "a set', 'option("", "one set'))
+    assert cli("hyperparameters", "--entry-point", str(edited)).code == 0

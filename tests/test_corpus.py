@@ -574,3 +574,12 @@ def test_a_pointer_that_cannot_be_read_is_no_last_upload(
     ran = cli("launch", "--instance", "local")
     assert ran.code == 2
     assert "sm-nanogpt upload-data" in ran.error
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.zst"])
+def test_documents_without_a_tokenizer_are_refused(
+    name: str, tmp_path: Path, cli: Callable[..., Ran]
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' * 1000)
+    ran = cli("upload-data", name)
+    assert (ran.code, ran.error) == (2, f"{name}: needs --tokenizer; without it, give plain text")

@@ -884,7 +884,7 @@ def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
     assert "Traceback" not in err
     assert state_of(job) == "Stopped"
     last = err.splitlines()[-1]
-    assert last.startswith(f"error: job {job.job_id} stopped; ")
+    assert last.startswith(f"interrupted: job {job.job_id} stopped; ")
     assert f"`sm-nanogpt launch --resume {job.job_id}`" in last
     log = (job.directory / "logs/job.log").read_text()
     assert "stopped by a signal; the checkpoint of step" in log

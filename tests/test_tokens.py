@@ -311,7 +311,7 @@ def test_an_upload_is_recognized(documents: Path, home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--vocab-size", "500"), "--vocab-size: give it with --tokenizer bpe"),
+        (("--vocab-size", "500"), "--vocab-size is for --tokenizer bpe, which is missing"),
         (("--tokenizer", "no/where"), "no/where: no such file or directory"),
     ],
 )

@@ -23,6 +23,7 @@ To delete a job, delete its directory: the runner ends its ranks when job.json i
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -58,6 +59,8 @@ from launcher.job import (
     newest_checkpoint,
 )
 from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -317,12 +320,14 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     config = job.config(1)  # imports the script, which keeps signals off the import of torch
     import torch
 
-    from launcher.backends.cpu import cpu_processes
+    from launcher.backends.cpu import cores, cpu_processes
 
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
-        if job.processes_per_instance:
-            return job.processes_per_instance, 0
+        if n := job.processes_per_instance:
+            if n * job.instance_count > cores():
+                logger.info(f"processes: {n * job.instance_count} share {cores()} cores")
+            return n, 0
         # The hosts share this machine's cores, and MPS is one device.
         mps = config.device != "cpu" and torch.backends.mps.is_available()
         return (1 if mps or job.instance_count > 1 else cpu_processes(config)), 0

@@ -31,7 +31,7 @@ from launcher.cli.jobs import (
     stop_command,
     wait_command,
 )
-from launcher.cli.launch import copy_script_command, launch_command
+from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
 from launcher.cli.options import Group
 from launcher.cli.sample import fetch_and_sample_command
 from launcher.cli.show import logs_shown, note, silence
@@ -44,6 +44,7 @@ COMMANDS = [
     doctor_command,
     du_command,
     fetch_and_sample_command,
+    hyperparameters_command,
     infra_group,
     jobs_command,
     launch_command,

@@ -72,7 +72,7 @@ class LaunchCommand(Command):
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
-    help="Set a hyperparameter; `python -m entry_point.train --help` lists them.",
+    help="Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
 )
 @click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
 @click.option("--entry-point", metavar="FILE", help="Your edited copy of train.py.")
@@ -282,12 +282,14 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
     """
     from launcher.tracking import describe, explain, logs, next_step, stop, wait
 
+    interrupted = False
     try:
         lines = logs(job_id, follow=True, settings=settings)
         for line in following(lines, job_id, settings):
             note(line)
     except (KeyboardInterrupt, BrokenPipeError) as error:
-        if isinstance(error, BrokenPipeError):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted:
             silence(sys.stderr)
         if not stops:
             note(f"the job keeps running; {how_to_follow(job_id, settings)}")
@@ -302,9 +304,26 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
             with suppress(ServiceError):  # it just ended
                 stop(job_id, settings)
     description = wait(job_id, settings)
+    if description.status == "Stopped" and interrupted:
+        raise KeyboardInterrupt(explain(description, settings))
     if description.status != "Completed":
         raise ServiceError(explain(description, settings))
     note(next_step(description, settings))
+
+
+@click.command("hyperparameters", cls=Command)
+@click.option("--entry-point", metavar="FILE", help="Those of your edited copy of train.py.")
+def hyperparameters_command(entry_point: str | None) -> None:
+    """List the hyperparameters that `launch --set` takes, with their ranges and defaults.
+
+    \b
+    Example:
+      sm-nanogpt hyperparameters
+    """
+    from launcher.job import TrainingJob
+
+    job = TrainingJob(entry_point=Path(entry_point)) if entry_point else TrainingJob()
+    click.echo(job.script_module().hyperparameter_table().strip("\n").replace("  --", "  "))
 
 
 @click.command("copy-script", cls=Command)

@@ -44,8 +44,8 @@ def upload_data_command(
 
     PATH is a text file or a directory of *.txt files. With --tokenizer, it may also be *.jsonl with
     a document in the field `text` of each line, and end in .gz or .zst. Without PATH, download tiny
-    Shakespeare, or use the Python reference if the download fails. Text that is in the store is not
-    sent again.
+    Shakespeare, or use the Python reference if the download fails. A file that is in the store is
+    not sent again.
 
     \b
     Example:
@@ -56,7 +56,8 @@ def upload_data_command(
     from launcher.storage import path_of
 
     if vocab_size is not None and tokenizer != "bpe":
-        raise InputError("--vocab-size: give it with --tokenizer bpe")
+        what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"
+        raise InputError(f"--vocab-size is for --tokenizer bpe, {what}")
 
     if path is not None and corpus is not None:
         raise InputError("give a PATH or --corpus, not both")
@@ -69,6 +70,8 @@ def upload_data_command(
     wanted = is_plain_text
     if tokenizer:
         from launcher.tokens import is_text as wanted
+    elif source.suffix in (".jsonl", ".gz", ".zst"):
+        raise InputError(f"{path}: needs --tokenizer; without it, give plain text")
     files = find_text(source, wanted)
     total = None if tokenizer else sum(file.stat().st_size for _, file in files)
     with byte_progress("tokenize and upload" if tokenizer else "upload", total) as progress:
