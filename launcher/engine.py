@@ -7,7 +7,7 @@ plain loop of train.py, which serves edited models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,9 @@ FEW_SEQUENCES = 4
 # A model with so many numbers in its matrices gains from packing: below, calling oneDNN takes
 # longer than reading them.
 PACKED_FROM = 1 << 20
+
+# Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
+Watch = Callable[[Tensor, Tensor], object]
 
 
 class KeyValueCache:
@@ -174,6 +177,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1337,
+    watch: Watch | None = None,
 ) -> Iterator[Tensor]:
     """train.generate, with a cache: the next ids, int64 [B], of a prompt [B, T], one at a time.
 
@@ -187,6 +191,9 @@ def generate(
     cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
     generator = torch.Generator(prompt.device).manual_seed(seed)
     for _ in range(max_new_tokens):
-        following = draw(forward(model, ids, cache), temperature, top_k, top_p, generator)
+        logits = forward(model, ids, cache)
+        following = draw(logits, temperature, top_k, top_p, generator)
+        if watch is not None:
+            watch(logits, following)
         yield following
         ids = following[:, None]

@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,13 +59,16 @@ def stream_samples(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1337,
+    watch: engine.Watch | None = None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of text of every sample, token by token.
 
     A piece holds whole characters, so it is empty where a token ends inside of one. The prompt
     (default: the start of a document, or a newline) is not repeated. A sample ends with its
     document, or after max_new_tokens. The same arguments give the same text. temperature 0 takes
-    the most likely token; top_k 0 and top_p 1 allow all.
+    the most likely token; top_k 0 and top_p 1 allow all. watch is called with the logits, float32
+    [num_samples, V], and the ids, int64 [num_samples], of each step, before its pieces are yielded;
+    edited scripts do not call it.
 
     Raises:
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
@@ -83,7 +87,7 @@ def stream_samples(
     ids = torch.tensor([[tokenizer.start] if prompt is None else encode(tokenizer, prompt)])
     # The engine computes only the packaged model; an edited script has its own loop.
     script = sys.modules[type(model).__module__]
-    generate = script.generate if is_edited(model) else engine.generate
+    generate = script.generate if is_edited(model) else partial(engine.generate, watch=watch)
     steps = generate(
         model,
         ids.expand(num_samples, -1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import launching
 import pytest
 from launching import Finished, Ran
+from test_edited import EDITS
 
 from launcher import InputError, fetch_model, load_model, sample, stream_samples
 
@@ -216,3 +218,20 @@ def test_nothing_of_sampling_depends_on_the_working_directory(job: Finished) -> 
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_sample_takes_a_directory_of_an_edited_model(
+    home: Path, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    script = launching.edited(home.parent / "my.py", *EDITS["activation"])
+    words = launching.launching("--entry-point", str(script), data=text_file, sample_length=0)
+    job_id = cli(*words).out.strip()
+    of_job = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
+    (directory,) = re.findall(r"^model: (.+)$", of_job.err, re.MULTILINE)
+    of_directory = cli("sample", directory, "--max-new-tokens", "20")
+    assert (of_directory.code, of_directory.out) == (0, of_job.out)
+
+
+def test_a_directory_that_is_not_there_is_one_line(cli: Callable[..., Ran]) -> None:
+    ran = cli("sample", "./nowhere")
+    assert (ran.code, ran.error) == (2, "./nowhere: no such directory")

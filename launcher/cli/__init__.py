@@ -33,6 +33,7 @@ from launcher.cli.jobs import (
 )
 from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
 from launcher.cli.options import Group
+from launcher.cli.play import play_command
 from launcher.cli.sample import fetch_and_sample_command
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.upload import upload_data_command
@@ -50,6 +51,7 @@ COMMANDS = [
     launch_command,
     logs_command,
     metrics_command,
+    play_command,
     status_command,
     stop_command,
     upload_data_command,

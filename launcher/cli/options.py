@@ -70,6 +70,9 @@ class Group(Command, click.Group):
     command_class = Command
     group_class = type
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, {"sample": "fetch-and-sample"}.get(cmd_name, cmd_name))
+
 
 def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
     """Reject NaN, which passes click's range checks, and infinity."""

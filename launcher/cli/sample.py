@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import JOB_ID, JSON, Command, finite, settings_of
+from launcher.cli.options import JSON, Command, complete_job, finite, settings_of
 from launcher.cli.show import byte_progress, note, print_json
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from entry_point.train import GPT, Tokenizer
+    from launcher.settings import Settings
+
+ENTRY_POINT = click.option(
+    "--entry-point",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The edited train.py that trained the model (default: the copy kept at launch).",
+)
 
 
 @click.command("fetch-and-sample", cls=Command)
-@JOB_ID
+@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.option(
     "--prompt", metavar="TEXT", help="Start of the text (default: a new line, or a new document)."
 )
@@ -63,17 +81,17 @@ from launcher.cli.show import byte_progress, note, print_json
     show_default=True,
     help="Random seed; the same seed gives the same text.",
 )
+@ENTRY_POINT
 @click.option(
-    "--entry-point",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The edited train.py that trained the model (default: the copy kept at launch).",
+    "--interactive",
+    is_flag=True,
+    help="Read prompts from stdin, and print a text for each, with the next seed.",
 )
 @JSON
 @click.pass_context
 def fetch_and_sample_command(
     context: click.Context,
-    job_id: str,
+    model: str,
     prompt: str | None,
     max_new_tokens: int,
     num_samples: int,
@@ -82,36 +100,34 @@ def fetch_and_sample_command(
     top_p: float,
     seed: int,
     entry_point: Path | None,
+    interactive: bool,
     as_json: bool,
 ) -> None:
-    """Download a job's model and print text as it generates it.
+    """Download a job's model and print text as it generates it. `sample` is short for this command.
+
+    DIR is a model that is here already, as `fetch-and-sample` prints it after `model:`.
 
     \b
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
+      sm-nanogpt fetch-and-sample JOB-ID --interactive
     """
-    from launcher.artefacts import fetch_described, script_finder
-    from launcher.tracking import describe
+    if interactive and (prompt is not None or num_samples > 1 or as_json):
+        raise InputError("--interactive does not go with --prompt, --num-samples, or --json")
+    loaded, tokenizer = load(model, settings_of(context), entry_point)
+    from launcher.sampling import stream_samples
 
-    settings = settings_of(context)
-    description = describe(job_id, settings)
-    with byte_progress("fetch") as progress:
-        directory = fetch_described(description, settings, progress, entry_point)
-    if description.model_uri is None:
-        note(
-            f"job {job_id} is {description.status}; sampling its last checkpoint, {directory.name}"
+    if interactive:
+        converse(
+            lambda prompt, n: stream_samples(
+                loaded, tokenizer, prompt, max_new_tokens, 1, temperature, top_k, top_p, seed + n
+            )
         )
-    note(f"model: {directory}")
-    from launcher.sampling import is_edited, load_model, stream_samples
-
-    find_script = script_finder(description, settings, entry_point)
-    model, tokenizer = load_model(directory, find_script, own_script=entry_point is not None)
-    if is_edited(model):
-        note("sampling with the edited or older script that trained this model, which is slower")
+        return
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
-        model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+        loaded, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )
     if as_json:
         texts = ["".join(text) for text in zip(*columns, strict=True)]
@@ -126,3 +142,78 @@ def fetch_and_sample_command(
     click.echo()
     for text in others:
         click.echo(f"---\n{text}")
+
+
+def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
+    """Load the model of a directory, or fetch that of a job; say which it is."""
+    from launcher.artefacts import fetch_described
+    from launcher.backends.local import LocalBackend
+    from launcher.storage import path_of
+    from launcher.tracking import describe, full_id
+
+    directory = path_of(word)
+    if not directory.is_dir():
+        if "/" in word:
+            raise InputError(f"{word}: no such directory")
+        description = describe(full_id(word, settings), settings)
+        with byte_progress("fetch") as progress:
+            directory = fetch_described(description, settings, progress, entry_point)
+        if description.model_uri is None:
+            note(
+                f"job {description.job_id} is {description.status}; sampling its last checkpoint,"
+                f" {directory.name}"
+            )
+    note(f"model: {directory}")
+    from launcher.sampling import is_edited, load_model
+
+    of_job = LocalBackend(settings).script(directory.parent.name)  # models/JOB-ID/...
+
+    def find(sha256: str) -> Path:
+        return entry_point or (of_job if of_job.exists() else settings.kept_script(sha256))
+
+    model, tokenizer = load_model(directory, find, own_script=entry_point is not None)
+    if is_edited(model):
+        note("sampling with the edited or older script that trained this model, which is slower")
+    return model, tokenizer
+
+
+def converse(stream: Callable[[str | None, int], Iterator[list[str]]]) -> None:
+    """Print a text for each prompt from stdin, until it ends. Ctrl-C stops a text.
+
+    A line that ends with a backslash continues on the next; an empty prompt starts a new text.
+    """
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        import readline  # noqa: F401  (gives `input` a history)
+
+        note("a prompt, then Enter; a backslash at its end continues it; Ctrl-D ends")
+    for n in itertools.count():
+        try:
+            prompt = input("> " * terminal)
+            while prompt.endswith("\\"):
+                prompt = prompt[:-1] + "\n" + input(". " * terminal)
+        except EOFError:
+            click.echo(nl=terminal)
+            return
+        with ctrl_c_noted() as stopped:
+            try:
+                columns = stream(prompt or None, n)
+                click.echo("---\n" * (n > 0 and not terminal) + prompt, nl=False)
+                for (piece,) in columns:
+                    click.echo(piece, nl=False)
+                    if stopped:
+                        break
+                click.echo()
+            except InputError as error:  # characters that the model does not know
+                note(f"error: {error}")
+
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[list[int]]:
+    """A list that is no longer empty after Ctrl-C, which raises nothing meanwhile."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

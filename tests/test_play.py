@@ -1,0 +1,335 @@
+"""The page on which people try a model, and prompts in the terminal."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from launching import Finished, Ran
+from models import lively, tokenizer_of
+
+from entry_point.train import GPT, Tokenizer, generate
+from launcher import fetch_model, sample, stream_samples
+from launcher.cli.sample import converse
+from launcher.play import Player, Token, listen, make_server, until
+
+__all__ = ["generate"]  # the plain loop of Edited, which is looked for here
+
+LETTERS = "\nabcdefghi "  # as many as the small models have
+WISH: dict[str, Any] = dict(
+    prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
+)
+
+
+class Edited(GPT):
+    """The model of an edited script."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A served page."""
+
+    port: int
+    players: list[Player]
+
+    def connect(self, path: str, body: dict[str, Any] | None = None, **changes: Any) -> Any:
+        """The answer to a request, which is a POST if it has a body."""
+        path = f"{path}?token={changes.get('token', 'secret')}"
+        headers = {"Host": changes["host"]} if "host" in changes else {}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
+        return connection.getresponse()
+
+    def tokens(self, number: int = 0, **wish: Any) -> list[dict[str, Any]]:
+        answer = self.connect(f"/generate/{number}", {**WISH, **wish})
+        content = answer.read().decode()
+        assert answer.status == 200, content
+        return [json.loads(line) for line in content.splitlines()]
+
+    def text(self, number: int = 0, **wish: Any) -> str:
+        return "".join(token["text"] for token in self.tokens(number, **wish))
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """A page with a model, another one of other weights, and that of an edited script."""
+    models = [lively() for _ in range(3)]
+    models[1].embed.weight.data.neg_()
+    models[2].__class__ = Edited
+    players = [Player(f"model-{n}", model, letters()) for n, model in enumerate(models)]
+    listener = listen(0)
+    port = listener.getsockname()[1]
+    server = make_server(players, port, "secret")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield Site(port, players)
+    server.should_exit = True
+    thread.join()
+
+
+def letters() -> Tokenizer:
+    return tokenizer_of(LETTERS)
+
+
+def expected(player: Player, temperature: float = 0.8) -> str:
+    """What the library generates for WISH."""
+    columns = stream_samples(player.model, player.tokenizer, "abc", 40, 1, temperature, seed=7)
+    return "".join(piece for (piece,) in columns)
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", ["", "secreT", "%C3%A9"])
+@pytest.mark.parametrize("path", ["/", "/models", "/generate/0", "/nothing"])
+def test_a_request_without_the_token_is_refused(site: Site, path: str, token: str) -> None:
+    assert site.connect(path, token=token).status == 403
+
+
+@pytest.mark.parametrize("host", ["example.com:{port}", "127.0.0.1", "127.0.0.1:1", "localhost"])
+def test_a_request_to_another_host_is_refused(site: Site, host: str) -> None:
+    assert site.connect("/", host=host.format(port=site.port)).status == 400
+
+
+def test_localhost_is_this_host(site: Site) -> None:
+    assert site.connect("/", host=f"localhost:{site.port}").status == 200
+
+
+def test_the_page_runs_its_own_script_alone(site: Site) -> None:
+    answers = [site.connect("/") for _ in range(2)]
+    pages = [answer.read().decode() for answer in answers]
+    policies = [answer.getheader("Content-Security-Policy") for answer in answers]
+    assert policies[0] != policies[1]
+    assert policies[0].startswith("default-src 'none'; script-src 'nonce-")
+    nonces = set(re.findall(r'<(?:script|style) nonce="(.+?)">', pages[0]))
+    assert nonces == set(re.findall(r"'nonce-(.+?)'", policies[0]))
+    assert len(nonces) == 1
+    assert "//" not in re.sub(r"// .*", "", pages[0])  # no address of another site
+
+
+def test_every_input_of_the_page_has_a_label(site: Site) -> None:
+    page = site.connect("/").read().decode()
+    named = re.findall(r'<(?:input|textarea) id="(\w+)"', page)
+    assert sorted(named) == sorted(WISH)
+    assert set(named) == set(re.findall(r'<label for="(\w+)">', page))
+
+
+def test_the_page_knows_its_models(site: Site) -> None:
+    models = json.loads(site.connect("/models").read())
+    assert [model["name"] for model in models] == ["model-0", "model-1", "model-2"]
+    assert [model["edited"] for model in models] == [False, False, True]
+
+
+# -- generations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_the_text_is_that_of_the_library(site: Site, temperature: float) -> None:
+    assert site.text(temperature=temperature) == expected(site.players[0], temperature)
+
+
+def test_each_model_generates_its_own_text(site: Site) -> None:
+    texts = [site.text(number) for number in range(3)]
+    assert texts == [expected(player) for player in site.players]
+    assert texts[0] != texts[1]
+
+
+def test_an_empty_prompt_starts_a_new_text(site: Site) -> None:
+    assert site.text(prompt="", temperature=0) == site.text(prompt="\n", temperature=0)
+
+
+def test_numbers_may_be_words_as_in_a_form(site: Site) -> None:
+    assert site.text(temperature="0.8", seed="7") == site.text()
+
+
+def test_the_most_likely_tokens_come_in_order(site: Site) -> None:
+    for token in site.tokens()[:-1]:
+        probabilities = [probability for _, probability in token["likely"]]
+        assert len(probabilities) in (5, 6)
+        assert sum(probabilities) <= 1 + 1e-6
+        assert probabilities == sorted(probabilities, reverse=True)
+
+
+def test_the_greedy_token_is_the_most_likely(site: Site) -> None:
+    for token in site.tokens(temperature=0)[:-1]:
+        assert token["chosen"] == 0
+        assert token["likely"][0][0] == token["text"]
+
+
+def test_a_token_that_is_not_likely_is_listed_too(site: Site) -> None:
+    *tokens, end = site.tokens(temperature=1000)
+    assert all(token["likely"][token["chosen"]][0] == token["text"] for token in tokens)
+    assert {len(token["likely"]) for token in tokens} == {5, 6}
+    assert end == {"text": "", "likely": [], "chosen": 0}
+
+
+def test_an_edited_model_gives_no_probabilities(site: Site) -> None:
+    assert all(token["likely"] == [] for token in site.tokens(2))
+
+
+@pytest.mark.parametrize(
+    ("wish", "error"),
+    [
+        ({"temperature": "hot"}, "temperature: must be a valid number"),
+        ({"temperature": -1}, "temperature=-1.0: must be a number, at least 0"),
+        ({"temperature": "inf"}, "temperature: must be a finite number"),
+        ({"max_new_tokens": ""}, "max_new_tokens: must be a valid integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ({"top_p": 2}, "top_p=2.0: must be over 0 and at most 1"),
+        ({"prompt": "A"}, "the prompt has characters that the model has never seen: 'A'"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line(site: Site, wish: dict[str, Any], error: str) -> None:
+    answer = site.connect("/generate/0", {**WISH, **wish})
+    assert (answer.status, answer.read().decode()) == (422, error)
+
+
+def test_a_stop_string_ends_the_text(site: Site) -> None:
+    text = expected(site.players[0])
+    stop = text[20:23]
+    assert site.text(stop=stop) == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "before"),
+    [
+        ("a,b,STOP,c", "a,b"),
+        ("a,bS,TO,Pc", "a,b"),
+        ("a,S,TO,b,S", "a,S,TO,b,S"),
+        ("SS,TOP", "S"),
+        ("STOSTOP", "STO"),
+        ("STOP", ""),
+    ],
+)
+def test_a_stop_string_may_lie_in_several_tokens(pieces: str, before: str) -> None:
+    tokens = until(iter([Token(piece) for piece in pieces.split(",")]), "STOP")
+    assert ",".join(token.text for token in tokens) == before
+
+
+def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
+    pieces = iter(["a", "S", "b", "c"])
+    tokens = until((Token(piece) for piece in pieces), "STOP")
+    assert [next(tokens).text for _ in range(3)] == ["a", "S", "b"]
+    assert list(pieces) == ["c"]
+
+
+def test_a_reader_that_leaves_ends_the_generation(site: Site) -> None:
+    answer = site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9})
+    assert answer.readline()
+    answer.close()
+    assert len(site.text()) == 40  # it would wait for the other one
+
+
+def test_two_models_generate_at_the_same_time(site: Site) -> None:
+    with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}) as answer:
+        assert site.text(1) == expected(site.players[1])
+        assert answer.readline()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_a_job_is_played_until_ctrl_c(job: Finished) -> None:
+    directory = fetch_model(job.job_id)
+    with launching.started("play", "latest", str(directory), home=job.home) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline()
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{43})\n", url)
+        assert found, url
+        site = Site(int(found[1]), [])
+        wish = {**WISH, "prompt": "The ", "temperature": 0}
+        texts = []
+        for number in range(2):
+            answer = site.connect(f"/generate/{number}", wish, token=found[2])
+            texts += ["".join(json.loads(line)["text"] for line in answer)]
+        assert [f"The {text}" for text in texts] == sample(
+            job.job_id, "The ", 40, temperature=0
+        ) * 2
+        endless = {**WISH, "prompt": "The ", "max_new_tokens": 10**9}
+        with site.connect("/generate/0", endless, token=found[2]) as answer:
+            assert answer.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+        assert process.stdout.read() == ""
+        assert process.stderr.read().splitlines()[-1] == "ended"
+
+
+def test_a_model_that_is_not_there_is_told(cli: Callable[..., Ran]) -> None:
+    ran = cli("play", "./nothing")
+    assert (ran.code, ran.error) == (2, "./nothing: no such directory")
+    assert cli("play", "sm-nanogpt-nothing").code == 1
+
+
+def test_a_port_that_is_taken_is_told(cli: Callable[..., Ran]) -> None:
+    with listen(0) as taken:
+        port = taken.getsockname()[1]
+        ran = cli("play", "some-job", "--port", str(port))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.error.startswith(f"--port {port}: ")
+
+
+# -- prompts in the terminal -----------------------------------------------------------------------
+
+
+def test_prompts_are_answered_until_they_end(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "30")
+    monkeypatch.setattr("sys.stdin", io.StringIO("The \nA\\\nclass"))
+    ran = cli(*words, "--interactive", "--seed", "5")
+    first = cli(*words, "--prompt", "The ", "--seed", "5").out
+    second = cli(*words, "--prompt", "A\nclass", "--seed", "6").out
+    assert (ran.code, ran.out) == (0, f"{first}---\n{second}")
+
+
+def test_a_prompt_that_cannot_be_is_told_and_the_next_answered(
+    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
+    ran = cli("fetch-and-sample", job.job_id, "--interactive", "--max-new-tokens", "5")
+    assert (ran.code, len(ran.out)) == (0, len("---\n") + 6)
+    assert ran.error.endswith(r"never seen: '\x07'")
+
+
+def test_ctrl_c_stops_a_text_and_not_the_prompts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stream(prompt: str | None, n: int) -> Iterator[list[str]]:
+        yield ["1"]
+        if n == 0:
+            signal.raise_signal(signal.SIGINT)
+        yield ["2"]
+        yield ["3"]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    converse(stream)
+    assert capsys.readouterr().out == "a12\n---\nb123\n"
+
+
+@pytest.mark.parametrize("words", ["--prompt a", "--num-samples 2", "--json"])
+def test_options_that_do_not_go_with_prompts_are_refused(
+    job: Finished, cli: Callable[..., Ran], words: str
+) -> None:
+    ran = cli("fetch-and-sample", job.job_id, "--interactive", *words.split())
+    assert (ran.code, ran.out) == (2, "")
+    assert words.split()[0] in ran.error
+
+
+def test_a_models_directory_is_an_argument(job: Finished, tmp_path: Path) -> None:
+    """Its name may hold anything, since it is a path."""
+    from launcher.cli.sample import load
+
+    directory = fetch_model(job.job_id).rename(tmp_path / "my model")
+    model, _ = load(str(directory), launching.settings_of(job.home), None)
+    assert model.config.n_embd == launching.TINY["n_embd"]
