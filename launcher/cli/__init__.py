@@ -36,6 +36,7 @@ from launcher.cli.options import Group
 from launcher.cli.play import play_command
 from launcher.cli.sample import fetch_and_sample_command
 from launcher.cli.show import logs_shown, note, silence
+from launcher.cli.track import track_command
 from launcher.cli.upload import upload_data_command
 from launcher.errors import InputError, ServiceError
 
@@ -54,6 +55,7 @@ COMMANDS = [
     play_command,
     status_command,
     stop_command,
+    track_command,
     upload_data_command,
     wait_command,
 ]

@@ -1,0 +1,123 @@
+"""The command `track`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import Command, complete_job, settings_of
+from launcher.cli.show import note
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from launcher.curves import Curve
+    from launcher.job import JobDescription
+    from launcher.settings import Settings
+
+POLL_SECONDS = 5.0
+
+
+@click.command("track", cls=Command)
+@click.argument(
+    "job_ids", metavar="JOB-ID...", nargs=-1, required=True, shell_complete=complete_job
+)
+@click.option(
+    "--tensorboard",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write event files to DIR/JOB-ID.",
+)
+@click.option(
+    "--mlflow", metavar="URI", help="Send to an MLflow server, a database, or SageMaker (an ARN)."
+)
+@click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
+@click.pass_context
+def track_command(
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    tensorboard: Path | None,
+    mlflow: str | None,
+    follow: bool,
+) -> None:
+    """Show the curves of jobs in TensorBoard or MLflow, while they run or after.
+
+    \b
+    Example:
+      sm-nanogpt track JOB-ID --tensorboard runs --follow
+      sm-nanogpt track JOB-ID --mlflow http://localhost:5000
+    """
+    from launcher.trackers import to_mlflow, to_tensorboard
+
+    trackers: list[Callable[[Curve, JobDescription], str]] = []
+    if tensorboard is not None:
+        trackers.append(partial(to_tensorboard, tensorboard))
+    if mlflow is not None:
+        trackers.append(partial(to_mlflow, mlflow))
+    if not trackers:
+        raise InputError("name a tracker: --tensorboard DIR, --mlflow URI, or both")
+    settings = settings_of(context)
+    try:
+        add(list(dict.fromkeys(job_ids)), trackers, settings, follow)
+    except KeyboardInterrupt:
+        what = "the jobs keep running, and the same command adds the rest"
+        raise KeyboardInterrupt(*[what] * follow) from None
+
+
+def add(
+    job_ids: list[str],
+    trackers: list[Callable[[Curve, JobDescription], str]],
+    settings: Settings,
+    follow: bool,
+) -> None:
+    """Bring each tracker up to date; with follow, until the jobs end."""
+    from tqdm import tqdm
+
+    from launcher.trackers import with_times
+
+    sent: dict[str, tuple[Curve, str]] = {}
+    times: dict[str, dict[int, float]] = {job_id: {} for job_id in job_ids}
+    places: dict[str, list[str]] = {}
+    quiet = not (follow and sys.stderr.isatty())
+    with ExitStack() as stack:
+        bars = {
+            job_id: stack.enter_context(tqdm(desc=job_id, disable=quiet, leave=False))
+            for job_id in job_ids
+        }
+        while job_ids:
+            for job_id in list(job_ids):
+                description, curve = state(job_id, settings, again=job_id in sent)
+                curve = with_times(curve, description, times[job_id])
+                if sent.get(job_id) != (curve, description.status):
+                    places[job_id] = [track(curve, description) for track in trackers]
+                    sent[job_id] = curve, description.status
+                step = int(curve.rows[-1]["step"]) if curve.rows else 0
+                bars[job_id].total = description.hyperparameters.get("max_steps")
+                bars[job_id].update(step - bars[job_id].n)
+                if not (follow and description.is_running):
+                    job_ids.remove(job_id)
+                    bars[job_id].close()
+                    note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
+                    click.echo("\n".join(places[job_id]))
+            if job_ids:
+                time.sleep(POLL_SECONDS)
+
+
+def state(job_id: str, settings: Settings, again: bool) -> tuple[JobDescription, Curve]:
+    """A job and its curve; asked again, also through an outage of minutes."""
+    from launcher.aws.session import patiently
+    from launcher.tracking import describe, metrics
+
+    def ask() -> tuple[JobDescription, Curve]:
+        # In this order, so that the curve of a job that has ended is complete.
+        return describe(job_id, settings), metrics(job_id, settings, with_samples=True)
+
+    is_local = (settings.jobs_dir / job_id).exists()
+    follow = settings.command(f"logs {job_id} --follow")
+    return patiently(ask, follow) if again and not is_local else ask()
