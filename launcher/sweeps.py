@@ -28,7 +28,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob, UnreadableJob
 from launcher.settings import Settings
 from launcher.submission import Ready, naming, prepare
-from launcher.tracking import FULL_ID, backend_for, list_jobs, stop
+from launcher.tracking import backend_for, list_jobs, stop
 
 MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-(\d+))?")
 
@@ -110,16 +110,15 @@ def members(
     return {number: job for number, (_, job) in sorted(newest.items())}
 
 
-def full_group(word: str, settings: Settings) -> str:
-    """The id of a sweep, from its start or end, the id of one of its jobs, or `latest`.
+def full_group(word: str, found: Iterable[JobDescription]) -> str:
+    """The id of a sweep, from its start or end, the id of one of its jobs, or `latest`, among all
+    jobs, newest first.
 
     Raises:
         InputError: no sweep, or several, have that id.
     """
-    if FULL_ID.fullmatch(word) and not MEMBER.fullmatch(word):
-        return word
-    ids = (description.job_id for description in list_jobs(settings)[0])
-    groups = list(dict.fromkeys(name[1] for each in ids if (name := MEMBER.fullmatch(each))))
+    names = (MEMBER.fullmatch(description.job_id) for description in found)
+    groups = list(dict.fromkeys(name[1] for name in names if name))
     if word == "latest" and groups:
         return groups[0]
     member = MEMBER.fullmatch(word)
@@ -127,9 +126,8 @@ def full_group(word: str, settings: Settings) -> str:
     matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
     if len(matches) != 1:
         raise InputError(
-            f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)};"
-            f" `{settings.command('jobs')}` lists the jobs, and the id of a sweep is that of its"
-            " jobs without the number at the end"
+            f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
+            " a sweep is that of its jobs without the number at the end"
         )
     return matches[0]
 

@@ -224,7 +224,11 @@ def test_words_that_are_off_are_told_with_the_help_to_look_at(
             ([*command.split(), option, "", *rest], option)
             for command in ["", *COMMANDS]
             for option in word_options(command)
-            for rest in [{"": ["jobs"], "fetch-and-sample": ["some-job"]}.get(command, [])]
+            for rest in [
+                {"": ["jobs"], "fetch-and-sample": ["some-job"], "track": ["some-job"]}.get(
+                    command, []
+                )
+            ]
         ],
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from emulator import Emulator
 from launching import Finished, Ran
 
-from launcher import Settings, sweeps
+from launcher import Settings, jobs, sweeps
 from launcher.job import JobDescription, TrainingJob
 from launcher.sweeps import Sweep, full_group, grid, members, ranking, stop_all
 
@@ -247,7 +247,12 @@ def swept(job: Finished) -> str:
 
 @pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
 def test_a_sweep_is_found_by_a_part_of_its_id(word: str, swept: str, job: Finished) -> None:
-    assert full_group(word, Settings(home=job.home)) == swept
+    assert full_group(word, jobs(Settings(home=job.home))) == swept
+
+
+def test_a_sweep_has_one_report(swept: str, cli: Callable[..., Ran]) -> None:
+    ran = cli("report", "--group", "latest")
+    assert (ran.code, ran.out) == (0, "report-2-runs.html\n")
 
 
 def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:

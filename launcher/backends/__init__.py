@@ -50,6 +50,9 @@ class Backend(Protocol):
     def script(self, job_id: str, sha256: str) -> Path:
         """The path of the script that trained a job, by its SHA-256; it may not exist."""
 
+    def script_sha256(self, job_id: str) -> str:
+        """The SHA-256 of the script that a job runs. Raises ServiceError if it is gone."""
+
     def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
         """This machine's copy of the edited script that a job ran; None for the packaged one.
 

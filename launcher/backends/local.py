@@ -247,6 +247,11 @@ class LocalBackend:
     def script(self, job_id: str, sha256: str = "") -> Path:
         return self.jobs_dir / job_id / "code" / "train.py"
 
+    def script_sha256(self, job_id: str) -> str:
+        path = self.script(job_id)
+        with storage.reported(str(path)):
+            return storage.file_sha256(path)
+
     def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
         return job.entry_point
 

@@ -296,14 +296,16 @@ class SageMakerBackend:
     def script(self, job_id: str, sha256: str) -> Path:
         return self.settings.kept_script(sha256)
 
+    def script_sha256(self, job_id: str) -> str:
+        archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
+        return hashlib.sha256(read_script(archive, self.settings)).hexdigest()
+
     def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
         """Find the script by the SHA-256 of the archive in the store. Others may write there,
         so it provides neither code nor a path."""
         if job.entry_point is None:
             return None
-        archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
-        sha256 = hashlib.sha256(read_script(archive, self.settings)).hexdigest()
-        script = self.settings.kept_script(sha256)
+        script = self.settings.kept_script(self.script_sha256(job_id))
         if not script.exists():
             raise InputError(
                 f"the edited script of job {job_id} is not on this machine; give it with"

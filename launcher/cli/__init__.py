@@ -34,6 +34,7 @@ from launcher.cli.jobs import (
 from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
 from launcher.cli.options import Group
 from launcher.cli.play import play_command
+from launcher.cli.report import report_command
 from launcher.cli.sample import fetch_and_sample_command
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.track import track_command
@@ -53,6 +54,7 @@ COMMANDS = [
     logs_command,
     metrics_command,
     play_command,
+    report_command,
     status_command,
     stop_command,
     track_command,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import JOB_ID, JSON, Command, complete_job, settings_of
+from launcher.cli.options import GROUP, JOB_ID, JSON, Command, complete_job, settings_of
 from launcher.cli.show import (
     following,
     moment,
@@ -21,15 +21,12 @@ from launcher.cli.show import (
     print_json,
     shown,
 )
-from launcher.cli.sweep import print_ranking
+from launcher.cli.sweep import jobs_of, print_ranking
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
     from launcher.settings import Settings
-
-
-GROUP = click.option("--group", metavar="SWEEP", help="The jobs of a sweep, by its id or `latest`.")
 
 
 @click.command("jobs", cls=Command)
@@ -57,12 +54,7 @@ def jobs_command(
     settings = settings_of(context)
     found, unreadable, failure = list_jobs(settings)
     if group is not None:
-        from launcher.sweeps import full_group, members
-
-        group = full_group(group, settings)
-        found = list(members(found, group).values())
-        if not found and failure is None:
-            raise ServiceError(f"no job of sweep {group} is known")
+        found = jobs_of(group, found)
     found = [d for d in found if status in (None, d.status)][:limit]
     for job in unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
@@ -321,8 +313,9 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
         from launcher.sweeps import full_group, stop_all
+        from launcher.tracking import list_jobs
 
-        group = full_group(group, settings)
+        group = full_group(group, list_jobs(settings)[0])
         for description in stop_all(group, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)

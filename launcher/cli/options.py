@@ -131,6 +131,7 @@ def agree(question: str, yes: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
+GROUP = click.option("--group", metavar="SWEEP", help="The jobs of a sweep, by its id or `latest`.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)

@@ -157,6 +157,17 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
         raise ServiceError(f"not all jobs of the sweep completed; `{again}` continues it")
 
 
+def jobs_of(word: str, found: Sequence[JobDescription]) -> list[JobDescription]:
+    """The newest job of each member of a sweep, among all jobs.
+
+    Raises:
+        InputError: no sweep, or several, have that id.
+    """
+    from launcher.sweeps import full_group, members
+
+    return list(members(found, full_group(word, found)).values())
+
+
 def print_ranking(found: Sequence[JobDescription], err: bool = False) -> None:
     """Print the configurations of some jobs by their best loss, with its spread over seeds."""
     from launcher.sweeps import ranking

@@ -1,0 +1,74 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from launcher.cli.options import GROUP, Command, complete_job, settings_of
+from launcher.cli.show import note
+from launcher.errors import InputError
+
+
+@click.command("report", cls=Command)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@GROUP
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page (default: report-JOB-ID.html, or report-N-runs.html).",
+)
+@click.option(
+    "--png",
+    "png_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the plot of the losses, for a slide.",
+)
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
+@click.pass_context
+def report_command(
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    group: str | None,
+    output: Path | None,
+    png_file: Path | None,
+    opens: bool,
+) -> None:
+    """Write a report of one or more jobs, or of a sweep, as one HTML file, and print its path.
+
+    \b
+    Example:
+      sm-nanogpt report latest --open
+      sm-nanogpt report JOB-ID JOB-ID -o comparison.html --png comparison.png
+      sm-nanogpt report --group latest
+    """
+    from launcher.cli.sweep import jobs_of
+    from launcher.report import compare, read_runs
+    from launcher.report_page import check_packages, page, png
+    from launcher.storage import write_bytes, write_text
+    from launcher.tracking import list_jobs
+
+    check_packages()
+    settings = settings_of(context)
+    if bool(job_ids) == (group is not None):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
+    if group is not None:
+        # A job that has not begun has no curve yet.
+        job_ids = tuple(d.job_id for d in jobs_of(group, list_jobs(settings)[0]) if d.metrics)
+    report = compare(read_runs(job_ids, settings))
+    several = len(report.runs) > 1
+    what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
+    output = output or Path(f"report-{what}.html")
+    write_text(str(output), page(report))
+    if png_file is not None:
+        write_bytes(str(png_file), png(report))
+        note(f"plot: {png_file}")
+    click.echo(output)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(output.absolute().as_uri())

@@ -1,0 +1,166 @@
+"""The report: one page that holds all of some runs, and asks for nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import html
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Finished, Ran
+from test_curves import file_rows
+
+from launcher import TrainingJob
+from launcher.curves import Curve
+from launcher.job import JobDescription
+from launcher.report import Report, Run, compare
+from launcher.report_page import page
+
+
+@pytest.fixture
+def text_of(cli: Callable[..., Ran]) -> Callable[..., str]:
+    """The page about some jobs."""
+
+    def write(*words: str) -> str:
+        ran = cli("report", *words)
+        assert ran.code == 0, ran.err
+        return Path(ran.out.strip()).read_text("utf-8")
+
+    return write
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text)
+    assert found
+    return dict(json.loads(found[1]))
+
+
+def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> str:
+    """A second job with other hyperparameters and another loss."""
+    directory = job.directory.with_name(f"{job.job_id}-{number}")
+    shutil.copytree(job.directory, directory)
+    record = json.loads((directory / "job.json").read_text())
+    record["hyperparameters"] |= hyperparameters
+    (directory / "job.json").write_text(json.dumps(record))
+    rows = [json.dumps({**row, "val_loss": loss}) for row in file_rows(job)]
+    (directory / "hosts/algo-1/checkpoints/metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return directory.name
+
+
+def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any) -> Run:
+    values = {"batch_size": 2, "block_size": 8, "max_steps": 5, **config}
+    row = {"step": 5, "train_loss": val_loss, "val_loss": val_loss, "bits_per_byte": bits}
+    return Run(
+        JobDescription(job_id, "Completed", "Completed", "local", 1, 0.0, "", values),
+        TrainingJob(data="/data"),
+        Curve(job_id, "", [row]),
+        log=[f"100 parameters; 1,000 {unit} to train on, 100 to validate on, 65 different ones"],
+    )
+
+
+def test_the_points_are_those_of_the_metrics(job: Finished, text_of: Callable[..., str]) -> None:
+    points = data_of(text_of("latest"))["points"]
+    for series, name in (("training", "train_loss"), ("validation", "val_loss")):
+        drawn = [(p["step"], p["loss"]) for p in points if p["series"] == series]
+        assert drawn == [(row["step"], row[name]) for row in file_rows(job)]
+    assert points[0]["tokens"] == points[0]["step"] * 4 * 32  # of a batch of the tiny job
+
+
+def test_the_page_requests_nothing(job: Finished, text_of: Callable[..., str]) -> None:
+    text = html.unescape(text_of("latest"))
+    assert not re.search(r"<[^<>]*\b(src|href)\s*=", re.sub(r"(?s)<script>.*?</script>", "", text))
+    assert "content=\"default-src 'none'; script-src 'sha256-" in text
+    assert "unsafe-eval" not in text
+    assert len(text) < 5_000_000
+
+
+def test_a_hostile_sample_is_inert(job: Finished, text_of: Callable[..., str]) -> None:
+    with (job.directory / "logs/job.log").open("a") as log:
+        log.write("--- sample after training ---\n| </script><img src=x onerror=alert(1)>\n")
+    text = text_of(job.job_id)
+    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in text
+    assert "<img" not in re.sub(r"(?s)<script>.*?</script>", "", text)
+
+
+def test_a_hostile_name_is_inert_in_the_data() -> None:
+    run = replace(made_up("a", "characters", 1.0, 1.0), label="</script><b>")
+    text = page(Report([run], [], False))
+    assert r"\u003c/script\u003e\u003cb\u003e" in text
+
+
+def test_differences_come_first_and_the_best_on_top(
+    job: Finished, text_of: Callable[..., str]
+) -> None:
+    best = sibling(job, 1, loss=0.5, learning_rate=0.25)
+    text = text_of(job.job_id, best)
+    table = text[text.index("<tbody>") : text.index("</tbody>")]
+    assert re.findall(r"</svg>([0-9a-f]{6}[-0-9]*)</td>", table) == [best[-8:], job.job_id[-6:]]
+    assert "<td>0.25</td>" in table
+    assert text.index("</tbody>") < text.index('id="loss"')
+    assert Path("report-2-runs.html").exists()
+
+
+def test_three_runs_are_plotted_by_what_varies() -> None:
+    runs = [made_up(f"j{n}", "characters", n, n, dropout=n / 10, seed=n) for n in (1, 2, 3)]
+    assert compare(runs).varied == ["dropout"]
+    assert '<div id="by-dropout"' in page(compare(runs))
+    assert compare(runs[:2]).varied == []
+
+
+def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
+    characters = made_up("c", "characters", 1.5, 2.2)
+    report = compare([characters, made_up("t", "tokens", 4.5, 2.1)])
+    assert [run.label for run in report.runs] == ["t", "c"]
+    text = page(report)
+    assert {point["loss"] for point in data_of(text)["points"]} == {2.1, 2.2}
+    assert "different tokenizers" in text
+
+
+def test_the_command_repeats_the_job_without_its_secrets() -> None:
+    job = TrainingJob(
+        instance="ml.g5.xlarge",
+        environment={"KEY": "secret"},
+        spot=True,
+        hyperparameters={"max_steps": 5},
+    )
+    command = replace(made_up("a", "characters", 1, 1), job=job).command
+    options = "--instance ml.g5.xlarge --spot --environment KEY=... --set max_steps=5"
+    assert " ".join(command.replace("\\", "").split()) == f"sm-nanogpt launch {options}"
+
+
+def test_a_running_job_is_reported_so_far(job: Finished, text_of: Callable[..., str]) -> None:
+    (job.directory / "state.json").write_text('{"status": "InProgress"}')
+    with (job.directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = text_of(job.job_id)
+    assert "is still running: this report shows its first 10 of 10 steps." in text
+
+
+def test_the_png_is_made_for_a_slide(job: Finished, cli: Callable[..., Ran]) -> None:
+    ran = cli("report", "latest", "-o", "page.html", "--png", "plot.png")
+    assert ran.out == "page.html\n"
+    head = Path("plot.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(head[16:20]), int.from_bytes(head[20:])) == (1920, 1080)
+
+
+def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
+    (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").unlink()
+    ran = cli("report", job.job_id)
+    assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
+
+
+def test_a_missing_package_names_the_extra(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    ran = cli("report", "latest")
+    assert ran.code == 2
+    assert ran.error.endswith("pip install 'sm-nanogpt[report]'")
