@@ -25,10 +25,10 @@ from launcher import storage
 from launcher.aws.session import patiently
 from launcher.documents import Count, Document, Scalar
 from launcher.errors import InputError, ServiceError
-from launcher.job import JobDescription, TrainingJob, UnreadableJob
+from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings
 from launcher.submission import Ready, naming, prepare
-from launcher.tracking import backend_for, list_jobs, stop
+from launcher.tracking import backend_for, list_jobs, stop, with_costs
 
 MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-(\d+))?")
 
@@ -40,10 +40,13 @@ class Sweep(Document):
     members: list[dict[str, Scalar]]
     parallel: Count
 
-    def ready(self, index: int, settings: Settings, dry_run: bool = False) -> Ready:
-        """The member's job, checked. Its cost ceiling is its share of that of the sweep."""
+    def ready(
+        self, index: int, settings: Settings, dry_run: bool = False, spent: float = 0.0
+    ) -> Ready:
+        """The member's job, checked. Its cost ceiling is its share of that of the sweep, less the
+        USD that it has spent on earlier tries."""
         ceiling = self.job.max_cost
-        share = None if ceiling is None else ceiling / len(self.members)
+        share = None if ceiling is None else ceiling / len(self.members) - spent
         said = {name: getattr(self.job, name) for name in self.job.model_fields_set}
         values = {**self.job.hyperparameters, **self.members[index]}
         if share is not None:
@@ -96,14 +99,12 @@ def stop_file(group: str, settings: Settings) -> Path:
     return record_of(group, settings).with_suffix(".stop")
 
 
-def members(
-    found: Iterable[JobDescription | UnreadableJob], group: str
-) -> dict[int, JobDescription]:
+def members(found: Iterable[JobDescription], group: str) -> dict[int, JobDescription]:
     """The newest job of each member of a sweep, by number, among these jobs."""
     newest: dict[int, tuple[int, JobDescription]] = {}
     for job in found:
         name = MEMBER.fullmatch(job.job_id)
-        if name and name[1] == group and isinstance(job, JobDescription):
+        if name and name[1] == group:
             number, attempt = int(name[2]), int(name[3] or 1)
             if attempt > newest.get(number, (0,))[0]:
                 newest[number] = (attempt, job)
@@ -157,7 +158,8 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
     """
     stop_file(group, settings).unlink(missing_ok=True)
     backend = backend_for(sweep.job.instance, settings)
-    started = members(backend.list(), group)
+    found = [job for job in backend.list() if isinstance(job, JobDescription)]
+    started = members(found, group)
     running = {n: d.job_id for n, d in started.items() if d.is_running}
     done = {n for n, d in started.items() if d.status == "Completed"}
     waiting = [n for n in range(1, len(sweep.members) + 1) if n not in running and n not in done]
@@ -176,7 +178,10 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
                 if earlier and earlier.checkpoint_uri:
                     ready = prepare(TrainingJob(resume=earlier.job_id), settings)
                 else:
-                    ready = sweep.ready(number - 1, settings)
+                    tries = [d for d in found if d.job_id.startswith(f"{group}-{number}-")]
+                    tries += [d for d in found if d.job_id == f"{group}-{number}"]
+                    spent = sum(d.cost or 0.0 for d in with_costs(tries, settings))
+                    ready = sweep.ready(number - 1, settings, spent=spent)
             ready.upload()
             with naming(job_id, settings):
                 ready.submit(job_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,9 @@ def ran(
 ) -> Callable[..., tuple[Fake, list[TrainingJob]]]:
     """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
 
-    def run(*jobs: JobDescription, stop_at: str = "") -> tuple[Fake, list[TrainingJob]]:
+    def run(
+        *jobs: JobDescription, stop_at: str = "", job: TrainingJob | None = None
+    ) -> tuple[Fake, list[TrainingJob]]:
         fake, prepared = Fake(*jobs), list[TrainingJob]()
 
         def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Any:
@@ -80,7 +83,7 @@ def ran(
         monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: None)
         settings = Settings(home=home)
         sweep = Sweep(
-            job=TrainingJob(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
+            job=job or TrainingJob(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
         )
         sweeps.write_record(GROUP, sweep, settings)
         for progress in sweeps.run(GROUP, sweep, settings):
@@ -121,6 +124,20 @@ def test_a_sweep_continues_where_it_was(
         f"{GROUP}-4-3",
     }
     assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
+
+
+def test_what_a_failed_try_cost_lowers_the_next_ceiling(
+    ran: Callable[..., tuple[Fake, list[TrainingJob]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
+        return [replace(description, cost=0.25) for description in found]
+
+    monkeypatch.setattr(sweeps, "with_costs", with_costs)
+    failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-2")]
+    job = TrainingJob(instance="ml.g5.xlarge", data="x", max_cost=4)
+    fake, prepared = ran(*failed, described(f"{GROUP}-11", "Failed"), job=job)
+    assert [each.max_cost for each in prepared] == [0.5, 1, 1, 1]
+    assert f"{GROUP}-1-3" in fake.jobs
 
 
 def test_a_job_that_runs_is_not_started_again(

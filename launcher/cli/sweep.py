@@ -117,7 +117,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
     from tqdm import tqdm
 
     from launcher.sweeps import members, run, stop_all
-    from launcher.tracking import backend_for, reason_of, wait
+    from launcher.tracking import list_jobs, reason_of, wait
 
     n = len(sweep.members)
     steps: dict[int, float] = {}
@@ -151,7 +151,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
         for description in stop_all(group, settings):
             wait(description.job_id, settings)
         raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
-    found = list(members(backend_for(sweep.job.instance, settings).list(), group).values())
+    found = list(members(list_jobs(settings)[0], group).values())
     print_ranking(found, err=True)
     if sum(d.status == "Completed" for d in found) < n:
         raise ServiceError(f"not all jobs of the sweep completed; `{again}` continues it")
