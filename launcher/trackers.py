@@ -130,7 +130,7 @@ def to_tensorboard(directory: Path, curve: Curve, description: JobDescription) -
     changed = [step for (step, tag), value in there.items() if values.get((step, tag)) != value]
     kept = min(changed, default=math.inf)  # the values before this step
 
-    events = [] if path.exists() else [Event(file_version="brain.Event:2")]
+    events = []
     # Each start but the first makes readers drop what they know from its step on.
     for step in [0] * (known.file_version is None) + sorted(changed)[:1]:
         events.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
@@ -147,11 +147,13 @@ def to_tensorboard(directory: Path, curve: Curve, description: JobDescription) -
     for summary in hparams(description):
         if summary.value[0].tag not in known.summary_metadata:
             events.append(Event(summary=summary))
+    if events and not path.exists():
+        events.insert(0, Event(file_version="brain.Event:2"))
     records = io.BytesIO()
     for event in events:
         event.wall_time = event.wall_time or time.time()
         RecordWriter(records).write(event.SerializeToString())
-    if records.getvalue():
+    if events:
         with storage.reported(str(path)), path.open("ab") as file:
             file.write(records.getvalue())
     return str(place)

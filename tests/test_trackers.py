@@ -203,6 +203,17 @@ def test_a_resumed_run_replaces_the_later_steps_in_tensorboard(tmp_path: Path) -
     assert same(drawn(tmp_path / "a-job"), list(resumed.rows))
 
 
+def test_each_process_with_news_writes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = [curve_of((5, 4.0), (10, 3.0)), curve_of((5, 4.0), (10, 3.5)), curve_of((5, 1.0))]
+    for started, curve in enumerate([curves[0], *curves]):
+        monkeypatch.setattr(trackers, "STARTED", 1_000_000_000 + started)
+        to_tensorboard(tmp_path, curve, described())
+        assert same(drawn(tmp_path / "a-job"), list(curve.rows))
+    assert len(list((tmp_path / "a-job").iterdir())) == 3
+
+
 def test_a_resumed_run_keeps_the_first_value_in_mlflow(uri: str) -> None:
     to_mlflow(uri, curve_of((5, 4.0), (10, 3.0)), described())
     to_mlflow(uri, curve_of((5, 4.0), (10, 3.5), (12, 3.0)), described())
