@@ -10,16 +10,20 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BENCHMARKS = EXAMPLES / "benchmarks"
 NAMES = (
-    "throughput",
-    "time_to_loss",
-    "sampling",
-    "startup",
-    "scaling",
-    "precision",
-    "fine_tuning",
-    "tokens",
+    "benchmarks/throughput",
+    "benchmarks/time_to_loss",
+    "benchmarks/sampling",
+    "benchmarks/startup",
+    "benchmarks/scaling",
+    "benchmarks/precision",
+    "benchmarks/fine_tuning",
+    "benchmarks/tokens",
+    "tutorials/batch_and_context",
+    "tutorials/ladder",
+    "tutorials/processes",
 )
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
@@ -61,7 +65,7 @@ def nanogpt(tmp_path: Path) -> Path:
 
 
 def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, BENCHMARKS / f"{name}.py", *words]
+    command = [sys.executable, EXAMPLES / f"{name}.py", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -85,14 +89,14 @@ def test_a_smoke_run_prints_a_table_and_writes_the_same_as_json(
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
     ran = run(name, "--help")
-    assert f"python examples/benchmarks/{name}.py --text input.txt" in ran.stdout
+    assert f"python examples/{name}.py --text input.txt" in ran.stdout
 
 
 def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
     text_file: Path, nanogpt: Path
 ) -> None:
     before = sorted(nanogpt.rglob("*"))
-    ran = run("throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
+    ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
     assert ran.returncode == 0, ran.stderr
     assert "ours against nanoGPT 1 thread, eager: " in ran.stdout
     assert "| 4,672 " in ran.stdout  # its parameters, as it says them
@@ -124,7 +128,7 @@ def test_a_text_that_came_in_one_piece_has_no_rate_and_says_so(measure: ModuleTy
 
 
 def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -> None:
-    ran = run("throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
+    ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1
     assert "did you mean n_layer?" in ran.stderr.splitlines()[-1]
     assert ran.stderr.splitlines()[-1].startswith("error: ")

@@ -1,0 +1,143 @@
+"""From one process to many: the same loss curve on 1, 2 and 4 processes and on two hosts.
+
+Example:
+  python examples/tutorials/processes.py --text input.txt --plot curves.png
+
+Each row is a job of the launcher on this machine, trained by DistributedDataParallel on the same
+global batches. The table shows how far each loss curve is from that of one process, the time, and
+the efficiency: the speed over that of one process, by the number of processes (more processes than
+cores cannot gain). The last row is stopped in the middle and resumed. --plot draws the curves; it
+needs `pip install 'sm-nanogpt[report]'`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import measure
+from measure import ROOT, Failed, Report, note
+
+sys.path.insert(0, str(ROOT))
+
+from launcher import Settings, TrainingJob, launch, metrics, stop, wait
+from launcher.curves import Curve
+
+WAYS = {
+    "1 process": (1, 1),
+    "2 processes": (1, 2),
+    "4 processes": (1, 4),
+    "2 hosts x 1 process": (2, 1),
+}
+RESUMED = "2 processes, stopped and resumed"
+
+
+def benchmark(args: Namespace, scratch: Path) -> Report:
+    os.environ["OMP_NUM_THREADS"] = "1"  # so that processes are what differs
+    settings = Settings(home=scratch / "home")
+    steps = 20 if args.quick else args.steps
+    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32} if args.quick else {}
+    values = {"batch_size": 12, "max_steps": steps, "sample_length": 0, **small, **args.ours}
+    values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
+
+    def job(hosts: int, processes: int, **more: Any) -> TrainingJob:
+        return TrainingJob(
+            instance_count=hosts,
+            processes_per_instance=processes,
+            data=str(args.text),
+            hyperparameters=values,
+            **more,
+        )
+
+    curves: dict[str, Curve] = {}
+    for name, way in WAYS.items():
+        note(name)
+        curves[name] = finished(launch(job(*way), settings), settings)
+    note(RESUMED)
+    first = launch(job(1, 2), settings)
+    while not any(step >= steps // 3 for step, _ in metrics(first, settings).points("train_loss")):
+        time.sleep(0.05)
+    stop(first, settings)
+    wait(first, settings)
+    again = TrainingJob(resume=first, processes_per_instance=2)
+    curves[RESUMED] = finished(launch(again, settings), settings)
+
+    alone, report = curves["1 process"], Report()
+    for name, curve in curves.items():
+        hosts, processes = WAYS.get(name, (1, 2))
+        speed = mean_speed(curve)
+        report.rows.append(
+            {
+                "": name,
+                "val_loss": f"{curve.points('val_loss')[-1][1]:.5f}",
+                "farthest from 1 process": f"{farthest(curve, alone):.1e}",
+                "tokens/s": f"{speed:,.0f}",
+                "efficiency": f"{speed / mean_speed(alone) / (hosts * processes):.0%}",
+            }
+        )
+    two = curves["2 processes"].points("val_loss")
+    same = two == curves[RESUMED].points("val_loss")
+    report.findings["stopped and resumed, against undisturbed"] = (
+        "the same losses to the last bit" if same else "NOT the same losses"
+    )
+    if args.plot:
+        draw(curves, args.plot)
+    return report
+
+
+def finished(job_id: str, settings: Settings) -> Curve:
+    if wait(job_id, settings).status != "Completed":
+        raise Failed(f"job {job_id} did not complete")
+    return metrics(job_id, settings)
+
+
+def mean_speed(curve: Curve) -> float:
+    """Tokens per second over the run; the first row holds the start."""
+    speeds = [speed for _, speed in curve.points("tokens_per_second")][1:]
+    return len(speeds) / sum(1 / speed for speed in speeds)
+
+
+def farthest(curve: Curve, other: Curve) -> float:
+    """The largest difference of the training losses at the steps that both logged."""
+    known = dict(other.points("train_loss"))
+    return max(
+        abs(loss - known[step]) for step, loss in curve.points("train_loss") if step in known
+    )
+
+
+def draw(curves: dict[str, Curve], path: Path) -> None:
+    """Write the training losses as PNG or SVG, by the suffix."""
+    try:
+        import altair as alt
+    except ImportError:
+        raise Failed("--plot needs `pip install 'sm-nanogpt[report]'`") from None
+    values = [
+        {"run": name, "step": step, "train_loss": loss}
+        for name, curve in curves.items()
+        for step, loss in curve.points("train_loss")
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=values))
+        .mark_line(point=True, opacity=0.7)
+        .encode(
+            x="step:Q",
+            y=alt.Y("train_loss:Q", scale=alt.Scale(zero=False)),
+            color=alt.Color("run:N", sort=list(curves), title=None),
+            strokeDash=alt.StrokeDash("run:N", sort=list(curves), title=None),
+        )
+        .properties(width=560, height=320, title="One curve, whatever the number of processes")
+    )
+    chart.save(str(path), scale_factor=2)
+
+
+if __name__ == "__main__":
+    parser = measure.parser(__doc__, rounds=1, nanogpt=False)
+    parser.add_argument("--steps", type=int, default=500, help="of each run (default 500)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG or SVG to write")
+    measure.run(parser, benchmark)
