@@ -534,7 +534,7 @@ def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
     end_as(job, status="Failed", reason="RankError: rank 0 was killed")
     ran = cli("fetch-and-sample", job.job_id, "--max-new-tokens", "20")
     assert ran.code == 0
-    assert "is Failed; sampling its last checkpoint, step-00000010" in ran.err
+    assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
     assert len(ran.out) == 21
 
 

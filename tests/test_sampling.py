@@ -198,7 +198,7 @@ def test_sampling_a_stopped_job_shows_its_latest_checkpoint_and_says_so(
     assert ran.code == 0, ran.err
     checkpoints = (home / "jobs" / job_id).glob("hosts/algo-1/checkpoints/checkpoint-*")
     step = max(path.stem.removeprefix("checkpoint-") for path in checkpoints)
-    assert f"job {job_id} is Stopped; sampling its last checkpoint, step-{step}" in ran.err
+    assert f"job {job_id} is Stopped; this is its last checkpoint, step-{step}" in ran.err
     assert len(ran.out) == 21
 
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 import click
 
 from launcher.cli.doctor import doctor_command
+from launcher.cli.export import export_command
 from launcher.cli.housekeeping import delete_command, du_command
 from launcher.cli.infra import infra_group
 from launcher.cli.jobs import (
@@ -46,6 +47,7 @@ COMMANDS = [
     delete_command,
     doctor_command,
     du_command,
+    export_command,
     fetch_and_sample_command,
     hyperparameters_command,
     infra_group,

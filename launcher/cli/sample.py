@@ -18,6 +18,7 @@ from launcher.errors import InputError
 
 if TYPE_CHECKING:
     from entry_point.train import GPT, Tokenizer
+    from launcher.model import FindScript
     from launcher.settings import Settings
 
 ENTRY_POINT = click.option(
@@ -144,10 +145,9 @@ def fetch_and_sample_command(
         click.echo(f"---\n{text}")
 
 
-def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
-    """Load the model of a directory, or fetch that of a job; say which it is."""
+def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
+    """The directory of a model; fetches that of a job, and says where it is."""
     from launcher.artefacts import fetch_described
-    from launcher.backends.local import LocalBackend
     from launcher.storage import path_of
     from launcher.tracking import describe, full_id
 
@@ -160,17 +160,29 @@ def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, 
             directory = fetch_described(description, settings, progress, entry_point)
         if description.model_uri is None:
             note(
-                f"job {description.job_id} is {description.status}; sampling its last checkpoint,"
+                f"job {description.job_id} is {description.status}; this is its last checkpoint,"
                 f" {directory.name}"
             )
     note(f"model: {directory}")
-    from launcher.sampling import is_edited, load_model
+    return directory
+
+
+def finder(directory: Path, settings: Settings, entry_point: Path | None) -> FindScript:
+    """A function that finds the script which trained the model of a directory."""
+    from launcher.backends.local import LocalBackend
 
     of_job = LocalBackend(settings).script(directory.parent.name)  # models/JOB-ID/...
+    return lambda sha256: (
+        entry_point or (of_job if of_job.exists() else settings.kept_script(sha256))
+    )
 
-    def find(sha256: str) -> Path:
-        return entry_point or (of_job if of_job.exists() else settings.kept_script(sha256))
 
+def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
+    """Load the model of a directory or of a job."""
+    directory = locate(word, settings, entry_point)
+    from launcher.sampling import is_edited, load_model
+
+    find = finder(directory, settings, entry_point)
     model, tokenizer = load_model(directory, find, own_script=entry_point is not None)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")

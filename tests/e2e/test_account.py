@@ -156,6 +156,8 @@ def test_the_policies_allow_what_the_commands_need_and_nothing_else(
     command("jobs")
     command("fetch-and-sample", longer, "--max-new-tokens", "20")
     command("metrics", longer)
+    command("report", longer, "-o", str(tmp_path / "report.html"))
+    command("track", longer, "--tensorboard", str(tmp_path / "events"))
     command("delete", longer, "--yes")
     command("infra", "show")
 
