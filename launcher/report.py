@@ -74,6 +74,12 @@ class Run:
         return (self.data.tokenizer if self.data else "") or self.unit
 
     @property
+    def text(self) -> object:
+        """What the validation text is known by: its length, else its place."""
+        upload = self.validation if self.job.validation else self.data
+        return upload.characters if upload else self.job.validation or self.job.data
+
+    @property
     def evaluations(self) -> list[Row]:
         return [row for row in self.curve.rows if "val_loss" in row]
 
@@ -181,7 +187,8 @@ class Report:
 
     @property
     def validated_alike(self) -> bool:
-        return len({run.job.validation or run.job.data for run in self.runs}) == 1
+        """Whether all runs have the same text, which two tokenizers store in two places."""
+        return len({run.text for run in self.runs}) == 1
 
     def score(self, run: Run) -> float:
         return float(run.best.get("bits_per_byte" if self.per_byte else "val_loss", math.inf))

@@ -162,9 +162,11 @@ def line_plot(
     if len(labels) > len(PALETTE) + 1:
         dash = alt.Scale(domain=labels, range=dashes)
         base = base.encode(strokeDash=alt.StrokeDash("color:N", scale=dash, legend=None))
+    dot = alt.OverlayMarkDef(filled=True, size=26, opacity=1)  # else a single one is not seen
+    dots = {"raw": False, "training": False, "validation": dot}
     layers: list[Any] = [
         base.transform_filter(alt.datum.series == name)
-        .mark_line(strokeWidth=width, opacity=opacity, strokeJoin="round")
+        .mark_line(strokeWidth=width, opacity=opacity, strokeJoin="round", point=dots[name])
         .encode(detail="run:N")
         for name, width, opacity in LINES
         if name in series

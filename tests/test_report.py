@@ -101,7 +101,7 @@ def test_differences_come_first_and_the_best_on_top(
     best = sibling(job, 1, loss=0.5, learning_rate=0.25)
     text = text_of(job.job_id, best)
     table = text[text.index("<tbody>") : text.index("</tbody>")]
-    assert re.findall(r"</svg>([0-9a-f]{6}[-0-9]*)</td>", table) == [best[-8:], job.job_id[-6:]]
+    assert re.findall(r"</svg>([0-9a-f]{6}[-0-9]*)</th>", table) == [best[-8:], job.job_id[-6:]]
     assert "<td>0.25</td>" in table
     assert text.index("</tbody>") < text.index('id="loss"')
     assert Path("report-2-runs.html").exists()
