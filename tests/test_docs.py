@@ -1,9 +1,10 @@
-"""What the documentation shows exists: commands, options, hyperparameters, names, and links."""
+"""What the documentation shows exists: commands, options, hyperparameters, names, links, arrows."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import graphlib
 import itertools
 import re
 import shlex
@@ -22,10 +23,13 @@ from launcher.settings import Settings
 ROOT = Path(__file__).parent.parent
 NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*MANUAL, ROOT / "examples/benchmarks/README.md", ROOT / "tests/aws/README.md"]
+OTHERS = ("examples/benchmarks/README.md", "examples/tutorials/README.md", "tests/aws/README.md")
+PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
+NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(train.Config)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -141,3 +145,87 @@ def test_each_relative_link_and_anchor_resolves(page: Path) -> None:
         target = (page.parent / place).resolve() if place else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of each row of a page's tables."""
+    lines = [line for line in prose(page).split("\n") if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_names_for_users_of_nanogpt_exist() -> None:
+    options = option_names(cli)
+    for cells in rows(NANOGPT):
+        for span in CODE.findall(cells[1]):
+            if span.startswith("--"):
+                assert span in options
+            elif span.startswith("sm-nanogpt"):
+                for words in commands(span):
+                    parse(cli, words)
+            else:
+                assert span in HYPERPARAMETERS
+
+
+def test_each_hyperparameter_stands_beside_nanogpts() -> None:
+    named = {span for cells in rows(NANOGPT) for span in CODE.findall(cells[1])}
+    assert named >= HYPERPARAMETERS
+
+
+def test_names_of_the_architecture_are_defined_in_its_files() -> None:
+    for cells in rows(ARCHITECTURE):
+        for place in CODE.findall(cells[0]):
+            assert (ROOT / place).is_file(), place
+            names = CODE.findall(cells[1])
+            body = ast.parse((ROOT / place).read_text()).body if names else []
+            assert not [name for name in names if not is_defined(body, name)], place
+
+
+def is_defined(body: list[ast.stmt], name: str) -> bool:
+    first, _, rest = name.partition(".")
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not rest and first in map(ast.unparse, targets):
+                return True
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == first:
+            return not rest or is_defined(node.body, rest)
+    return False
+
+
+def imports_of(module: str, files: dict[str, Path]) -> set[str]:
+    """Those of `files` that a module imports, also within functions, but not for type checks."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(files[module].read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        nodes.extend(ast.iter_child_nodes(node))
+    return found & files.keys() - {module}
+
+
+def test_imports_run_as_the_architecture_is_drawn() -> None:
+    lines = blocks(ARCHITECTURE, "")[0].splitlines()
+    drawn = {
+        name.removesuffix(".py").rstrip("/").replace("/", "."): row
+        for row, line in enumerate(lines)
+        for name in line.partition("|")[0].split()
+    }
+    paths = [*ROOT.glob("launcher/**/*.py"), ROOT / "entry_point/train.py"]
+    files = {name_of(p).removesuffix(".py").replace("/", "."): p for p in paths}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    del files["launcher"]  # which imports by name, when asked
+    row = {}
+    for module in files:
+        name = module.removeprefix("launcher.")
+        while name not in drawn:
+            name, dot, _ = name.rpartition(".")
+            assert dot, f"{module} is not in the drawing of docs/architecture.md"
+        row[module] = drawn[name]
+    used = {module: imports_of(module, files) for module in files}
+    assert not [(m, other) for m in used for other in used[m] if row[other] < row[m]]
+    graphlib.TopologicalSorter(used).prepare()  # raises CycleError

@@ -1,0 +1,162 @@
+"""Show by numbers what is wrong in the tutorials that this project grew out of.
+
+    python examples/tutorials/originals.py
+
+It needs torch and takes seconds on a CPU. README.md beside it explains each fault.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pydoc_data.topics import topics  # Python's language reference: a text that is everywhere
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+TOKENS = torch.tensor([min(ord(c), 127) for c in "".join(topics.values())[:60_000]])
+TRAINING, HELD_OUT = TOKENS[:10_000], TOKENS[10_000:]
+SEEN = 8  # characters from which the model predicts the next one
+
+
+def windows(tokens: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs [count, SEEN] and targets [count] from random places."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens) - SEEN, (count,), generator=generator)
+    return tokens[starts[:, None] + torch.arange(SEEN)], tokens[starts + SEEN]
+
+
+def loss_of(model: nn.Module, tokens: Tensor, count: int, seed: int) -> Tensor:
+    inputs, targets = windows(tokens, count, seed)
+    return F.cross_entropy(model(inputs), targets)
+
+
+@cache
+def trained(steps: int, batch_size: int) -> nn.Module:
+    """A model after some steps of AdamW on TRAINING, always at the same learning rate."""
+    torch.manual_seed(0)
+    inner = nn.Linear(24 * SEEN, 256), nn.GELU(), nn.Linear(256, 128)
+    model = nn.Sequential(nn.Embedding(128, 24), nn.Flatten(), *inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, TRAINING, batch_size, step).backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+def attention_scale() -> dict[str, float]:
+    """a. Entropy of attention, in nats: scores times 64**-0.5, as heads are 64 wide; times C**-0.5,
+    where the embedding is C = 384 wide; and times C**-0.05."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1000, 64), torch.randn(256, 64)
+    found = {}
+    for name, scale in (("head**-0.5", 64**-0.5), ("C**-0.5", 384**-0.5), ("C**-0.05", 384**-0.05)):
+        weights = (q @ k.mT * scale).softmax(dim=-1)
+        found[name] = float(torch.special.entr(weights).sum(dim=-1).mean())
+    return found
+
+
+def validation_on_training_text() -> dict[str, float]:
+    """b. Loss of one model by the text that it was trained on, and by other text."""
+    model, parts = trained(600, 64), {"training text": TRAINING, "other text": HELD_OUT}
+    return {name: float(loss_of(model, tokens, 4096, seed=0)) for name, tokens in parts.items()}
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def residual_replaced_by_norm() -> dict[str, float]:
+    """c. After 12 layers of x + attn(norm(x)), or of x = norm(x); x = x + attn(x): how long the
+    rows of x are, and the cosine between them and what went in. What attn adds has length 1."""
+
+    def attn(x: Tensor, weights: Tensor) -> Tensor:
+        q, k, v = x @ weights
+        return norm(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    torch.manual_seed(0)
+    start = norm(torch.randn(8, 32, 64))
+    added = replaced = start
+    for weights in torch.randn(12, 3, 1, 64, 64) / 8:
+        added = added + attn(norm(added), weights)
+        replaced = norm(replaced)
+        replaced = replaced + attn(replaced, weights)
+    found = {}
+    for name, x in (("added", added), ("replaced", replaced)):
+        found[f"{name}: length"] = float(x.square().mean().sqrt())
+        found[f"{name}: cosine"] = float(F.cosine_similarity(start, x, dim=-1).mean())
+    return found
+
+
+def keys_at_queries() -> dict[str, float]:
+    """d. Causal attention by k @ q.mT: how much an earlier output changes with the last token; how
+    far it is from q @ k.mT; how far from it a query is that meets cached keys."""
+
+    def swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ahead = torch.full((len(q), len(q)), float("-inf")).triu(1)
+        return (k @ q.mT * q.size(-1) ** -0.5 + ahead).softmax(dim=-1) @ v
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 32, 64)
+    edited = torch.cat((torch.stack((q, k, v))[:, :-1], torch.randn(3, 1, 64)), dim=1)
+    outputs, right = swapped(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    cached = F.scaled_dot_product_attention(q[-1:], k, v)
+    return {
+        "leak": float((swapped(*edited) - outputs)[:-1].abs().max()),
+        "to q @ k": float((outputs - right).abs().max()),
+        "to cached keys": float((outputs[-1:] - cached).abs().max()),
+    }
+
+
+def rank_of_the_host() -> dict[str, float]:
+    """e. Different samples that 4 processes on 2 hosts draw, 8 each, by the rank that they take."""
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name, ranks in (("rank of the process", (0, 1, 2, 3)), ("of the host", (0, 0, 1, 1))):
+        drawn = torch.cat([order[8 * rank : 8 * rank + 8] for rank in ranks])
+        found[name] = float(len(drawn.unique()))
+    return found
+
+
+def own_batches() -> dict[str, float]:
+    """f. The losses that 4 ranks find for one model, each by 64 windows of its own; and the loss
+    after as many samples, by one process, and by two that each take a whole batch."""
+    own = [float(loss_of(trained(600, 64), HELD_OUT, 64, seed)) for seed in range(4)]
+    one, two = (float(loss_of(trained(*s), HELD_OUT, 4096, 0)) for s in ((160, 32), (80, 64)))
+    return {"least": min(own), "most": max(own), "one process": one, "two": two}
+
+
+def dropout_lost() -> dict[str, float]:
+    """g. The part of the attention weights that a dropout of 0.2 sets to zero in training."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8, 64, 64)
+    v = torch.eye(64).expand(8, 64, 64)  # the output is then the weights themselves
+    found = {}
+    for name, p in (("with dropout_p", 0.2), ("without", 0.0)):
+        weights = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        found[name] = float((weights[:, *torch.tril_indices(64, 64)] == 0).float().mean())
+    return found
+
+
+FAULTS = {
+    "scale of attention: entropy": attention_scale,
+    "validation on the training text: loss": validation_on_training_text,
+    "residual replaced by its norm": residual_replaced_by_norm,
+    "k @ q for q @ k: differences": keys_at_queries,
+    "rank of the host alone: different samples": rank_of_the_host,
+    "batches of each rank's own: loss": own_batches,
+    "dropout lost: weights dropped": dropout_lost,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the tensors are too small to share
+    for what, show in FAULTS.items():
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in show().items())
+        print(f"{what:<41} | {numbers}")
+
+
+if __name__ == "__main__":
+    main()
