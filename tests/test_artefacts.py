@@ -92,7 +92,7 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
 # -- what is good ---------------------------------------------------------------------------------
 
 
-def test_what_a_killed_fetch_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_next_fetch_deletes_what_a_killed_fetch_left(tmp_path: Path) -> None:
     fetching = (
         "import os, sys; from pathlib import Path; from launcher.artefacts import scratch\n"
         "with scratch(Path(sys.argv[1])) as directory:\n"
@@ -104,20 +104,20 @@ def test_what_a_killed_fetch_left_behind_goes_with_the_next(tmp_path: Path) -> N
         assert set(tmp_path.iterdir()) == {first, second}
 
 
-def test_a_model_is_fetched_below_the_jobs_id_and_is_whole(job: Finished) -> None:
+def test_a_whole_model_is_fetched_below_the_jobs_id(job: Finished) -> None:
     directory = fetch_model(job.job_id)
     assert directory.parent == job.home / "models" / job.job_id
     assert {path.name for path in directory.iterdir()} == NAMES
 
 
-def test_a_model_that_is_here_is_not_unpacked_again(job: Finished) -> None:
+def test_a_fetched_model_is_not_unpacked_again(job: Finished) -> None:
     directory = fetch_model(job.job_id)
     before = (directory / "model.safetensors").stat().st_mtime_ns
     assert fetch_model(job.job_id) == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_stale_model_is_not_taken_for_a_new_one(job: Finished) -> None:
+def test_a_changed_archive_is_fetched_again(job: Finished) -> None:
     first = fetch_model(job.job_id)
     members = members_of(archive_of(job))
     training = {**json.loads(members["training.json"]), "note": "trained again"}
@@ -127,7 +127,7 @@ def test_a_stale_model_is_not_taken_for_a_new_one(job: Finished) -> None:
     assert "trained again" in (second / "training.json").read_text()
 
 
-def test_two_fetches_of_one_job_at_once_are_both_right(job: Finished) -> None:
+def test_two_simultaneous_fetches_of_one_job_both_work(job: Finished) -> None:
     words = ["fetch-and-sample", job.job_id, "--max-new-tokens", "20"]
     both = launching.all_ended([words, words], job.home)
     assert [ran.code for ran in both] == [0, 0], both
@@ -141,7 +141,7 @@ def test_progress_adds_up_to_the_size_of_the_archive(job: Finished) -> None:
     assert sum(steps) == archive_of(job).stat().st_size
 
 
-def test_an_archive_made_by_plain_tar_with_a_leading_dot_is_taken(job: Finished) -> None:
+def test_an_archive_of_plain_tar_is_accepted(job: Finished) -> None:
     members = members_of(archive_of(job))
     directory = tarfile.TarInfo("./")
     directory.type = tarfile.DIRTYPE
@@ -236,7 +236,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limit")
-def test_one_huge_member_is_refused_before_it_is_written(
+def test_a_huge_member_is_refused_before_it_is_written(
     job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
@@ -253,7 +253,7 @@ def test_one_huge_member_is_refused_before_it_is_written(
 
 
 @pytest.mark.usefixtures("small_limit")
-def test_many_members_that_are_huge_together_are_refused(
+def test_members_that_add_up_to_a_huge_size_are_refused(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     pack(archive_of(job), *(regular(f"part-{i}", bytes(1 << 18)) for i in range(64)))
@@ -286,9 +286,7 @@ def test_a_huge_header_is_refused(job: Finished, cli: Callable[..., Ran]) -> Non
     refused(job, cli)
 
 
-def test_a_member_that_claims_more_than_there_could_be_is_refused(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_member_of_an_impossible_size_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     member = tarfile.TarInfo("claim")
     member.size = 1 << 60
     archive_of(job).write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
@@ -302,7 +300,7 @@ def test_a_member_of_negative_size_is_refused(job: Finished, cli: Callable[..., 
     refused(job, cli)
 
 
-def test_the_limit_leaves_room_for_weights_that_compress_well(job: Finished) -> None:
+def test_weights_that_compress_well_are_accepted(job: Finished) -> None:
     archive = archive_of(job)
     members = members_of(archive)
     pack(archive, *(regular(n, c) for n, c in members.items()), regular("zeros", bytes(1 << 25)))
@@ -321,7 +319,7 @@ def test_a_truncated_archive_is_refused(
     refused(job, cli)
 
 
-def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
+def test_a_damaged_archive_error_names_the_place_and_a_remedy(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     archive_of(job).write_bytes(archive_of(job).read_bytes()[:1000])
@@ -337,7 +335,7 @@ def test_a_damaged_archive_is_told_with_its_place_and_a_way_on(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_failure_to_write_here_is_not_told_as_the_stores(
+def test_a_failed_local_write_is_not_blamed_on_the_store(
     job: Finished,
     cli: Callable[..., Ran],
     monkeypatch: pytest.MonkeyPatch,
@@ -357,19 +355,19 @@ def test_a_failure_to_write_here_is_not_told_as_the_stores(
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>Access denied</html>", bytes(5000)])
-def test_what_is_no_archive_is_refused(
+def test_a_file_that_is_not_an_archive_is_refused(
     job: Finished, cli: Callable[..., Ran], content: bytes
 ) -> None:
     archive_of(job).write_bytes(content)
     refused(job, cli)
 
 
-def test_an_archive_with_nothing_in_it_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_an_empty_archive_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     pack(archive_of(job))
     assert "SHA256SUMS" in refused(job, cli)
 
 
-def test_a_flipped_bit_is_refused_wherever_it_is(job: Finished, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused_at_any_position(job: Finished, tmp_path: Path) -> None:
     content = archive_of(job).read_bytes()
     chance = random.Random(0)
     places = [*range(10), *chance.sample(range(10, len(content)), 60)]
@@ -473,7 +471,7 @@ def test_a_model_of_a_vast_size_is_refused(
     refused(job, cli)
 
 
-def test_weights_that_are_not_finite_are_refused(
+def test_nonfinite_weights_are_refused(
     job: Finished, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
     reshaped(job, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))
@@ -500,7 +498,7 @@ def test_a_repaired_archive_is_fetched_after_a_refusal(
 # -- jobs without a model -------------------------------------------------------------------------
 
 
-def test_an_unknown_job_is_told_how_to_find_those_that_are_known(cli: Callable[..., Ran]) -> None:
+def test_an_unknown_job_error_names_the_jobs_command(cli: Callable[..., Ran]) -> None:
     for command in ("fetch-and-sample", "status", "logs", "stop"):
         ran = cli(command, "sm-nanogpt-nope")
         assert ran.code == 1
@@ -509,14 +507,14 @@ def test_an_unknown_job_is_told_how_to_find_those_that_are_known(cli: Callable[.
 
 
 @pytest.mark.parametrize("job_id", ["..", ".", "a/b", "x" * 300, "ü", "a b"])
-def test_what_cannot_be_a_job_id_is_an_unknown_job(cli: Callable[..., Ran], job_id: str) -> None:
+def test_an_invalid_job_id_is_an_unknown_job(cli: Callable[..., Ran], job_id: str) -> None:
     for words in ((), ("--region", "us-east-1")):  # where SageMaker would be asked too
         ran = cli(*words, "status", job_id)
         assert ran.code == 1
         assert "there is no job" in ran.error
 
 
-def test_from_python_an_empty_id_is_an_unknown_job_too(home: Path) -> None:
+def test_the_library_refuses_an_empty_job_id(home: Path) -> None:
     with pytest.raises(ServiceError, match="there is no job"):
         describe("")
 
@@ -528,7 +526,7 @@ def end_as(job: Finished, **state: Any) -> None:
     (job.directory / "state.json").write_text(json.dumps({**state, "started": started}))
 
 
-def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
+def test_a_failed_job_is_sampled_from_its_last_checkpoint(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Failed", reason="RankError: rank 0 was killed")
@@ -538,7 +536,7 @@ def test_a_failed_job_gives_its_latest_checkpoint_and_says_so(
     assert len(ran.out) == 21
 
 
-def test_a_checkpoint_that_is_here_is_not_fetched_again(job: Finished) -> None:
+def test_a_fetched_checkpoint_is_not_fetched_again(job: Finished) -> None:
     end_as(job, status="Stopped")
     directory = fetch_model(job.job_id)
     fetched: list[int] = []
@@ -546,7 +544,7 @@ def test_a_checkpoint_that_is_here_is_not_fetched_again(job: Finished) -> None:
     assert fetched == []
 
 
-def test_a_failed_job_without_a_checkpoint_gives_its_state_its_reason_and_the_next_command(
+def test_a_failed_job_without_a_checkpoint_gives_its_reason(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Failed", reason="ValueError: of no use")
@@ -556,7 +554,7 @@ def test_a_failed_job_without_a_checkpoint_gives_its_state_its_reason_and_the_ne
     assert f"`sm-nanogpt logs {job.job_id}`" in error
 
 
-def test_a_stopped_job_without_a_checkpoint_gives_its_state_and_the_next_command(
+def test_a_stopped_job_without_a_checkpoint_gives_its_state(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Stopped")
@@ -566,7 +564,7 @@ def test_a_stopped_job_without_a_checkpoint_gives_its_state_and_the_next_command
     assert f"`sm-nanogpt logs {job.job_id}`" in error
 
 
-def test_that_a_damaged_checkpoint_is_passed_over_is_not_told_among_the_text(
+def test_a_skipped_checkpoint_is_reported_on_stderr_only(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Stopped")
@@ -578,7 +576,7 @@ def test_that_a_damaged_checkpoint_is_passed_over_is_not_told_among_the_text(
     assert len(ran.out) == 21
 
 
-def test_a_checkpoint_whose_weights_do_not_fit_is_refused(
+def test_a_checkpoint_with_unfitting_weights_is_refused(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Stopped")
@@ -598,7 +596,7 @@ def test_a_checkpoint_whose_weights_do_not_fit_is_refused(
     assert launching.tree(job.home) - before <= {"models"}
 
 
-def test_damaged_checkpoints_are_refused_and_nothing_is_kept(
+def test_damaged_checkpoints_are_refused_and_leave_nothing(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Stopped")

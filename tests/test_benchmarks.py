@@ -70,7 +70,7 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_smoke_run_prints_a_table_and_writes_the_same_as_json(
+def test_a_smoke_run_writes_the_same_table_and_json(
     name: str, tmp_path: Path, text_file: Path
 ) -> None:
     ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")
@@ -92,9 +92,7 @@ def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
     assert f"python examples/{name}.py --text input.txt" in ran.stdout
 
 
-def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
-    text_file: Path, nanogpt: Path
-) -> None:
+def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file: Path, nanogpt: Path) -> None:
     before = sorted(nanogpt.rglob("*"))
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
     assert ran.returncode == 0, ran.stderr
@@ -103,7 +101,7 @@ def test_a_checkout_of_nanogpt_runs_beside_ours_and_stays_as_it_was(
     assert sorted(nanogpt.rglob("*")) == before
 
 
-def test_nanogpts_time_leaves_out_what_holds_an_evaluation(measure: ModuleType) -> None:
+def test_nanogpts_time_excludes_steps_with_an_evaluation(measure: ModuleType) -> None:
     import trainers
 
     said = [
@@ -119,7 +117,7 @@ def test_nanogpts_time_leaves_out_what_holds_an_evaluation(measure: ModuleType) 
     assert found == pytest.approx((1.0 + 2.0) / 20)
 
 
-def test_a_text_that_came_in_one_piece_has_no_rate_and_says_so(measure: ModuleType) -> None:
+def test_a_text_that_arrives_in_one_piece_has_no_rate(measure: ModuleType) -> None:
     import sampling
 
     at_once = measure.Process([sys.executable, "-c", "import os; os.write(1, 40 * b'a')"])
@@ -127,7 +125,7 @@ def test_a_text_that_came_in_one_piece_has_no_rate_and_says_so(measure: ModuleTy
         sampling.our_rate(at_once, 1, 40)
 
 
-def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -> None:
+def test_a_failed_runs_message_is_the_one_line_of_error(text_file: Path) -> None:
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1
     assert "did you mean n_layer?" in ran.stderr.splitlines()[-1]
@@ -143,7 +141,7 @@ def test_what_a_failed_training_said_is_the_one_line_of_error(text_file: Path) -
         (("--text", __file__, "--json", "nowhere/found.json"), "missing or cannot be written"),
     ],
 )
-def test_what_would_fail_after_the_measuring_is_refused_before(
+def test_invalid_options_are_refused_before_measuring(
     tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     ran = subprocess.run(
@@ -170,11 +168,11 @@ def test_a_busy_machine_is_refused_in_one_line(
     )
 
 
-def test_ratios_are_of_figures_of_the_same_round(measure: ModuleType) -> None:
+def test_ratios_compare_figures_of_the_same_round(measure: ModuleType) -> None:
     assert measure.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == "3.00x (2.00 to 4.00)"
 
 
-def test_the_interval_is_students(measure: ModuleType) -> None:
+def test_the_confidence_interval_is_students_t(measure: ModuleType) -> None:
     mean, half = measure.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0
     assert half == pytest.approx(1.963, abs=0.005)  # 2.776 * 1.581 / sqrt(5)

@@ -91,7 +91,7 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", ["jobs", "status {job}", "logs {job}", "wait {job}", "upload-data {text}"]
 )
-def test_what_trains_and_samples_nothing_here_imports_neither_torch_nor_aws(
+def test_light_commands_import_neither_torch_nor_aws(
     finished: Finished, tmp_path: Path, text_file: Path, words: str
 ) -> None:
     home = tmp_path / "home"
@@ -101,7 +101,7 @@ def test_what_trains_and_samples_nothing_here_imports_neither_torch_nor_aws(
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
 
 
-def test_the_launchers_modules_import_each_other_in_no_circle() -> None:
+def test_the_launcher_has_no_circular_imports() -> None:
     top = Path(launcher.__file__).parent
     imports: dict[str, set[str]] = {}
     for path in top.rglob("*.py"):
@@ -124,6 +124,17 @@ def test_the_launchers_modules_import_each_other_in_no_circle() -> None:
     list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
 
 
+def test_every_test_has_a_name_of_under_60_characters() -> None:
+    names = [
+        node.name
+        for path in Path(__file__).parent.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert names
+    assert [name for name in names if len(name) >= 60] == []
+
+
 # -- help -----------------------------------------------------------------------------------------
 
 
@@ -142,20 +153,20 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
     assert positions == sorted(positions)
 
 
-def test_the_help_of_launch_sets_apart_what_is_for_sagemaker_alone(cli: Callable[..., Ran]) -> None:
+def test_the_help_of_launch_groups_sagemaker_options(cli: Callable[..., Ran]) -> None:
     _, _, told = cli("launch", "--help").out.partition("Options for SageMaker only:\n")
     found_at_launch = {"affordable_run", "worst_cost"}
     fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
 
-def test_help_makes_no_home(home: Path, cli: Callable[..., Ran]) -> None:
+def test_help_does_not_create_the_home_directory(home: Path, cli: Callable[..., Ran]) -> None:
     cli("--help")
     cli("launch", "--help")
     assert not home.exists()
 
 
-def test_no_command_at_all_shows_the_help_and_is_an_error_of_the_user(
+def test_without_a_command_help_is_shown_with_exit_code_2(
     cli: Callable[..., Ran],
 ) -> None:
     ran = cli()
@@ -184,7 +195,7 @@ def test_the_version_goes_to_stdout(cli: Callable[..., Ran]) -> None:
         ["--nonsense"],
     ],
 )
-def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home: Path) -> None:
+def test_wrong_arguments_are_one_line_and_exit_code_2(words: list[str], home: Path) -> None:
     ran = launching.command(*words, home=home)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.count("\n") == 1
@@ -207,7 +218,7 @@ def test_words_that_are_off_are_one_line_and_exit_code_2(words: list[str], home:
         (["fetch-and-sample", "some-job", "--top-p", "nan"], " fetch-and-sample"),
     ],
 )
-def test_words_that_are_off_are_told_with_the_help_to_look_at(
+def test_wrong_arguments_name_the_help_to_read(
     cli: Callable[..., Ran], words: list[str], command: str
 ) -> None:
     ran = cli(*words)
@@ -232,7 +243,7 @@ def test_words_that_are_off_are_told_with_the_help_to_look_at(
         ],
     ],
 )
-def test_an_empty_word_is_refused_where_it_would_mean_the_default(
+def test_an_empty_argument_does_not_mean_the_default(
     cli: Callable[..., Ran], home: Path, text_file: Path, words: list[str], named: str
 ) -> None:
     (home.parent / "input.txt").write_bytes(text_file.read_bytes())
@@ -244,7 +255,7 @@ def test_an_empty_word_is_refused_where_it_would_mean_the_default(
 
 @pytest.mark.parametrize("command", ["launch", "infra", "infra deploy"])
 @pytest.mark.parametrize("option", ["--store", "--region", "--profile", "--role"])
-def test_an_option_of_all_commands_after_one_is_told_where_it_goes(
+def test_a_misplaced_global_option_says_where_it_goes(
     cli: Callable[..., Ran], command: str, option: str
 ) -> None:
     for words in ((option, "word"), (f"{option}=word",)):
@@ -255,7 +266,7 @@ def test_an_option_of_all_commands_after_one_is_told_where_it_goes(
 
 
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
-def test_a_tilde_before_the_name_of_nobody_is_told(
+def test_a_tilde_before_an_unknown_user_is_explained(
     cli: Callable[..., Ran], words: list[str]
 ) -> None:
     ran = cli(*words, "~notes.txt")
@@ -280,7 +291,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli: Callable[..., Ra
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), OSError(5, "Input/output error")])
-def test_an_error_that_nobody_foresaw_is_one_line_too(
+def test_an_unexpected_error_is_one_line(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
@@ -293,7 +304,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_too(
     assert "--debug" in ran.error
 
 
-def test_an_error_of_several_lines_is_told_in_one(
+def test_an_error_of_several_lines_is_joined_into_one(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -303,7 +314,7 @@ def test_an_error_of_several_lines_is_told_in_one(
     assert cli("jobs").err == "error: first second\n"
 
 
-def test_an_interrupt_is_no_traceback(
+def test_an_interrupt_prints_no_traceback(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -314,7 +325,7 @@ def test_an_interrupt_is_no_traceback(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
-def test_an_interrupted_wait_says_that_the_job_is_not_stopped(
+def test_an_interrupted_wait_says_that_the_job_keeps_running(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.tracking.wait", Mock(side_effect=KeyboardInterrupt))
@@ -322,7 +333,7 @@ def test_an_interrupted_wait_says_that_the_job_is_not_stopped(
     assert (ran.code, ran.err) == (1, "interrupted: the job keeps running\n")
 
 
-def test_a_full_disk_is_no_bug_of_ours(
+def test_a_full_disk_is_not_reported_as_a_bug(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -348,7 +359,7 @@ def test_a_signal_ends_any_command_as_ctrl_c_does(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
-def test_a_closed_terminal_ends_no_command_that_is_to_outlive_it(
+def test_a_command_under_nohup_outlives_its_terminal(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def close(*_: object) -> list[Any]:
@@ -366,13 +377,13 @@ def test_a_closed_terminal_ends_no_command_that_is_to_outlive_it(
 # -- streams --------------------------------------------------------------------------------------
 
 
-def test_upload_data_prints_the_uri_alone(home: Path, text_file: Path) -> None:
+def test_upload_data_prints_only_the_uri(home: Path, text_file: Path) -> None:
     ran = launching.command("upload-data", str(text_file), home=home)
     assert ran.code == 0
     assert re.fullmatch(r"file:///\S+/store/data/input-[0-9a-f]{12}\n", ran.out)
 
 
-def test_the_job_id_is_there_before_the_training_ends(home: Path, text_file: Path) -> None:
+def test_the_job_id_is_printed_before_the_job_ends(home: Path, text_file: Path) -> None:
     words = launching.launching(data=text_file, **launching.ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -381,9 +392,7 @@ def test_the_job_id_is_there_before_the_training_ends(home: Path, text_file: Pat
         assert json.loads((home / "jobs" / job_id / "job.json").read_text())
 
 
-def test_a_launch_prints_the_job_id_alone_and_tells_the_rest_on_stderr(
-    home: Path, text_file: Path
-) -> None:
+def test_a_launch_prints_only_the_job_id_on_stdout(home: Path, text_file: Path) -> None:
     ran = launching.command(*launching.launching(data=text_file), home=home)
     assert ran.code == 0
     assert re.fullmatch(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}\n", ran.out)
@@ -391,7 +400,7 @@ def test_a_launch_prints_the_job_id_alone_and_tells_the_rest_on_stderr(
     assert ran.err.splitlines()[-1] == f"next: sm-nanogpt fetch-and-sample {ran.out.strip()}"
 
 
-def test_without_a_stdout_nothing_is_started(home: Path, text_file: Path) -> None:
+def test_a_closed_stdout_is_refused_before_the_start(home: Path, text_file: Path) -> None:
     words = [*launching.PROGRAM, *launching.launching("--detach", data=text_file)]
     ran = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "sh", *words],
@@ -406,14 +415,14 @@ def test_without_a_stdout_nothing_is_started(home: Path, text_file: Path) -> Non
     assert not home.exists()
 
 
-def test_what_stdout_has_no_characters_for_does_not_end_a_text(job: Finished) -> None:
+def test_unprintable_characters_are_escaped_on_stdout(job: Finished) -> None:
     (job.directory / "logs/job.log").write_text("Ж\nthe end\n", encoding="utf-8")
     env = {"PYTHONIOENCODING": "latin-1"}
     ran = launching.command("logs", job.job_id, home=job.home, env=env)
     assert (ran.code, ran.out, ran.err) == (0, "\\u0416\nthe end\n", "")
 
 
-def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -> None:
+def test_status_shows_state_step_loss_and_paths(finished: Finished) -> None:
     ran = launching.command("status", finished.job_id, home=finished.home)
     assert re.search(r"^state: +Completed$", ran.out, re.MULTILINE)
     assert re.search(r"^step: +10/10$", ran.out, re.MULTILINE)
@@ -421,7 +430,7 @@ def test_status_tells_state_step_loss_and_where_things_are(finished: Finished) -
     assert re.search(r"^model: +file:///\S+/model\.tar\.gz$", ran.out, re.MULTILINE)
 
 
-def test_status_as_json_holds_the_same(finished: Finished) -> None:
+def test_status_as_json_holds_the_same_values(finished: Finished) -> None:
     told = json.loads(
         launching.command("status", finished.job_id, "--json", home=finished.home).out
     )
@@ -446,7 +455,7 @@ def test_jobs_are_listed_newest_first(job: Finished, cli: Callable[..., Ran]) ->
 
 @pytest.mark.parametrize("file", ["state.json", "job.json"])
 @pytest.mark.parametrize("content", ["", "null", "{", "[]"])
-def test_a_job_that_cannot_be_read_hides_no_other(
+def test_an_unreadable_job_hides_no_other(
     job: Finished, cli: Callable[..., Ran], file: str, content: str
 ) -> None:
     broken = job.home / "jobs/sm-nanogpt-20990101-000000-abcdef"
@@ -472,7 +481,7 @@ def test_a_job_that_cannot_be_read_hides_no_other(
         {"hyperparameters": None},
     ],
 )
-def test_a_job_whose_record_lacks_something_hides_no_other(
+def test_a_job_with_an_incomplete_record_hides_no_other(
     job: Finished, cli: Callable[..., Ran], changed: dict[str, Any]
 ) -> None:
     odd = job.home / "jobs/sm-nanogpt-20990101-000000-abcdef"
@@ -486,9 +495,7 @@ def test_a_job_whose_record_lacks_something_hides_no_other(
     assert ran.err.startswith(f"job {odd.name} is left out: {odd / 'job.json'} is damaged, or of")
 
 
-def test_where_no_job_can_be_read_nobody_says_that_there_are_none(
-    home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_unreadable_jobs_are_not_reported_as_no_jobs(home: Path, cli: Callable[..., Ran]) -> None:
     broken = home / "jobs/sm-nanogpt-20990101-000000-abcdef"
     broken.mkdir(parents=True)
     (broken / "job.json").write_text("{")
@@ -498,7 +505,7 @@ def test_where_no_job_can_be_read_nobody_says_that_there_are_none(
     assert ran.err.count("\n") == 1
 
 
-def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[..., Ran]) -> None:
+def test_an_empty_list_of_jobs_says_how_to_begin(cli: Callable[..., Ran]) -> None:
     ran = cli("jobs")
     assert (ran.code, ran.out) == (0, "")
     assert "sm-nanogpt launch --instance local" in ran.err
@@ -506,7 +513,7 @@ def test_without_jobs_the_list_is_empty_and_says_how_to_begin(cli: Callable[...,
 
 
 @pytest.mark.parametrize("cut", [lambda i: i[:14], lambda i: i[-6:], lambda i: "latest"])
-def test_a_job_is_found_by_a_part_of_its_id(
+def test_a_job_is_found_by_part_of_its_id(
     job: Finished, cli: Callable[..., Ran], cut: Callable[[str], str]
 ) -> None:
     ran = cli("status", cut(job.job_id))
@@ -514,7 +521,7 @@ def test_a_job_is_found_by_a_part_of_its_id(
     assert f"job:         {job.job_id}\n" in ran.out
 
 
-def test_a_part_of_several_ids_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_an_ambiguous_part_of_an_id_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     other = f"{job.job_id[:-6]}ffffff"
     shutil.copytree(job.directory, job.directory.parent / other)
     ran = cli("status", "sm-nanogpt-2")
@@ -522,9 +529,7 @@ def test_a_part_of_several_ids_is_refused(job: Finished, cli: Callable[..., Ran]
     assert job.job_id in ran.error and other in ran.error
 
 
-def test_the_list_of_jobs_shows_the_loss_of_the_model_that_is_kept(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_the_list_of_jobs_shows_the_best_loss(job: Finished, cli: Callable[..., Ran]) -> None:
     rows = [{"step": 5, "val_loss": 3.25, "best_loss": 3.25}]
     rows += [{"step": 10, "val_loss": 3.5, "best_loss": 3.25}]
     curve = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
@@ -536,14 +541,14 @@ def test_the_list_of_jobs_shows_model_and_data(job: Finished, cli: Callable[...,
     assert re.search(r" 1x32 +- +input-[0-9a-f]{12}\n", cli("jobs").out)
 
 
-def test_logs_are_what_the_training_said(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_logs_print_the_output_of_the_run(job: Finished, cli: Callable[..., Ran]) -> None:
     ran = cli("logs", job.job_id)
     assert ran.out == (job.directory / "logs/job.log").read_text()
     assert "step=10/10" in ran.out
     assert cli("logs", job.job_id, "--follow").out == ran.out
 
 
-def test_a_job_that_has_ended_cannot_be_stopped(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_an_ended_job_cannot_be_stopped(job: Finished, cli: Callable[..., Ran]) -> None:
     ran = cli("stop", job.job_id)
     assert ran.code == 1
     assert "has already ended: Completed" in ran.error
@@ -554,7 +559,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_long_upload_shows_a_bar_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     with byte_progress("upload", 2_000_000) as progress:
         time.sleep(0.25)
@@ -574,7 +579,7 @@ def test_a_shell_completes_commands(home: Path) -> None:
     assert (ran.code, ran.out) == (0, "plain,fetch-and-sample\n")
 
 
-def test_a_package_of_another_project_is_not_taken_for_ours(home: Path) -> None:
+def test_another_projects_entry_point_package_is_refused(home: Path) -> None:
     (home.parent / "entry_point").mkdir()
     (home.parent / "entry_point/__init__.py").touch()
     words = [sys.executable, "-c", "import launcher"]
@@ -583,11 +588,11 @@ def test_a_package_of_another_project_is_not_taken_for_ours(home: Path) -> None:
     assert expected in done.stderr.splitlines()[-1]
 
 
-def test_dir_lists_the_names_of_the_package() -> None:
+def test_dir_lists_the_public_names_of_the_package() -> None:
     assert dir(launcher) == sorted(launcher.__all__)
 
 
-def test_every_name_of_the_package_is_there_and_documented() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in launcher.__all__:
         assert inspect.getdoc(getattr(launcher, name)), name
     assert sorted(launcher.__all__) == sorted(launcher._MODULE)
@@ -595,7 +600,7 @@ def test_every_name_of_the_package_is_there_and_documented() -> None:
         _ = launcher.no_such_name
 
 
-def test_the_example_of_the_package_runs_and_prints_nothing_of_its_own(
+def test_the_packages_example_prints_only_its_sample(
     home: Path, tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.__doc__ is not None
@@ -615,7 +620,7 @@ def test_the_example_of_the_package_runs_and_prints_nothing_of_its_own(
     assert printed.err == ""
 
 
-def test_waiting_gives_up_after_its_time(
+def test_wait_gives_up_after_its_timeout(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
@@ -624,16 +629,16 @@ def test_waiting_gives_up_after_its_time(
         launcher.wait(job_id, timeout=0.1)
 
 
-def test_a_main_that_is_called_leaves_with_the_exit_code(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_main_exits_with_the_exit_code(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sm-nanogpt", "status", "nope"])
     with pytest.raises(SystemExit) as left:
         commands.main()
     assert left.value.code == 1
 
 
-def test_hyperparameters_lists_those_of_the_script(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_hyperparameters_lists_the_scripts_hyperparameters(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
     names = {field.name for field in dataclasses.fields(train.Config)}
     listed = {line.split()[0] for line in cli("hyperparameters").out.splitlines() if "; " in line}
     assert listed == names

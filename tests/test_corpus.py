@@ -62,7 +62,7 @@ def stored(uri: str) -> Path:
     ],
 )
 @pytest.mark.parametrize("words", [("upload-data",), ("launch", "--instance", "local", "--data")])
-def test_what_is_no_text_is_refused_with_its_name_and_nothing_is_sent(
+def test_a_file_that_is_not_text_is_refused_by_name(
     home: Path,
     cli: Callable[..., Ran],
     tmp_path: Path,
@@ -81,13 +81,13 @@ def test_what_is_no_text_is_refused_with_its_name_and_nothing_is_sent(
     assert launching.tree(home) == set()
 
 
-def test_a_missing_path_is_refused_with_its_name(home: Path, cli: Callable[..., Ran]) -> None:
+def test_a_missing_path_is_refused_by_name(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("upload-data", "missing.txt")
     assert (ran.code, ran.error) == (2, "missing.txt: no such file or directory")
     assert launching.tree(home) == set()
 
 
-def test_a_directory_without_text_is_refused_with_its_name(
+def test_a_directory_without_text_is_refused_by_name(
     home: Path, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
     (tmp_path / "photos").mkdir()
@@ -112,13 +112,13 @@ def test_a_file_whose_name_is_not_utf8_is_refused_and_named(
 
 
 @pytest.mark.parametrize("url", ["https://example.com/text.txt", "s3://bucket/text.txt"])
-def test_a_url_is_not_a_text(cli: Callable[..., Ran], url: str) -> None:
+def test_a_url_is_refused_as_a_text(cli: Callable[..., Ran], url: str) -> None:
     ran = cli("upload-data", url)
     assert (ran.code, ran.error.startswith(f"{url}: download it first")) == (2, True)
 
 
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
-def test_a_text_in_place_of_its_path_is_refused_in_few_words(
+def test_a_text_given_as_a_path_is_refused_in_few_words(
     home: Path, cli: Callable[..., Ran], words: list[str]
 ) -> None:
     ran = cli(*words, LONG)
@@ -152,7 +152,7 @@ def test_a_subdirectory_that_cannot_be_read_is_named(
     assert not (home / "store").exists()
 
 
-def test_a_text_that_changes_while_it_is_sent_is_no_data_set(
+def test_a_text_that_changes_during_the_upload_is_refused(
     home: Path, cli: Callable[..., Ran], source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = storage.write_file
@@ -188,7 +188,7 @@ def test_a_character_may_lie_across_two_chunks(
     assert (upload.characters, upload.vocabulary_size) == (900, 3)
 
 
-def test_text_too_short_for_the_asked_context_is_refused_before_it_is_sent(
+def test_a_text_too_short_for_the_context_is_not_sent(
     home: Path, cli: Callable[..., Ran], source: Path
 ) -> None:
     ran = cli("launch", "--instance", "local", "--data", str(source), "--set", "block_size=450")
@@ -197,7 +197,7 @@ def test_text_too_short_for_the_asked_context_is_refused_before_it_is_sent(
     assert launching.tree(home) == set()
 
 
-def test_validation_text_too_short_for_the_asked_context_is_refused_before_anything_is_sent(
+def test_a_short_validation_text_is_not_sent(
     home: Path, cli: Callable[..., Ran], text_file: Path, source: Path
 ) -> None:
     words = ["--data", str(text_file), "--validation", str(source), "--set", "block_size=5000"]
@@ -225,7 +225,7 @@ def test_an_upload_as_json_tells_its_numbers(cli: Callable[..., Ran], source: Pa
     assert (told["size"], told["characters"], told["uploaded"]) == (4500, 4500, True)
 
 
-def test_text_that_is_there_unchanged_is_not_sent_again(home: Path, source: Path) -> None:
+def test_an_unchanged_text_is_not_sent_again(home: Path, source: Path) -> None:
     first = upload_data(source)
     file = stored(first.uri) / "fox.txt"
     before = file.stat().st_mtime_ns
@@ -235,7 +235,7 @@ def test_text_that_is_there_unchanged_is_not_sent_again(home: Path, source: Path
     assert file.stat().st_mtime_ns == before
 
 
-def test_changed_text_gets_a_place_of_its_own(home: Path, source: Path) -> None:
+def test_a_changed_text_gets_a_new_location(home: Path, source: Path) -> None:
     first = upload_data(source)
     source.write_text(LONG + "more")
     second = upload_data(source)
@@ -267,14 +267,12 @@ def test_the_text_files_of_a_directory_keep_their_places(home: Path, tmp_path: P
     }
 
 
-def test_a_lone_file_may_have_any_ending_and_is_kept_as_text(home: Path, tmp_path: Path) -> None:
+def test_a_single_file_of_any_extension_is_stored_as_txt(home: Path, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(LONG)
     assert upload_data(tmp_path / "README.md").files == ("README.txt",)
 
 
-def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
-    home: Path, source: Path
-) -> None:
+def test_the_next_upload_completes_an_interrupted_one(home: Path, source: Path) -> None:
     class Interrupted(Exception):
         pass
 
@@ -289,9 +287,7 @@ def test_an_interrupted_upload_is_no_data_and_the_next_one_completes_it(
     assert (stored(last_upload(launching.settings_of(home))) / "fox.txt").read_text() == LONG
 
 
-def test_a_file_that_an_interrupted_upload_left_is_in_no_other_data_set(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_leftover_file_is_in_no_other_data_set(home: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / f"texts/{name}.txt").write_text(LONG + name)
@@ -308,13 +304,13 @@ def test_a_file_that_an_interrupted_upload_left_is_in_no_other_data_set(
     assert find_upload(uri, launching.settings_of(home)) is not None
 
 
-def test_a_prefix_without_its_manifest_is_no_data(home: Path, source: Path) -> None:
+def test_a_prefix_without_a_manifest_is_not_an_upload(home: Path, source: Path) -> None:
     uri = upload_data(source).uri
     Path(f"{stored(uri)}.json").unlink()
     assert find_upload(uri, launching.settings_of(home)) is None
 
 
-def test_two_uploads_at_once_are_both_right(home: Path, source: Path) -> None:
+def test_two_simultaneous_uploads_both_work(home: Path, source: Path) -> None:
     words = ["upload-data", str(source)]
     both = launching.all_ended([words, words], home)
     assert [ran.code for ran in both] == [0, 0], both
@@ -337,7 +333,7 @@ def test_launch_takes_the_last_upload_and_names_it(
     assert f"data: {last} (the last upload)" in ran.err
 
 
-def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
+def test_a_shared_stores_last_upload_is_this_machines_own_first(
     tmp_path: Path, s3: Any, source: Path, text_file: Path
 ) -> None:
     store = f"s3://{s3.bucket}/shared"
@@ -354,7 +350,7 @@ def test_of_a_shared_store_the_last_upload_is_that_from_here_and_else_anybodys(
     assert last_upload(other) == theirs
 
 
-def test_without_s3_a_local_job_takes_the_last_upload_here(
+def test_a_local_job_without_s3_takes_the_last_local_upload(
     caplog: pytest.LogCaptureFixture,
     home: Path,
     source: Path,
@@ -383,13 +379,13 @@ def test_without_s3_a_local_job_takes_the_last_upload_here(
         last_upload(settings)
 
 
-def test_of_a_shared_directory_the_last_upload_is_anybodys(tmp_path: Path, text_file: Path) -> None:
+def test_a_shared_directorys_last_upload_may_be_anybodys(tmp_path: Path, text_file: Path) -> None:
     mine, other = (Settings(home=tmp_path / n, store=str(tmp_path / "s")) for n in ("a", "b"))
     theirs = upload_data(text_file, mine).uri
     assert last_upload(other) == theirs
 
 
-def test_where_a_directory_is_the_store_no_upload_to_another_is_taken(
+def test_an_upload_to_another_directory_is_not_taken(
     tmp_path: Path, home: Path, text_file: Path
 ) -> None:
     """Text stays in this machine's own store only where S3 cannot be asked."""
@@ -400,7 +396,7 @@ def test_where_a_directory_is_the_store_no_upload_to_another_is_taken(
             last_upload(other, offline=offline, local=True)
 
 
-def test_one_store_is_known_by_all_its_spellings(
+def test_all_spellings_of_a_store_mean_the_same_store(
     home: Path, cli: Callable[..., Ran], source: Path, tmp_path: Path
 ) -> None:
     store = str(tmp_path / "the store")
@@ -416,7 +412,7 @@ def test_launch_without_any_upload_says_how_to_get_one(home: Path, cli: Callable
     assert launching.tree(home) == set()
 
 
-def test_text_named_at_a_launch_does_not_become_the_last_upload(
+def test_a_launchs_own_text_is_not_the_last_upload(
     home: Path, cli: Callable[..., Ran], source: Path, text_file: Path
 ) -> None:
     uri = cli("upload-data", str(text_file)).out.strip()
@@ -424,7 +420,7 @@ def test_text_named_at_a_launch_does_not_become_the_last_upload(
     assert last_upload(launching.settings_of(home)) == uri
 
 
-def test_data_that_were_uploaded_before_are_taken_by_uri_or_path(
+def test_an_earlier_upload_is_named_by_uri_or_path(
     home: Path, cli: Callable[..., Ran], source: Path
 ) -> None:
     uri = cli("upload-data", str(source)).out.strip()
@@ -475,7 +471,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
 
 
-def test_shakespeare_is_what_upload_data_takes_without_a_path(
+def test_upload_data_without_a_path_takes_shakespeare(
     cli: Callable[..., Ran], shakespeare: list[str]
 ) -> None:
     ran = cli("upload-data")
@@ -500,7 +496,7 @@ def test_a_damaged_cache_is_downloaded_again(
     assert (home / "cache/shakespeare.txt").read_text() == LONG
 
 
-def test_a_download_with_another_hash_is_refused_and_not_kept(
+def test_a_download_with_a_wrong_hash_is_refused_and_deleted(
     home: Path, cli: Callable[..., Ran], shakespeare: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", "0" * 64)
@@ -510,7 +506,7 @@ def test_a_download_with_another_hash_is_refused_and_not_kept(
     assert not list(home.glob("cache/*"))
 
 
-def test_a_download_that_breaks_off_is_refused_in_one_line(
+def test_an_interrupted_download_is_refused_in_one_line(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def urlopen(*_: object, **__: object) -> None:
@@ -523,7 +519,7 @@ def test_a_download_that_breaks_off_is_refused_in_one_line(
 
 
 @pytest.mark.usefixtures("offline")
-def test_without_shakespeare_the_python_reference_is_taken_aloud(cli: Callable[..., Ran]) -> None:
+def test_the_python_reference_replaces_shakespeare_offline(cli: Callable[..., Ran]) -> None:
     ran = cli("upload-data")
     assert ran.code == 0
     assert "Could not download tiny Shakespeare" in ran.err
@@ -546,7 +542,7 @@ def test_the_python_reference_needs_no_network(
 
 
 @pytest.mark.parametrize("words", [("--corpus", "bible"), ("in.txt", "--corpus", "shakespeare")])
-def test_an_unknown_corpus_or_two_texts_are_refused(
+def test_an_unknown_corpus_and_a_second_text_are_refused(
     home: Path, cli: Callable[..., Ran], words: tuple[str, ...]
 ) -> None:
     ran = cli("upload-data", *words)
@@ -555,7 +551,7 @@ def test_an_unknown_corpus_or_two_texts_are_refused(
     assert launching.tree(home) == set()
 
 
-def test_a_store_that_lost_its_last_upload_asks_for_another(
+def test_a_deleted_last_upload_asks_for_another(
     home: Path, cli: Callable[..., Ran], source: Path
 ) -> None:
     uri = cli("upload-data", str(source)).out.strip()
@@ -565,7 +561,7 @@ def test_a_store_that_lost_its_last_upload_asks_for_another(
     assert "sm-nanogpt upload-data" in ran.error
 
 
-def test_a_pointer_that_cannot_be_read_is_no_last_upload(
+def test_an_unreadable_pointer_is_not_a_last_upload(
     home: Path, cli: Callable[..., Ran], source: Path
 ) -> None:
     cli("upload-data", str(source))

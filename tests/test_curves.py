@@ -70,7 +70,7 @@ def test_rows_that_a_resumed_run_repeats_count_once() -> None:
     assert in_order(rows) == [rows[0], rows[2], rows[3]]
 
 
-def test_a_line_that_only_resembles_a_row_is_none() -> None:
+def test_a_line_that_only_resembles_a_row_is_ignored() -> None:
     assert rows_of_log(["| step=5/10 and more", "step=5/10", "step=x/10 train_loss=1"]) == []
 
 

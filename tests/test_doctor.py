@@ -75,7 +75,7 @@ def patient(account: Emulator, home: Path) -> Patient:
     )
 
 
-def test_all_is_well_where_it_is(
+def test_doctor_reports_a_healthy_machine_as_healthy(
     examined: Callable[..., dict[str, tuple[str, str]]],
     cli: Callable[..., Ran],
     s3: Any,
@@ -95,7 +95,7 @@ def test_all_is_well_where_it_is(
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
 
 
-def test_each_finding_is_one_line_and_what_it_leaves_out_another_and_a_failure_is_the_exit_code(
+def test_each_finding_is_one_line_and_a_failure_sets_exit_code(
     account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SM_NANOGPT_ROLE")
@@ -109,7 +109,7 @@ def test_each_finding_is_one_line_and_what_it_leaves_out_another_and_a_failure_i
     assert "failed: role" in ran.error
 
 
-def test_a_machine_without_aws_is_checked_alone(home: Path, cli: Callable[..., Ran]) -> None:
+def test_without_aws_only_the_machine_is_checked(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("doctor", "--instance", "local", "--no-train")
     assert ran.code == 0, ran.err
     assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:", "disk:"]
@@ -130,25 +130,23 @@ def test_a_full_disk_is_a_failure(
     assert f"failure  disk:           0.1 GB free for {home}: delete files" in ran.out
 
 
-def test_a_profile_that_is_not_there_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:
+def test_a_missing_profile_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("--profile", "nope", "doctor", "--no-train")
     assert ran.code == 1
     assert "failure  region:         The config profile (nope) could not be found" in ran.out
 
 
-def test_what_is_no_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> None:
+def test_an_invalid_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> None:
     assert cli("doctor", "--instance", "g5.12xlarge").code == 2
 
 
-def test_local_training_is_tried_in_a_home_that_is_thrown_away(home: Path) -> None:
+def test_the_trial_run_leaves_the_home_empty(home: Path) -> None:
     home.mkdir()
     assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
     assert not list(home.iterdir())
 
 
-def test_nothing_in_the_users_directory_is_taken_for_what_the_trial_training_imports(
-    home: Path, tmp_path: Path
-) -> None:
+def test_the_trial_run_imports_nothing_from_the_users_directory(home: Path, tmp_path: Path) -> None:
     for name in ("torch.py", "launcher/__init__.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -157,7 +155,7 @@ def test_nothing_in_the_users_directory_is_taken_for_what_the_trial_training_imp
     assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
 
 
-def test_a_trial_training_that_takes_too_long_is_stopped_before_its_home_is_deleted(
+def test_a_slow_trial_run_is_stopped_before_its_home_is_deleted(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_for: list[str] = []
@@ -176,7 +174,7 @@ def test_a_trial_training_that_takes_too_long_is_stopped_before_its_home_is_dele
     assert not list(tmp_path.glob("sm-nanogpt-doctor-*"))
 
 
-def test_a_training_that_fails_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_run_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServiceError, match=r"could not be started: .*; `sm-nanogpt launch"):
         doctor.check_training(Patient(Settings(), "local"))
@@ -213,7 +211,7 @@ def test_version_3_of_the_sdk_needs_another_environment(install: Callable[..., N
         doctor.check_packages(Patient(Settings(), "local"))
 
 
-def test_version_2_of_the_sdk_over_version_3_is_doubtful(install: Callable[..., None]) -> None:
+def test_version_2_of_the_sdk_over_version_3_is_a_warning(install: Callable[..., None]) -> None:
     install("sagemaker-train", "1.27.0")
     with pytest.raises(Doubt, match=r"sagemaker-train 1\.27\.0 of .*: .*`uv tool install`"):
         doctor.check_packages(Patient(Settings(), "local"))
@@ -227,7 +225,7 @@ def test_an_sdk_without_its_files_fails(install: Callable[..., None]) -> None:
         doctor.check_packages(Patient(Settings(), "local"))
 
 
-def test_credentials_that_aws_does_not_take_leave_the_rest_out(
+def test_missing_credentials_skip_the_checks_that_need_them(
     examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -243,7 +241,7 @@ def test_credentials_that_aws_does_not_take_leave_the_rest_out(
     ("seconds", "raised", "said"),
     [(3, None, "3 s ahead"), (120, Doubt, "120 s"), (-400, ServiceError, "400 s behind AWS")],
 )
-def test_a_clock_that_aws_would_not_accept_fails(
+def test_a_wrong_clock_fails(
     home: Path, seconds: int, raised: type[Exception] | None, said: str
 ) -> None:
     patient = Patient(Settings(), "ml.g5.xlarge", answered=formatdate(0, usegmt=True))
@@ -255,7 +253,7 @@ def test_a_clock_that_aws_would_not_accept_fails(
             doctor.check_clock(patient)
 
 
-def test_the_stack_gives_store_and_role_that_are_not_configured(
+def test_the_stack_provides_an_unconfigured_store_and_role(
     examined: Callable[..., dict[str, tuple[str, str]]],
     stacks: list[Stack],
     s3: Any,
@@ -273,7 +271,7 @@ def test_the_stack_gives_store_and_role_that_are_not_configured(
     assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
 
 
-def test_a_stack_that_did_not_come_up_is_a_warning(patient: Patient, stacks: list[Stack]) -> None:
+def test_a_failed_stack_is_a_warning(patient: Patient, stacks: list[Stack]) -> None:
     stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
     with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
         doctor.check_stack(patient)
@@ -307,13 +305,13 @@ def test_a_role_that_sagemaker_may_not_assume_fails(patient: Patient, account: E
         doctor.check_role(patient)
 
 
-def test_a_role_that_is_not_there_fails(patient: Patient) -> None:
+def test_a_missing_role_fails(patient: Patient) -> None:
     patient.settings = Settings(role=f"{ROLE}-2")
     with pytest.raises(ServiceError, match="NoSuchEntity"):
         doctor.check_role(patient)
 
 
-def test_what_may_not_be_asked_is_not_checked(patient: Patient) -> None:
+def test_a_check_without_permission_is_skipped(patient: Patient) -> None:
     with Stubber(patient.client("iam")) as iam:
         iam.add_client_error("get_role", "AccessDenied", "no", 403)
         with pytest.raises(Doubt, match="not checked: not allowed"):
@@ -341,7 +339,7 @@ def trust(**conditions: Any) -> dict[str, Any]:
         ({"StringEquals": {"sts:ExternalId": "x"}}, None),
     ],
 )
-def test_the_conditions_of_a_roles_trust_are_weighed(
+def test_the_conditions_of_a_roles_trust_are_evaluated(
     conditions: dict[str, Any], may: bool | None
 ) -> None:
     origin = {
@@ -356,7 +354,7 @@ def test_the_conditions_of_a_roles_trust_are_weighed(
         assert doctor.trusts(policy, "sagemaker.amazonaws.com", origin) == may
 
 
-def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
+def test_a_check_that_raises_does_not_stop_the_others(
     home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: Any) -> Any:
@@ -369,7 +367,7 @@ def test_a_check_that_breaks_keeps_none_of_the_others_from_being_made(
     assert len(ran.out.splitlines()) == len(HERE) - 1  # without the training
 
 
-def test_a_type_that_is_not_known_is_a_warning(
+def test_an_unknown_instance_type_is_a_warning(
     examined: Callable[..., dict[str, tuple[str, str]]],
 ) -> None:
     result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
@@ -377,7 +375,7 @@ def test_a_type_that_is_not_known_is_a_warning(
     assert "did you mean ml.g6" in said
 
 
-def test_a_default_image_without_patches_is_a_warning_with_the_way_out(
+def test_an_unpatched_default_image_warning_names_a_remedy(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = find_image(DEFAULT_VERSION).patched_until
@@ -388,13 +386,13 @@ def test_a_default_image_without_patches_is_a_warning_with_the_way_out(
         doctor.check_image(patient)
 
 
-def test_an_instance_that_the_default_image_does_not_run_on_fails(patient: Patient) -> None:
+def test_an_instance_the_default_image_cannot_run_on_fails(patient: Patient) -> None:
     with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; use --pytorch-version 2\.8\.0"):
         doctor.check_image(replace(patient, instance="ml.p3.2xlarge"))
     assert "pytorch-training" in doctor.check_image(replace(patient, instance="ml.p5.48xlarge"))
 
 
-def test_the_stacks_role_is_asked_for_both_repositories_and_another_for_one(
+def test_only_the_stacks_role_is_checked_for_both_repositories(
     patient: Patient,
 ) -> None:
     def repositories() -> list[str]:
@@ -444,7 +442,7 @@ def simulated(
         ({"s3:ListBucket": "implicitDeny"}, ["aws:PrincipalOrgID"], Doubt, "depends on conditions"),
     ],
 )
-def test_what_the_role_may_do_is_simulated(
+def test_the_roles_permissions_are_simulated(
     patient: Patient,
     decisions: dict[str, str],
     missing: list[str],
@@ -472,7 +470,7 @@ def test_what_the_role_may_do_is_simulated(
         ("ml.m5.xlarge", "kms:CreateGrant"),
     ],
 )
-def test_a_role_that_may_not_use_the_key_as_a_job_does_fails(
+def test_a_role_without_permission_to_use_the_key_fails(
     patient: Patient, instance: str, action: str
 ) -> None:
     patient.role, patient.store, patient.instance = ROLE, "s3://bucket/prefix", instance
@@ -500,7 +498,7 @@ def test_a_store_that_cannot_be_written_fails(patient: Patient, store: str, said
         doctor.check_store(patient)
 
 
-def test_a_training_that_is_terminated_leaves_nothing(home: Path, tmp_path: Path) -> None:
+def test_a_terminated_trial_run_leaves_nothing(home: Path, tmp_path: Path) -> None:
     place = tmp_path / "temporary"
     place.mkdir()
     words = ("doctor", "--instance", "local")
@@ -519,7 +517,7 @@ def test_no_text_yet_is_a_warning(examined: Callable[..., dict[str, tuple[str, s
     assert "upload-data" in said
 
 
-def test_the_text_that_is_named_is_the_one_that_a_launch_would_take(
+def test_doctor_names_the_text_that_a_launch_would_take(
     patient: Patient, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient.store = patient.settings.store
@@ -539,7 +537,7 @@ def test_a_quota_of_zero_fails_for_training_and_warns_for_spot(
     assert found["spot quota"][0] == WARNING
 
 
-def test_a_quota_is_held_against_what_runs_now(patient: Patient) -> None:
+def test_a_quota_is_compared_with_the_running_jobs(patient: Patient) -> None:
     def running(count: int, instance: str = "ml.g5.12xlarge", spot: bool = False) -> dict[str, Any]:
         return {
             "TrainingJob": {

@@ -135,9 +135,7 @@ def test_a_job_with_a_hostile_document_is_shown_or_refused(
     each(show, good)
 
 
-def test_a_line_that_is_no_row_of_a_curve_hides_no_job(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_an_invalid_line_of_a_curve_hides_no_job(job: Finished, cli: Callable[..., Ran]) -> None:
     path = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
     before = cli("jobs").out
     for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
@@ -155,7 +153,7 @@ def upload(home: Path, text_file: Path) -> corpus.Upload:
     return corpus.upload_data(text_file)
 
 
-def test_a_hostile_manifest_is_no_upload(home: Path, upload: corpus.Upload) -> None:
+def test_a_hostile_manifest_is_read_or_refused(home: Path, upload: corpus.Upload) -> None:
     manifest = Path(f"{storage.local_path(upload.uri)}.json")
     settings = settings_of(home)
 
@@ -169,7 +167,7 @@ def test_a_hostile_manifest_is_no_upload(home: Path, upload: corpus.Upload) -> N
 
 
 @pytest.mark.parametrize("name", ["store/data/latest.json", "last-uploads.json"])
-def test_a_hostile_pointer_to_the_last_upload_is_followed_or_refused(
+def test_a_hostile_pointer_to_an_upload_is_followed_or_refused(
     home: Path, upload: corpus.Upload, name: str
 ) -> None:
     path = home / name
@@ -199,7 +197,7 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
         ("quota-codes.json", {"us-east-1": {"day": "2026-11-01", "codes": {"a": "L-1"}}}),
     ],
 )
-def test_a_hostile_cache_holds_nothing(home: Path, name: str, good: Any) -> None:
+def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
     home.mkdir()
     settings = settings_of(home)
 
@@ -217,7 +215,7 @@ def test_a_hostile_cache_holds_nothing(home: Path, name: str, good: Any) -> None
 # -- what was submitted, and how ------------------------------------------------------------------
 
 
-def test_a_hostile_record_in_a_store_is_a_job_or_is_refused(home: Path) -> None:
+def test_a_hostile_record_in_a_store_is_read_or_refused(home: Path) -> None:
     asked = TrainingJob(
         instance="ml.g5.xlarge", data="s3://abc/d", max_cost=5, hyperparameters=TINY
     )
@@ -308,7 +306,7 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: P
 # -- size, and what is no file --------------------------------------------------------------------
 
 
-def test_a_document_is_of_a_bounded_size(home: Path) -> None:
+def test_a_document_that_is_too_large_is_refused(home: Path) -> None:
     home.mkdir()
     with (home / "config.toml").open("wb") as file:
         file.truncate(LARGEST + 1)
@@ -339,7 +337,7 @@ def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path],
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine.toml", "home/config.toml"])
-def test_what_is_no_regular_file_is_refused_at_launch(
+def test_a_launch_refuses_special_files(
     odd_file: Callable[[Path], None], home: Path, cli: Callable[..., Ran], name: str
 ) -> None:
     home.mkdir()
@@ -361,7 +359,7 @@ def test_what_is_no_regular_file_is_refused_at_launch(
         "output/model.tar.gz",
     ],
 )
-def test_a_job_with_what_is_no_regular_file_hides_no_other(
+def test_a_job_with_a_special_file_hides_no_other(
     job: Finished, odd_file: Callable[[Path], None], cli: Callable[..., Ran], name: str
 ) -> None:
     odd_file(job.directory / name)
@@ -379,7 +377,7 @@ def test_the_script_of_a_job_that_could_not_start_tells_why(
     assert cli("status", job.job_id).code == 1
 
 
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         open_file(tmp_path / "pipe")
@@ -399,7 +397,7 @@ def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves:
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def test_what_is_said_holds_no_control_characters_and_is_short() -> None:
+def test_a_message_is_short_and_has_no_control_characters() -> None:
     assert (
         shown("a\x1b[31m\u202e\x9b\x00\tb\nc é 漢 🙂") == r"a\x1b[31m\u202e\x9b\x00"
         "\tb\nc é 漢 🙂"

@@ -216,7 +216,7 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
 
-def test_the_package_computes_a_qwen3_model_whose_script_is_gone(
+def test_the_package_loads_a_qwen3_model_without_its_script(
     home: Path,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -248,7 +248,7 @@ def test_the_package_computes_a_qwen3_model_whose_script_is_gone(
         ),
     ],
 )
-def test_what_is_not_qwen3_is_exported_as_such(
+def test_a_model_that_is_not_qwen3_is_exported_as_edited(
     edit: tuple[str, str], why: str, tmp_path: Path
 ) -> None:
     module = module_of(launching.edited(tmp_path / "mine.py", edit))
@@ -312,7 +312,7 @@ def test_a_parameter_without_a_gradient_is_named(
         assert "no gradient arrives; does forward use it?" in ran.error
 
 
-def test_an_activation_that_qwen3_may_have_stays_loadable(tmp_path: Path) -> None:
+def test_an_activation_known_to_qwen3_stays_loadable(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     script = launching.edited(
         tmp_path / "mine.py",
@@ -339,7 +339,7 @@ def test_an_activation_that_qwen3_may_have_stays_loadable(tmp_path: Path) -> Non
         torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-4, rtol=1e-4)
 
 
-def test_a_qwen3_model_that_the_package_cannot_compute_needs_its_script(
+def test_a_model_with_another_activation_needs_its_script(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     edit = ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")

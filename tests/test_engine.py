@@ -92,9 +92,7 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_ids_are_those_of_the_plain_loop_in_float32(
-    dtype: torch.dtype, batch_size: int
-) -> None:
+def test_greedy_ids_equal_the_plain_loops_in_float32(dtype: torch.dtype, batch_size: int) -> None:
     config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
     x = ids(batch_size, 4)
     ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
@@ -143,7 +141,7 @@ def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
 # -- what is drawn ---------------------------------------------------------------------------------
 
 
-def test_generating_leaves_the_model_as_it_was(generate: Generate) -> None:
+def test_generating_does_not_change_the_model(generate: Generate) -> None:
     model = lively(dtype=torch.bfloat16).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     list(generate(model, ids(1, 3), 5))
@@ -177,7 +175,7 @@ def test_another_seed_draws_other_ids(generate: Generate) -> None:
     assert drawn(generate, seed=3) != drawn(generate, seed=4)
 
 
-def test_both_ways_draw_the_same_ids_up_to_the_context() -> None:
+def test_the_engine_and_the_script_draw_the_same_ids() -> None:
     config = dataclasses.replace(SMALL, block_size=64)
     ways = [
         [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
@@ -186,7 +184,7 @@ def test_both_ways_draw_the_same_ids_up_to_the_context() -> None:
     assert ways[0] == ways[1]
 
 
-def test_temperature_zero_is_greedy_whatever_the_seed(generate: Generate) -> None:
+def test_temperature_zero_is_greedy_with_any_seed(generate: Generate) -> None:
     greedy = drawn(generate, temperature=0, seed=1)
     assert greedy == drawn(generate, temperature=0, seed=2)
     assert greedy == drawn(generate, temperature=1e-40, seed=2)  # logits over it are infinite

@@ -61,7 +61,7 @@ def test_committed_notebooks_hold_no_output() -> None:
         assert not any(cell.get("outputs") for cell in cells)
 
 
-def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
+def test_the_wheel_works_in_a_clean_environment(
     wheel: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     run([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)

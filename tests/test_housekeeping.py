@@ -46,7 +46,9 @@ def test_without_a_model_there_is_none_to_keep(job: Finished, cli: Callable[...,
     assert (ran.code, job.directory.exists()) == (1, True)
 
 
-def test_one_unknown_job_deletes_none(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_delete_with_one_unknown_job_deletes_nothing(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
     assert cli("delete", job.job_id, "nope", "--yes").code == 1
     assert job.directory.exists()
 

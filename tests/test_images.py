@@ -47,14 +47,14 @@ def test_an_image_is_found_by_version_minor_and_uri(image: Image) -> None:
         assert image_of(f"mine.example/copies/{image.name(gpu)}") is image
 
 
-def test_long_tags_of_aws_are_known_and_own_images_are_not() -> None:
+def test_aws_long_tags_are_known_and_other_images_are_not() -> None:
     long = "pytorch-training:2.10.0-gpu-py313-cu130-ubuntu22.04-sagemaker"
     assert image_of(f"{REGISTRY}/{long}") is find_image("2.10")
     for uri in ("mine:1", "mine/pytorch:latest", "pytorch-inference:2.8.0-gpu-py312"):
         assert image_of(uri) is None
 
 
-def test_a_version_without_an_image_is_refused_with_those_that_have_one() -> None:
+def test_a_version_without_an_image_error_lists_the_versions() -> None:
     with pytest.raises(
         InputError, match=r"--pytorch-version 2\.1: .* 2\.8\.0, .*2\.14\.0; --image"
     ):
@@ -81,7 +81,7 @@ def test_the_default_image_runs_both_launchers_on_g5() -> None:
         assert problem(default.name(gpu=True), G5, launcher) is None
 
 
-def test_v100s_are_left_to_the_image_before_cuda_13() -> None:
+def test_v100s_need_an_image_before_cuda_13() -> None:
     fitting = [
         image.version
         for image in IMAGES
@@ -90,7 +90,7 @@ def test_v100s_are_left_to_the_image_before_cuda_13() -> None:
     assert fitting == ["2.8.0"]
 
 
-def test_torchrun_is_the_default_launcher_where_the_sdk_refuses_pytorchddp() -> None:
+def test_torchrun_is_the_default_where_pytorchddp_is_refused() -> None:
     uri = find_image(DEFAULT_VERSION).name(gpu=True)
     for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
         assert default_launcher(f"ml.{size}") == launcher
@@ -98,7 +98,7 @@ def test_torchrun_is_the_default_launcher_where_the_sdk_refuses_pytorchddp() -> 
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_patches_are_over_on_the_day_after_the_last(
+def test_patches_end_on_the_day_after_the_last_one(
     caplog: pytest.LogCaptureFixture, image: Image
 ) -> None:
     last, uri = image.patched_until, image.name(gpu=True)
@@ -122,7 +122,7 @@ def test_patches_are_over_on_the_day_after_the_last(
         ("ml.p3.8xlarge", "pytorchddp", TODAY, "no image known here is patched and runs on ml.p3"),
     ],
 )
-def test_the_way_out_is_the_newest_patched_image_that_runs_there(
+def test_the_remedy_is_the_newest_patched_image_that_runs(
     instance: str, launcher: str, today: date, way_out: str
 ) -> None:
     old = IMAGES[0]

@@ -62,9 +62,7 @@ def buckets() -> list[str]:
 # -- deploy ----------------------------------------------------------------------------------------
 
 
-def test_a_deployment_shows_the_changes_and_prints_the_outputs(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_deploy_shows_the_changes_and_prints_the_outputs(account: CloudFormation, cli: Cli) -> None:
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
     assert "add      AWS::IAM::Role Role" in ran.err
@@ -87,9 +85,7 @@ def test_a_dry_run_leaves_nothing_behind(account: CloudFormation, cli: Cli) -> N
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
-def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_deploy_without_a_terminal_requires_yes(account: CloudFormation, cli: Cli) -> None:
     ran = cli("infra", "deploy")
     assert ran.code == 2
     assert "--yes" in ran.error
@@ -104,7 +100,7 @@ def test_without_a_terminal_a_deployment_has_to_be_agreed_to_beforehand(
         (KeyboardInterrupt, "interrupted"),
     ],
 )
-def test_a_deployment_that_is_not_agreed_to_leaves_nothing_behind(
+def test_a_declined_deployment_leaves_nothing(
     account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -114,7 +110,7 @@ def test_a_deployment_that_is_not_agreed_to_leaves_nothing_behind(
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
-def test_an_outage_after_the_answer_does_not_hide_it(
+def test_an_outage_after_the_answer_does_not_hide_the_answer(
     account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -128,7 +124,7 @@ def test_an_outage_after_the_answer_does_not_hide_it(
     ]
 
 
-def test_a_failed_deployment_names_the_resource_that_failed_first(
+def test_a_failed_deployment_names_the_first_failed_resource(
     account: CloudFormation, cli: Cli
 ) -> None:
     account.refuse["Role"] = "API: iam:CreateRole User: me is not authorized"
@@ -140,9 +136,7 @@ def test_a_failed_deployment_names_the_resource_that_failed_first(
     )
 
 
-def test_what_a_failed_deployment_left_is_deleted_by_the_next(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_the_next_deployment_deletes_a_failed_stack(account: CloudFormation, cli: Cli) -> None:
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.refuse.clear()
@@ -151,7 +145,7 @@ def test_what_a_failed_deployment_left_is_deleted_by_the_next(
     assert "ROLLBACK_COMPLETE; it has to be deleted first" in ran.err
 
 
-def test_a_deployment_that_fails_leaves_neither_bucket_nor_key(
+def test_a_failed_deployment_leaves_neither_bucket_nor_key(
     account: CloudFormation, cli: Cli
 ) -> None:
     before = buckets(), boto3.client("kms").list_keys()["Keys"]
@@ -161,7 +155,7 @@ def test_a_deployment_that_fails_leaves_neither_bucket_nor_key(
     assert (buckets(), boto3.client("kms").list_keys()["Keys"]) == before
 
 
-def test_without_retain_except_on_create_a_rollback_keeps_the_bucket(
+def test_without_retain_except_on_create_a_bucket_remains(
     account: CloudFormation,
 ) -> None:
     before = buckets()
@@ -173,7 +167,7 @@ def test_without_retain_except_on_create_a_rollback_keeps_the_bucket(
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
+def test_a_failed_stack_is_deleted_only_after_agreement(
     account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, agreed: bool
 ) -> None:
     account.refuse["Role"] = "no"
@@ -190,9 +184,7 @@ def test_what_a_failed_deployment_left_is_deleted_only_if_that_is_agreed_to(
     assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
 
 
-def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_dry_run_of_deploy_deletes_nothing(account: CloudFormation, cli: Cli) -> None:
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     ran = cli("infra", "deploy", "--dry-run")
@@ -204,7 +196,7 @@ def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
-def test_what_a_failed_stack_of_somebody_else_left_is_left_alone(
+def test_a_failed_stack_of_another_project_is_left_alone(
     account: CloudFormation, cli: Cli, command: str
 ) -> None:
     client = boto3.client("cloudformation")
@@ -217,16 +209,14 @@ def test_what_a_failed_stack_of_somebody_else_left_is_left_alone(
     assert len(client.describe_stacks()["Stacks"]) == 1
 
 
-def test_the_reason_of_a_failure_is_none_that_follows_from_another(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_failure_reason_is_never_a_cancellation(account: CloudFormation, cli: Cli) -> None:
     account.refuse["Role"] = "no"
     ran = cli("infra", "deploy", "--yes")
     assert "cancelled" not in ran.error
     assert "Role: no" in ran.error
 
 
-def test_an_interrupted_deployment_goes_on_and_says_so(
+def test_an_interrupted_deployment_continues_and_says_so(
     account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(seconds: float) -> None:
@@ -257,13 +247,13 @@ def pending(account: CloudFormation) -> str:
     return str(made["Id"])
 
 
-def test_a_change_set_that_somebody_left_is_in_nobodys_way(pending: str, cli: Cli) -> None:
+def test_a_leftover_change_set_does_not_block_deploy(pending: str, cli: Cli) -> None:
     assert "there is no stack" in cli("infra", "show").error
     assert cli("infra", "deploy", "--yes").code == 0
     assert len(boto3.client("cloudformation").describe_stacks()["Stacks"]) == 1
 
 
-def test_a_plan_that_cannot_be_read_leaves_nothing_behind(
+def test_an_unreadable_plan_leaves_nothing(
     account: CloudFormation, emulator: Emulator, cli: Cli
 ) -> None:
     emulator.refuse["DescribeChangeSet"] = ("AccessDenied", "no such luck")
@@ -274,18 +264,14 @@ def test_a_plan_that_cannot_be_read_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
-def test_an_empty_stack_that_somebody_left_is_removed(
-    pending: str, cli: Cli, words: tuple[str, ...]
-) -> None:
+def test_a_leftover_empty_stack_is_deleted(pending: str, cli: Cli, words: tuple[str, ...]) -> None:
     client = boto3.client("cloudformation")
     client.delete_change_set(ChangeSetName=pending)
     assert cli("infra", *words).code == 0
     assert client.describe_stacks()["Stacks"] == []
 
 
-def test_what_a_deployment_left_that_was_killed_at_its_question_is_deleted(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_destroy_deletes_what_a_killed_deployment_left(account: CloudFormation, cli: Cli) -> None:
     assert infra.Deployment(load_settings()).plan() is not None
     ran = cli("infra", "destroy", "--yes")
     assert ran.code == 0
@@ -294,7 +280,7 @@ def test_what_a_deployment_left_that_was_killed_at_its_question_is_deleted(
 
 
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
-def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
+def test_dry_run_and_destroy_keep_a_foreign_change_set(
     pending: str, cli: Cli, words: tuple[str, ...]
 ) -> None:
     assert cli("infra", *words).code == 0
@@ -304,7 +290,7 @@ def test_a_change_set_of_somebody_else_outlives_what_is_not_a_deployment(
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
-def test_a_stack_of_somebody_else_is_left_alone(
+def test_a_stack_of_another_project_is_left_alone(
     account: CloudFormation, cli: Cli, command: str
 ) -> None:
     boto3.client("cloudformation").create_stack(
@@ -316,7 +302,7 @@ def test_a_stack_of_somebody_else_is_left_alone(
     assert "does not belong to sm-nanogpt" in ran.error
 
 
-def test_a_key_once_made_stays(account: CloudFormation, cli: Cli) -> None:
+def test_a_key_stays_once_it_was_created(account: CloudFormation, cli: Cli) -> None:
     assert "kms key:" in cli("infra", "deploy", "--yes", "--kms").out
     ran = cli("infra", "deploy", "--yes")
     assert "nothing to change" in ran.err
@@ -331,13 +317,13 @@ def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
 
 
-def test_a_stack_name_that_aws_would_refuse_is_refused_here(home: Path, cli: Cli) -> None:
+def test_a_stack_name_that_is_invalid_in_aws_is_refused(home: Path, cli: Cli) -> None:
     ran = cli("infra", "show", "--stack", "my_stack")
     assert ran.code == 2
     assert "letters, digits and dashes" in ran.error
 
 
-def test_a_region_has_to_be_known(
+def test_infra_requires_a_region(
     account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
@@ -366,14 +352,14 @@ def stack_id() -> str:
         ("DELETE_FAILED", "deletes it and creates it again"),
     ],
 )
-def test_a_stack_that_cannot_be_used_says_what_helps(
+def test_an_unusable_stack_names_a_remedy(
     account: CloudFormation, deployed: Stack, cli: Cli, status: str, advice: str
 ) -> None:
     account.set_status(stack_id(), status)
     assert advice in cli("infra", "show").error
 
 
-def test_a_stack_whose_update_cannot_be_taken_back_says_how_to_go_on(
+def test_a_failed_rollback_says_how_to_continue(
     account: CloudFormation, deployed: Stack, cli: Cli
 ) -> None:
     account.set_status(stack_id(), "UPDATE_ROLLBACK_FAILED")
@@ -391,21 +377,21 @@ def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
-def test_show_tells_why_a_deployment_is_being_taken_back(account: CloudFormation, cli: Cli) -> None:
+def test_show_says_why_a_deployment_is_rolled_back(account: CloudFormation, cli: Cli) -> None:
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.set_status(stack_id(), "ROLLBACK_IN_PROGRESS")
     assert "stack sm-nanogpt is ROLLBACK_IN_PROGRESS: Role: no" in cli("infra", "show").err
 
 
-def test_show_takes_no_event_of_an_earlier_operation_for_one_of_this(
+def test_show_ignores_events_of_earlier_operations(
     account: CloudFormation, deployed: Stack, cli: Cli
 ) -> None:
     account.set_status(stack_id(), "UPDATE_IN_PROGRESS")
     assert "is UPDATE_IN_PROGRESS: nothing has happened yet" in cli("infra", "show").err
 
 
-def test_show_says_that_it_may_not_ask_why_and_shows_the_stack(
+def test_show_works_without_permission_to_read_events(
     account: CloudFormation, emulator: Emulator, deployed: Stack, cli: Cli
 ) -> None:
     account.set_status(stack_id(), "UPDATE_ROLLBACK_COMPLETE")
@@ -431,9 +417,7 @@ def test_the_bucket_and_its_texts_outlive_the_stack(
     assert any(uri.endswith(each["Key"].rpartition("/")[0]) for each in objects)
 
 
-def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
-    deployed: Stack, cli: Cli
-) -> None:
+def test_destroy_detaches_the_policy_from_its_users(deployed: Stack, cli: Cli) -> None:
     iam = boto3.client("iam")
     iam.create_user(UserName="ci")
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
@@ -443,7 +427,7 @@ def test_the_policy_is_taken_from_those_who_have_it_when_the_stack_goes(
     iam.delete_user(UserName="ci")
 
 
-def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_jobs_the_role(
+def test_destroy_first_names_affected_users_and_running_jobs(
     deployed: Stack,
     emulator: Emulator,
     cli: Cli,
@@ -479,7 +463,7 @@ def test_before_the_question_a_deletion_names_who_loses_the_policy_and_which_job
     iam.delete_user(UserName="ci")
 
 
-def test_a_deletion_ends_though_somebody_else_was_faster(deployed: Stack) -> None:
+def test_destroy_ends_if_the_stack_is_already_deleted(deployed: Stack) -> None:
     deployment = infra.Deployment(load_settings())
     removal = deployment.removal()
     assert removal is not None
@@ -487,20 +471,18 @@ def test_a_deletion_ends_though_somebody_else_was_faster(deployed: Stack) -> Non
     deployment.destroy(removal)
 
 
-def test_what_is_not_there_need_not_be_destroyed(account: CloudFormation, cli: Cli) -> None:
+def test_destroy_without_a_stack_succeeds(account: CloudFormation, cli: Cli) -> None:
     ran = cli("infra", "destroy", "--yes")
     assert (ran.code, ran.out) == (0, "")
     assert "nothing to delete" in ran.err
 
 
-def test_without_a_terminal_a_deletion_has_to_be_agreed_to_beforehand(
-    deployed: Stack, cli: Cli
-) -> None:
+def test_destroy_without_a_terminal_requires_yes(deployed: Stack, cli: Cli) -> None:
     assert cli("infra", "destroy").code == 2
     assert cli("infra", "show").code == 0
 
 
-def test_a_new_stack_does_not_meet_the_bucket_of_the_old_one(deployed: Stack, cli: Cli) -> None:
+def test_a_new_stack_gets_a_new_bucket(deployed: Stack, cli: Cli) -> None:
     cli("infra", "destroy", "--yes")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
@@ -526,7 +508,7 @@ def test_an_upload_stays_here_without_a_stack(
 
 
 @pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_a_stack_that_was_named_and_is_not_there_is_an_error(
+def test_a_named_stack_that_is_missing_is_an_error(
     account: CloudFormation,
     cli: Cli,
     home: Path,
@@ -547,12 +529,12 @@ def test_a_stack_that_was_named_and_is_not_there_is_an_error(
         assert "there is no stack thre in us-east-1" in ran.error
 
 
-def test_who_names_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
+def test_naming_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
     ran = cli("--stack", "three", "upload-data", str(text_file))
     assert "could not look for a stack (no region" in ran.err
 
 
-def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
+def test_an_upload_without_aws_stays_local_and_says_so(
     account: CloudFormation, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
@@ -561,15 +543,13 @@ def test_an_upload_stays_here_and_says_so_where_nobody_can_be_asked(
     assert "could not look for a stack" in ran.err
 
 
-def test_a_launch_takes_store_and_role_from_the_stack_in_one_call(
-    account: CloudFormation, deployed: Stack
-) -> None:
+def test_a_launch_reads_the_stack_in_one_call(account: CloudFormation, deployed: Stack) -> None:
     settings = with_stack(load_settings())
     assert (settings.store, settings.role) == (deployed.store, deployed.role)
     assert account.described == 1
 
 
-def test_a_dry_run_takes_them_as_they_were_last_seen_and_asks_nobody(
+def test_a_dry_run_uses_the_remembered_stack_offline(
     deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
@@ -606,7 +586,7 @@ def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
 ROLE = "arn:aws:iam::123456789012:role/mine"
 
 
-def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
+def test_a_launch_with_a_role_does_not_need_to_read_the_stack(
     caplog: pytest.LogCaptureFixture, account: CloudFormation, emulator: Emulator
 ) -> None:
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
@@ -616,7 +596,7 @@ def test_who_has_a_role_launches_without_a_stack_that_may_not_be_asked_for(
     assert "not using a stack: DescribeStacks: not allowed" in caplog.messages[-1]
 
 
-def test_who_has_a_role_launches_though_a_deployment_failed(
+def test_a_launch_with_a_role_ignores_a_failed_deployment(
     caplog: pytest.LogCaptureFixture, account: CloudFormation, cli: Cli
 ) -> None:
     account.refuse["Role"] = "no"
@@ -627,7 +607,7 @@ def test_who_has_a_role_launches_though_a_deployment_failed(
     assert "ROLLBACK_COMPLETE" in caplog.messages[-1]
 
 
-def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
+def test_an_unreadable_stack_is_an_error_if_it_was_used_before(
     deployed: Stack, emulator: Emulator
 ) -> None:
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
@@ -636,7 +616,7 @@ def test_a_stack_that_was_used_before_is_not_left_out_for_a_failure(
 
 
 @pytest.mark.parametrize("text", ["[1", "5", '{"us-east-1": null}', '{"us-east-1": {"a": 1}}'])
-def test_a_memory_that_cannot_be_read_is_none(deployed: Stack, text: str) -> None:
+def test_an_unreadable_memory_of_stacks_is_ignored(deployed: Stack, text: str) -> None:
     settings = load_settings()
     settings.last_stacks.write_text(text)
     assert remembered(settings, "us-east-1") is None
@@ -680,7 +660,7 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(
     assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so
 
 
-def test_who_names_store_and_role_asks_nobody(
+def test_a_named_store_and_role_make_no_request(
     account: CloudFormation, deployed: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
@@ -689,13 +669,13 @@ def test_who_names_store_and_role_asks_nobody(
     assert account.described == 0
 
 
-def test_a_role_that_is_named_goes_over_the_stacks(deployed: Stack) -> None:
+def test_a_named_role_overrides_the_stacks(deployed: Stack) -> None:
     role = "arn:aws:iam::123456789012:role/mine"
     settings = with_stack(load_settings(role=role))
     assert (settings.store, settings.role) == (deployed.store, role)
 
 
-def test_the_stacks_role_is_not_taken_for_a_store_that_it_cannot_read(
+def test_the_stacks_role_is_not_used_for_another_store(
     deployed: Stack, cli: Cli, text_file: Path
 ) -> None:
     ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
@@ -705,7 +685,7 @@ def test_the_stacks_role_is_not_taken_for_a_store_that_it_cannot_read(
 
 
 @pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_the_stacks_name_is_a_setting_like_the_others(
+def test_the_stacks_name_is_a_setting(
     deployed: Stack,
     cli: Cli,
     home: Path,
@@ -719,7 +699,7 @@ def test_the_stacks_name_is_a_setting_like_the_others(
     assert f"no stack by-{way} in us-east-1" in cli(*words, "infra", "show").error
 
 
-def test_a_stack_that_is_not_whole_is_an_error_of_the_launch(
+def test_a_launch_refuses_an_incomplete_stack(
     account: CloudFormation, cli: Cli, text_file: Path
 ) -> None:
     account.refuse["Role"] = "no"
@@ -730,7 +710,7 @@ def test_a_stack_that_is_not_whole_is_an_error_of_the_launch(
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
-def test_a_local_launch_without_text_in_the_stacks_store_asks_nobody(
+def test_a_local_launch_without_text_makes_no_request(
     deployed: Stack, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
@@ -739,7 +719,7 @@ def test_a_local_launch_without_text_in_the_stacks_store_asks_nobody(
     assert "nothing was uploaded" in ran.error
 
 
-def test_a_local_launch_takes_the_last_upload_even_if_it_went_to_the_stacks_store(
+def test_the_last_upload_may_be_in_the_stacks_store(
     deployed: Stack, text_file: Path, cli: Cli
 ) -> None:
     uri = cli("upload-data", str(text_file)).out.strip()
@@ -753,7 +733,7 @@ def test_a_stack_is_known_by_the_templates_description() -> None:
     assert TEMPLATE["Description"].startswith(DESCRIPTION)
 
 
-def test_what_destroy_says_is_kept_is_what_the_template_retains() -> None:
+def test_destroy_names_what_the_template_retains() -> None:
     resources = TEMPLATE["Resources"].items()
     assert {name for name, each in resources if each.get("DeletionPolicy") == "Retain"} == set(
         infra.KEPT
@@ -778,7 +758,7 @@ def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
     }
 
 
-def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
+def test_only_actions_without_resources_apply_to_everything(
     documents: dict[str, PolicyDocument],
 ) -> None:
     assert wide(documents["role"]) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
@@ -790,7 +770,7 @@ def test_a_permission_on_everything_is_only_for_what_knows_no_resource_of_ours(
     }
 
 
-def test_a_role_that_may_join_a_vpc_has_what_sagemaker_asks_for(
+def test_a_role_for_a_vpc_has_sagemakers_required_actions(
     account: CloudFormation, cli: Cli
 ) -> None:
     assert cli("infra", "deploy", "--yes", "--vpc").code == 0
@@ -807,7 +787,7 @@ def test_a_role_that_may_join_a_vpc_has_what_sagemaker_asks_for(
     }
 
 
-def test_the_role_deletes_checkpoints_and_nothing_else(
+def test_the_role_can_delete_only_checkpoints(
     documents: dict[str, PolicyDocument],
 ) -> None:
     places = [
@@ -828,7 +808,7 @@ def wide(document: PolicyDocument) -> set[str]:
     }
 
 
-def test_no_policy_holds_what_an_attacker_looks_for(documents: dict[str, PolicyDocument]) -> None:
+def test_no_policy_has_a_known_weakness(documents: dict[str, PolicyDocument]) -> None:
     for name, document in documents.items():
         assert not document.contains_statement_using_not_action
         assert not document.allows_privilege_escalation

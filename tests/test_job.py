@@ -33,19 +33,19 @@ def refusal(**values: object) -> str:
 @pytest.mark.parametrize(
     "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
 )
-def test_a_job_refuses_what_the_script_refuses_in_the_same_words(values: dict[str, object]) -> None:
+def test_a_job_refuses_values_in_the_scripts_words(values: dict[str, object]) -> None:
     with pytest.raises(train.ConfigError) as caught:
         train.make_config(values)
     assert refusal(hyperparameters=values) == str(caught.value)
 
 
-def test_what_is_said_goes_over_the_preset() -> None:
+def test_given_hyperparameters_override_the_preset() -> None:
     job = TrainingJob(preset="baby", hyperparameters={"n_layer": "2"})
     config = job.config(1)
     assert (config.n_layer, config.n_embd) == (2, 384)
 
 
-def test_what_is_said_is_named_with_underscores_and_leaves_out_the_unset() -> None:
+def test_explicit_hyperparameters_omit_the_empty_ones() -> None:
     job = TrainingJob(hyperparameters={"n-layer": 2, "dropout": ""})
     assert job.explicit_hyperparameters() == {"n_layer": 2}
 
@@ -55,7 +55,7 @@ def test_every_hyperparameter_is_sent() -> None:
     assert sent == asdict(train.make_config({"n_layer": 2}, "baby"))
 
 
-def test_a_default_of_an_edited_script_that_cannot_be_sent_is_left_to_the_script(
+def test_a_default_that_cannot_be_sent_is_left_to_the_script(
     tmp_path: Path,
 ) -> None:
     place = "    device: str = hyper"
@@ -67,9 +67,7 @@ def test_a_default_of_an_edited_script_that_cannot_be_sent_is_left_to_the_script
 
 
 @pytest.mark.parametrize("motto", ["a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501])
-def test_a_value_that_a_shell_of_the_container_may_take_for_a_command_is_refused(
-    tmp_path: Path, motto: str
-) -> None:
+def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: str) -> None:
     place = "    device: str = hyper"
     field = '    motto: str = hyperparameter("ab", "", group="report")\n'
     script = launching.edited(tmp_path / "mine.py", (place, field + place))
@@ -100,7 +98,7 @@ def test_the_nearest_preset_is_named() -> None:
     assert "did you mean baby?" in refusal(preset="babby")
 
 
-def test_argv_is_sorted_by_name_with_values_as_the_toolkit_writes_them() -> None:
+def test_argv_is_sorted_and_formatted_like_the_toolkits() -> None:
     words = command_line({"n_layer": 2, "learning_rate": 1e-5, "tie_embeddings": True})
     assert words == ["--learning_rate", "1e-05", "--n_layer", "2", "--tie_embeddings", "True"]
 
@@ -112,12 +110,12 @@ def test_assignments_split_at_the_first_equals_sign() -> None:
 @pytest.mark.parametrize(
     "words", [("n_layer",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")]
 )
-def test_an_assignment_that_is_none_or_comes_twice_is_refused(words: tuple[str, ...]) -> None:
+def test_an_invalid_or_repeated_assignment_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="--set"):
         pairs(None, click.Option(["--set"]), words)
 
 
-def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
+def test_hyperparameters_are_read_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("n_layer = 2\ntie_embeddings = true\ndropout = 0.1\n")
     expected = {"n_layer": 2, "tie_embeddings": True, "dropout": 0.1}
@@ -127,7 +125,7 @@ def test_hyperparameters_come_from_toml(tmp_path: Path) -> None:
 # -- the rest of a job ----------------------------------------------------------------------------
 
 
-def test_a_field_that_is_new_is_for_sagemaker_unless_it_is_named_as_one_of_local_jobs() -> None:
+def test_a_new_field_is_for_sagemaker_by_default() -> None:
     class Later(TrainingJob):
         field_of_tomorrow: int = 0
 
@@ -136,7 +134,7 @@ def test_a_field_that_is_new_is_for_sagemaker_unless_it_is_named_as_one_of_local
     assert Later(instance="ml.g5.xlarge", field_of_tomorrow=1).field_of_tomorrow == 1
 
 
-def test_a_local_job_may_say_that_it_is_without_what_only_sagemaker_has() -> None:
+def test_a_local_job_may_turn_sagemaker_options_off() -> None:
     job = TrainingJob(instance="local", spot=False, network_isolation=False)
     assert not job.spot
 
@@ -151,9 +149,7 @@ def test_a_local_job_may_say_that_it_is_without_what_only_sagemaker_has() -> Non
         ({"hyperparameters": 3}, "hyperparameters=3"),
     ],
 )
-def test_a_field_that_is_unknown_or_impossible_is_named_with_its_value(
-    values: dict[str, object], named: str
-) -> None:
+def test_an_invalid_field_is_named_with_its_value(values: dict[str, object], named: str) -> None:
     assert named in refusal(**values)
 
 
@@ -167,12 +163,12 @@ def test_a_field_that_is_unknown_or_impossible_is_named_with_its_value(
         ({"launcher": "mpirun"}, "launcher='mpirun': must be 'pytorchddp' or 'torchrun'"),
     ],
 )
-def test_what_a_field_must_be_is_told_in_few_words(values: dict[str, object], said: str) -> None:
+def test_an_invalid_field_error_is_short(values: dict[str, object], said: str) -> None:
     assert refusal(**values) == said
 
 
 @pytest.mark.parametrize(("name", "meant"), [("g5.xlarge", "ml.g5.xlarge"), ("loca", "local")])
-def test_what_is_no_instance_is_refused_before_all_else(
+def test_an_invalid_instance_is_refused_first(
     home: Path, cli: Callable[..., Ran], name: str, meant: str
 ) -> None:
     ran = cli("launch", "--instance", name, "--processes-per-instance", "2")
@@ -181,7 +177,7 @@ def test_what_is_no_instance_is_refused_before_all_else(
     assert ran.error.startswith(said)
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_sizes() -> None:
+def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
     job = TrainingJob(hyperparameters={"batch_size": 9})
     with pytest.raises(InputError, match="batch_size=8 or 12"):
         job.config(4)
@@ -202,7 +198,7 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_with_the_nearest_siz
         ("imports.py", "import no_such_module", "no_such_module"),
     ],
 )
-def test_an_entry_point_that_is_no_copy_of_the_script_is_refused(
+def test_an_entry_point_must_be_a_copy_of_the_script(
     tmp_path: Path, name: str, content: str | None, reason: str
 ) -> None:
     file = tmp_path / name
@@ -213,7 +209,7 @@ def test_an_entry_point_that_is_no_copy_of_the_script_is_refused(
     assert reason in error
 
 
-def test_an_edited_copy_brings_its_own_hyperparameters_and_presets(tmp_path: Path) -> None:
+def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None:
     seed = "    seed: int = hyperparameter("
     extra = '    extra: int = hyperparameter(3, "mine", group="data")\n'
     preset = '    "cpu": dict('
@@ -226,7 +222,7 @@ def test_an_edited_copy_brings_its_own_hyperparameters_and_presets(tmp_path: Pat
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
 
-def test_what_an_edited_copy_prints_when_imported_stays_off_stdout(
+def test_output_of_an_imported_copy_stays_off_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = launching.edited(
@@ -236,7 +232,7 @@ def test_what_an_edited_copy_prints_when_imported_stays_off_stdout(
     assert capsys.readouterr().out == ""
 
 
-def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> None:
+def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     logging = f"open({str(log)!r}, 'a').write('x')\n"
     copy = launching.edited(tmp_path / "mine.py", ("PRESETS: dict", f"{logging}PRESETS: dict"))
@@ -282,7 +278,7 @@ def test_an_edited_copy_is_executed_once_as_long_as_it_stays_the_same(tmp_path: 
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_impossible_words_are_refused_and_nothing_is_sent_or_started(
+def test_invalid_options_send_and_start_nothing(
     home: Path,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -307,7 +303,7 @@ def test_impossible_words_are_refused_and_nothing_is_sent_or_started(
     assert not home.exists() or launching.tree(home) == set()
 
 
-def test_the_command_line_goes_over_the_config_file(
+def test_the_command_line_overrides_the_config_file(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.toml").write_text("n-layer = 3\nmax_steps = 1\n")

@@ -200,7 +200,7 @@ def seen_by(cluster: Finished, rank: int) -> dict[str, Any]:
     return json.loads((host / f"output/data/rank-{rank}.json").read_text())
 
 
-def test_two_hosts_of_two_processes_are_one_group_with_one_model(cluster: Finished) -> None:
+def test_two_hosts_of_two_processes_make_one_model(cluster: Finished) -> None:
     log = (cluster.directory / "logs/job.log").read_text()
     said = "2 hosts x 2 CPU = 4 processes in one group (launched by sm-nanogpt;"
     assert log.count(said) == 1
@@ -233,7 +233,7 @@ def test_each_host_has_the_containers_layout(cluster: Finished) -> None:
         }
 
 
-def test_the_configuration_files_are_those_of_the_service(cluster: Finished) -> None:
+def test_the_configuration_files_match_sagemakers(cluster: Finished) -> None:
     for host in ("algo-1", "algo-2"):
         config = cluster.directory / "hosts" / host / "input/config"
         resources = json.loads((config / "resourceconfig.json").read_text())
@@ -249,7 +249,7 @@ def test_the_configuration_files_are_those_of_the_service(cluster: Finished) -> 
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_the_variables_are_those_of_the_toolkit(cluster: Finished, rank: int) -> None:
+def test_the_variables_match_the_toolkits(cluster: Finished, rank: int) -> None:
     env = seen_by(cluster, rank)["env"]
     host = f"algo-{rank // 2 + 1}"
     base = cluster.directory / "hosts" / host
@@ -288,9 +288,7 @@ def test_ranks_find_what_the_users_python_finds(cluster: Finished) -> None:
         assert seen_by(cluster, rank)["env"]["PYTHONPATH"].endswith("/blocked")
 
 
-def test_a_job_runs_from_a_checkout_with_all_packages_on_the_path_alone(
-    home: Path, text_file: Path
-) -> None:
+def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path) -> None:
     """The interpreter behind a virtual environment has nothing of it."""
     bare = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
     checkout = Path(launcher.__file__).parents[1]
@@ -306,7 +304,7 @@ def test_a_job_runs_from_a_checkout_with_all_packages_on_the_path_alone(
     assert done.returncode == 0, done.stderr
 
 
-def test_argv_is_sorted_and_written_as_the_toolkit_writes_it(cluster: Finished) -> None:
+def test_argv_is_sorted_and_formatted_like_the_toolkits(cluster: Finished) -> None:
     said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
     values = asdict(train.make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
@@ -322,7 +320,7 @@ def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
         assert {path.name for path in code.iterdir()} == {"train.py"}
 
 
-def test_each_host_has_a_log_and_the_jobs_log_tells_who_spoke(cluster: Finished) -> None:
+def test_each_line_of_the_job_log_names_its_host(cluster: Finished) -> None:
     directory = cluster.directory / "logs"
     first = (directory / "algo-1.log").read_text().splitlines()
     assert any(line.startswith("step=10/10") for line in first)
@@ -348,7 +346,7 @@ def test_the_model_can_be_fetched_and_loaded(cluster: Finished) -> None:
     assert len(ran.out) == 11
 
 
-def test_a_validation_text_is_what_is_validated_on(cluster: Finished, text: str) -> None:
+def test_a_job_validates_on_its_validation_text(cluster: Finished, text: str) -> None:
     log = (cluster.directory / "logs/job.log").read_text()
     assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
 
@@ -361,7 +359,7 @@ def test_a_finished_job_leaves_no_process(cluster: Finished) -> None:
 # -- following ------------------------------------------------------------------------------------
 
 
-def test_a_detached_launch_returns_while_the_job_goes_on_and_logs_follow_it_to_its_end(
+def test_a_detached_job_is_followed_to_its_end(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, data=text_file)
@@ -371,7 +369,7 @@ def test_a_detached_launch_returns_while_the_job_goes_on_and_logs_follow_it_to_i
     assert state_of(job) == "Completed"
 
 
-def test_two_launches_in_the_same_second_are_both_right(home: Path, text_file: Path) -> None:
+def test_two_launches_in_the_same_second_both_work(home: Path, text_file: Path) -> None:
     words = launching.launching(data=text_file)
     both = launching.all_ended([words, words], home)
     assert [ran.code for ran in both] == [0, 0], both
@@ -380,7 +378,7 @@ def test_two_launches_in_the_same_second_are_both_right(home: Path, text_file: P
         assert state_of(Finished(home, ran.out.strip())) == "Completed"
 
 
-def test_job_ids_of_the_same_second_differ_and_are_valid_names_of_the_service() -> None:
+def test_job_ids_of_one_second_differ_and_suit_sagemaker() -> None:
     import re
 
     from launcher.submission import new_job_id
@@ -414,7 +412,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_reason(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_rank_that_is_killed_ends_the_job_within_seconds_with_its_reason(
+def test_a_killed_rank_fails_the_job_in_seconds(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, "--instance-count", "2", data=text_file, **ENDLESS)
@@ -428,7 +426,7 @@ def test_a_rank_that_is_killed_ends_the_job_within_seconds_with_its_reason(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_killed_rank_with_a_checkpoint_says_how_to_go_on(
+def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
     copy = failing(tmp_path / "mine.py", 60, 0, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -440,9 +438,7 @@ def test_a_killed_rank_with_a_checkpoint_says_how_to_go_on(
     assert goes_on in launching.command("status", ran.out.strip(), home=home).err
 
 
-def test_a_training_that_leaves_no_model_is_a_failure(
-    home: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_job_that_leaves_no_model_has_failed(home: Path, text_file: Path, tmp_path: Path) -> None:
     copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + "    os._exit(0)\n"))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
@@ -450,7 +446,7 @@ def test_a_training_that_leaves_no_model_is_a_failure(
     assert "left nothing in its model directory" in ran.error
 
 
-def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
+def test_a_ranks_child_process_does_not_delay_the_end(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
     # A child that keeps the rank's output open, for longer than the command may take.
@@ -461,7 +457,7 @@ def test_what_a_rank_leaves_behind_does_not_hold_the_job_up(
     assert ran.code == 0, ran.err
 
 
-def test_data_that_are_not_there_are_refused_before_anything_starts(
+def test_missing_data_is_refused_before_anything_starts(
     home: Path, cli: Callable[..., Ran]
 ) -> None:
     ran = cli(*launching.launching(data=str(home / "nowhere.txt")))
@@ -474,7 +470,7 @@ def test_data_that_are_not_there_are_refused_before_anything_starts(
     "failing",
     ["launcher.backends.local.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
 )
-def test_a_job_that_cannot_be_written_is_one_line_and_leaves_nothing(
+def test_a_job_that_cannot_be_written_leaves_nothing(
     home: Path,
     text_file: Path,
     cli: Callable[..., Ran],
@@ -496,9 +492,7 @@ def test_a_job_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert list((home / "jobs").iterdir()) == before
 
 
-def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_failed_rank_ends_an_earlier_rank_that_waits(tmp_path: Path, text_file: Path) -> None:
     script = """
         if host == "algo-2":
             sys.exit("ValueError: the first cause")
@@ -510,7 +504,7 @@ def test_a_rank_that_fails_ends_one_before_it_that_would_never_end(
     assert not (tmp_path / "hosts/algo-1/model/model.safetensors").exists()
 
 
-def test_memory_that_does_not_suffice_is_the_reason(tmp_path: Path, text_file: Path) -> None:
+def test_an_out_of_memory_error_is_the_failure_reason(tmp_path: Path, text_file: Path) -> None:
     """Its name has to be one that counts as an error's, though the rank ends like any other."""
     script = f"""
         sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
@@ -528,7 +522,7 @@ HANGS = {**ENDLESS, "hang_seconds": 5}
 
 
 @pytest.mark.parametrize(("hosts", "rank"), [("1", 0), ("2", 1)])
-def test_a_rank_that_hangs_is_the_reason_and_the_end(
+def test_a_hung_rank_fails_the_job_and_is_named(
     home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str, rank: int
 ) -> None:
     """Rank 0 serves the store by which the ranks know of each other."""
@@ -544,7 +538,7 @@ def test_a_rank_that_hangs_is_the_reason_and_the_end(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_second_ctrl_c_ends_a_job_that_hangs(home: Path, text_file: Path) -> None:
+def test_a_second_ctrl_c_ends_a_hung_job(home: Path, text_file: Path) -> None:
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -564,7 +558,7 @@ def test_a_second_ctrl_c_ends_a_job_that_hangs(home: Path, text_file: Path) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
 @pytest.mark.parametrize("hosts", ["1", "2"])
-def test_a_job_listens_on_loopback_alone(
+def test_a_job_listens_only_on_loopback(
     home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str
 ) -> None:
     how = ("--instance-count", hosts, "--processes-per-instance", str(2 // int(hosts)))
@@ -576,7 +570,7 @@ def test_a_job_listens_on_loopback_alone(
 # -- killed ---------------------------------------------------------------------------------------
 
 
-def test_a_jobs_processes_are_found_and_killed_where_there_is_no_proc(
+def test_processes_are_found_and_killed_without_proc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(path: Path) -> Any:
@@ -606,7 +600,7 @@ def test_a_jobs_processes_are_found_and_killed_where_there_is_no_proc(
         launching.until(lambda: not launching.session_of(runner.pid))
 
 
-def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
+def test_a_killed_runner_ends_its_ranks_and_fails_the_job(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
@@ -620,9 +614,7 @@ def test_a_killed_runner_takes_its_ranks_along_and_is_never_shown_as_running(
     launching.until(lambda: not launching.session_of(runner), 30)
 
 
-def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
-    home: Path, text_file: Path
-) -> None:
+def test_a_job_whose_processes_were_all_killed_has_failed(home: Path, text_file: Path) -> None:
     words = launching.launching(data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -636,7 +628,7 @@ def test_a_job_whose_every_process_was_killed_is_never_shown_as_running(
     assert state_of(job) == "Failed"
 
 
-def test_a_job_that_is_being_started_is_never_taken_for_a_dead_one(
+def test_a_starting_job_is_shown_as_in_progress(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -650,20 +642,20 @@ def test_a_job_that_is_being_started_is_never_taken_for_a_dead_one(
     assert seen == ["InProgress"]
 
 
-def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_that_vanishes_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-00000010.safetensors").touch()
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
     assert own_checkpoint(tmp_path, given={}) == 10
 
 
-def test_a_clock_that_is_set_back_hides_no_checkpoint(job: Finished) -> None:
+def test_a_clock_set_back_hides_no_checkpoint(job: Finished) -> None:
     state = json.loads((job.directory / "state.json").read_text())
     (job.directory / "state.json").write_text(json.dumps({**state, "started": 4e9}))
     assert describe(job.job_id, launching.settings_of(job.home)).checkpoint_step == 10
 
 
-def test_a_checkpoint_that_a_resumed_job_was_given_is_not_its_own(
+def test_a_resumed_jobs_first_checkpoint_is_not_its_own(
     home: Path, text_file: Path, job: Finished, tmp_path: Path
 ) -> None:
     script = failing(tmp_path / "mine.py", 11, 0, "raise ValueError('early')")
@@ -676,7 +668,7 @@ def test_a_checkpoint_that_a_resumed_job_was_given_is_not_its_own(
     assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
 
 
-def test_a_checkpoint_that_was_given_in_part_is_not_its_own(
+def test_a_partly_copied_checkpoint_is_not_the_jobs_own(
     tmp_path: Path, text_file: Path, job: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner is killed while it copies."""
@@ -698,9 +690,7 @@ def test_a_checkpoint_that_was_given_in_part_is_not_its_own(
 
 
 @pytest.mark.parametrize("between", [1, 5000])
-def test_of_a_long_curve_the_newest_numbers_of_each_kind_are_told(
-    tmp_path: Path, between: int
-) -> None:
+def test_the_newest_value_of_each_metric_is_found(tmp_path: Path, between: int) -> None:
     path, rows = tmp_path / "metrics.jsonl", 10_000
     lines = []
     for step in range(1, rows + 1):
@@ -715,7 +705,7 @@ def test_of_a_long_curve_the_newest_numbers_of_each_kind_are_told(
     assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
 
 
-def test_numbers_at_the_edge_of_what_is_read_of_a_curve_are_told_all_the_same(
+def test_metrics_at_a_read_boundary_are_found(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -729,7 +719,7 @@ def test_numbers_at_the_edge_of_what_is_read_of_a_curve_are_told_all_the_same(
         assert read["val_loss"] == 1.25
 
 
-def test_the_newest_numbers_of_a_long_curve_are_read_from_its_end(tmp_path: Path) -> None:
+def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
     row = {"step": 1, "train_loss": 1.5, "val_loss": 1.5}
     lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
     path = tmp_path / "metrics.jsonl"
@@ -737,7 +727,7 @@ def test_the_newest_numbers_of_a_long_curve_are_read_from_its_end(tmp_path: Path
     assert last_metrics(path, 1) == {**row, "max_steps": 1}
 
 
-def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(
+def test_deleting_a_jobs_directory_ends_its_processes(
     text_file: Path, home: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
@@ -749,9 +739,7 @@ def test_a_job_whose_directory_is_deleted_leaves_no_process_behind(
     assert not job.directory.exists()
 
 
-def test_a_job_whose_earlier_checkpoints_are_gone_does_not_begin_anew(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path: Path, text_file: Path) -> None:
     write_job(tmp_path / "job", text_file)
     record = json.loads((tmp_path / "job/job.json").read_text())
     (tmp_path / "job/code").mkdir()
@@ -765,7 +753,7 @@ def test_a_job_whose_earlier_checkpoints_are_gone_does_not_begin_anew(
     assert state["reason"].startswith("ServiceError: the checkpoints to go on from are gone: ")
 
 
-def test_a_rank_whose_log_cannot_be_written_is_read_to_its_last_words(
+def test_a_failure_is_reported_though_no_log_can_be_written(
     tmp_path: Path, text_file: Path
 ) -> None:
     script = """
@@ -779,9 +767,7 @@ def test_a_rank_whose_log_cannot_be_written_is_read_to_its_last_words(
     assert state["reason"] == "OSError: [Errno 28] No space left on device"
 
 
-def test_a_log_that_could_not_be_written_for_a_while_says_so(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_log_says_where_lines_are_missing(tmp_path: Path, text_file: Path) -> None:
     log = tmp_path / "logs/job.log"
 
     def output() -> Iterator[bytes]:
@@ -806,15 +792,13 @@ def test_a_log_that_could_not_be_written_for_a_while_says_so(
     ]
 
 
-def test_why_a_job_failed_is_told_in_as_many_characters_as_by_sagemaker(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_failure_reason_has_at_most_1024_characters(tmp_path: Path, text_file: Path) -> None:
     state = run_job(tmp_path, text_file, "raise ValueError('x' * 2000)")
     assert state["status"] == "Failed"
     assert state["reason"] == f"ValueError: {'x' * 1024}"[:1024]
 
 
-def test_why_a_job_failed_is_told_though_the_disk_is_full(
+def test_a_failure_reason_is_written_though_the_disk_is_full(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> Any:
@@ -831,7 +815,7 @@ def test_why_a_job_failed_is_told_though_the_disk_is_full(
     assert json.loads((tmp_path / "state.json").read_text())["reason"] == ""
 
 
-def test_waiting_for_a_job_ends_when_the_job_is_deleted(
+def test_wait_ends_when_the_job_is_deleted(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
@@ -844,7 +828,7 @@ def test_waiting_for_a_job_ends_when_the_job_is_deleted(
     assert ran.error == "job a was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
 
 
-def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished) -> None:
+def test_a_followed_log_yields_whole_lines_and_characters(job: Finished) -> None:
     log, whole = job.directory / "logs/job.log", "naïve 漢字 🙂\rsame line".encode()
     log.write_bytes(b"")
     state = json.loads((job.directory / "state.json").read_text())
@@ -870,7 +854,7 @@ def test_a_followed_log_is_cut_neither_in_lines_nor_in_characters(job: Finished)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
+def test_a_signal_while_following_stops_the_job_cleanly(
     home: Path, text_file: Path, sign: signal.Signals
 ) -> None:
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
@@ -891,9 +875,7 @@ def test_ctrl_c_or_its_like_while_following_stops_the_job_cleanly(
     assert not launching.processes_below(job.directory)
 
 
-def test_a_job_that_is_followed_stops_when_the_reader_of_its_log_has_left(
-    home: Path, text_file: Path
-) -> None:
+def test_a_followed_job_stops_when_its_log_has_no_reader(home: Path, text_file: Path) -> None:
     words = launching.launching(data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -905,9 +887,7 @@ def test_a_job_that_is_followed_stops_when_the_reader_of_its_log_has_left(
     assert state_of(job) == "Stopped"
 
 
-def test_a_launch_whose_id_cannot_be_printed_names_it_in_its_one_line_of_error(
-    home: Path, text_file: Path
-) -> None:
+def test_a_launch_that_cannot_print_the_id_names_the_job(home: Path, text_file: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     words = launching.launching("--detach", data=text_file)
@@ -923,7 +903,7 @@ def test_a_launch_whose_id_cannot_be_printed_names_it_in_its_one_line_of_error(
     wait(job.name, launching.settings_of(home))
 
 
-def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(
+def test_an_interrupted_launch_names_the_local_job(
     text_file: Path, cli: Callable[..., Ran], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = subprocess.Popen
@@ -940,7 +920,7 @@ def test_a_launch_that_is_interrupted_names_the_local_job_that_may_run(
     assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
 
 
-def test_ctrl_c_in_logs_that_are_not_followed_says_nothing_of_the_job(
+def test_ctrl_c_in_unfollowed_logs_does_not_mention_the_job(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
@@ -951,7 +931,7 @@ def test_ctrl_c_in_logs_that_are_not_followed_says_nothing_of_the_job(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
-def test_a_dry_run_of_a_local_job_is_refused_before_any_text_is_looked_for(
+def test_a_local_dry_run_is_refused_before_reading_text(
     cli: Callable[..., Ran],
 ) -> None:
     ran = cli(*launching.launching("--dry-run", data="missing.txt"))
@@ -959,7 +939,7 @@ def test_a_dry_run_of_a_local_job_is_refused_before_any_text_is_looked_for(
     assert ran.error.startswith("--dry-run shows the request to SageMaker")
 
 
-def test_ctrl_c_in_logs_leaves_the_job_alone(
+def test_ctrl_c_in_logs_does_not_stop_the_job(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, data=text_file, **ENDLESS)
@@ -972,7 +952,7 @@ def test_ctrl_c_in_logs_leaves_the_job_alone(
     assert state_of(job) == "InProgress"
 
 
-def test_stop_waits_for_the_checkpoint_and_says_how_to_go_on(
+def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     job = detached(cli, home, data=text_file, **ENDLESS)
@@ -984,7 +964,7 @@ def test_stop_waits_for_the_checkpoint_and_says_how_to_go_on(
     assert "Stopped" in cli("status", job.job_id).out
 
 
-def test_a_job_stopped_before_its_first_step_is_stopped_without_a_checkpoint(
+def test_a_job_stopped_before_its_first_step_has_no_checkpoint(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     script = launching.edited(
@@ -1002,9 +982,7 @@ def test_a_job_stopped_before_its_first_step_is_stopped_without_a_checkpoint(
     assert "no checkpoint to resume from" in resumed.error
 
 
-def test_a_stop_at_the_last_step_completes_the_job_with_its_model(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_job_stopped_at_its_last_step_completes(tmp_path: Path, text_file: Path) -> None:
     script = """
         be_stopped()
         model.touch()
@@ -1014,9 +992,7 @@ def test_a_stop_at_the_last_step_completes_the_job_with_its_model(
         assert tar.getnames() == ["model.safetensors"]
 
 
-def test_a_stopped_job_whose_last_checkpoint_fails_has_failed_with_its_reason(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path: Path, text_file: Path) -> None:
     script = """
         be_stopped()
         sys.exit("CheckpointError: cannot write it: No space left on device")
@@ -1026,9 +1002,7 @@ def test_a_stopped_job_whose_last_checkpoint_fails_has_failed_with_its_reason(
     assert state["reason"] == "CheckpointError: cannot write it: No space left on device"
 
 
-def test_a_job_that_is_stopped_after_it_has_failed_keeps_its_reason(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_stopping_a_failed_job_keeps_its_reason(tmp_path: Path, text_file: Path) -> None:
     script = """
         if host == "algo-2":
             while not model.exists():
@@ -1044,9 +1018,7 @@ def test_a_job_that_is_stopped_after_it_has_failed_keeps_its_reason(
     assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
 
 
-def test_what_a_rank_says_of_another_that_the_stop_ended_is_no_failure(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_lost_connection_during_a_stop_is_not_a_failure(tmp_path: Path, text_file: Path) -> None:
     script = """
         if host == "algo-2":
             time.sleep(30)  # deaf, as a host is before it trains
@@ -1058,7 +1030,7 @@ def test_what_a_rank_says_of_another_that_the_stop_ended_is_no_failure(
     assert (state["status"], state.get("reason")) == ("Stopped", None)
 
 
-def test_stop_fails_with_a_job_that_does(
+def test_stop_fails_if_the_job_fails(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
@@ -1070,7 +1042,7 @@ def test_stop_fails_with_a_job_that_does(
     assert ran.error.startswith("job a failed: CheckpointError: no space; ")
 
 
-def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
+def test_stop_says_if_the_job_completed_meanwhile(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
@@ -1084,7 +1056,7 @@ def test_a_job_that_completes_while_it_is_stopped_is_said_to_be_complete(
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def test_a_resumed_job_goes_on_with_what_it_was_told_before(
+def test_a_resumed_job_keeps_its_data_and_hyperparameters(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     words = ("--resume", job.job_id, "--set", "max_steps=15", "--processes-per-instance", "1")
@@ -1104,7 +1076,7 @@ def test_a_resumed_job_goes_on_with_what_it_was_told_before(
     assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()
 
 
-def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_version(
+def test_a_resumed_job_keeps_the_defaults_of_its_launch(
     job: Finished,
 ) -> None:
     file = job.directory / "job.json"
@@ -1116,7 +1088,7 @@ def test_a_resumed_job_keeps_hyperparameters_that_were_defaults_of_another_versi
     assert taken.hyperparameters["momentum"] == 0.5
 
 
-def test_a_preset_over_a_resumed_job_leaves_its_adamw_the_learning_rate(job: Finished) -> None:
+def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job: Finished) -> None:
     file = job.directory / "job.json"
     record = json.loads(file.read_text())
     record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
@@ -1126,7 +1098,7 @@ def test_a_preset_over_a_resumed_job_leaves_its_adamw_the_learning_rate(job: Fin
     assert taken.hyperparameters["learning_rate"] == 0.002
 
 
-def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
+def test_resuming_drops_unknown_hyperparameters_and_says_so(
     caplog: pytest.LogCaptureFixture,
     job: Finished,
 ) -> None:
@@ -1143,7 +1115,7 @@ def test_hyperparameters_that_the_script_no_longer_has_are_left_out_with_a_word(
     assert "has no gone;" in line
 
 
-def test_resuming_takes_over_hosts_processes_validation_and_the_edited_script(
+def test_resuming_keeps_hosts_processes_validation_and_script(
     cluster: Finished,
 ) -> None:
     words = ("launch", "--instance", "local", "--resume", cluster.job_id)
@@ -1155,7 +1127,7 @@ def test_resuming_takes_over_hosts_processes_validation_and_the_edited_script(
     assert (resumed.directory / "hosts/algo-2/input/data/validation/input.txt").exists()
 
 
-def test_another_model_cannot_be_resumed_and_the_difference_is_named(
+def test_resuming_with_another_model_size_names_the_difference(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "n_embd=64")
@@ -1163,7 +1135,7 @@ def test_another_model_cannot_be_resumed_and_the_difference_is_named(
     assert "n_embd was 32 and is 64" in ran.error
 
 
-def test_a_length_that_is_passed_already_cannot_be_resumed(
+def test_resuming_with_fewer_steps_than_made_is_refused(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
@@ -1174,7 +1146,7 @@ def test_a_length_that_is_passed_already_cannot_be_resumed(
     )
 
 
-def test_a_job_that_has_its_model_cannot_be_resumed_without_more_steps(
+def test_resuming_a_completed_job_requires_more_steps(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     words = ("launch", "--instance", "local", "--resume", job.job_id)
@@ -1185,7 +1157,7 @@ def test_a_job_that_has_its_model_cannot_be_resumed_without_more_steps(
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
-def test_a_job_that_ended_at_its_last_step_without_a_model_can_be_resumed(
+def test_a_job_that_failed_after_its_last_step_can_be_resumed(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     file = job.directory / "state.json"
@@ -1206,9 +1178,7 @@ def test_a_running_job_cannot_be_resumed(
     assert len(list((home / "jobs").iterdir())) == 1
 
 
-def test_a_local_job_cannot_be_resumed_on_sagemaker_whether_that_can_be_asked_or_not(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_local_job_cannot_be_resumed_on_sagemaker(job: Finished, cli: Callable[..., Ran]) -> None:
     ran = cli("launch", "--resume", job.job_id, "--instance", "ml.g5.xlarge")
     assert ran.code == 2
     assert ran.error.startswith(f"job {job.job_id} ran on local, and ")
@@ -1232,7 +1202,7 @@ def test_a_job_without_checkpoints_cannot_be_resumed(
         (["--set", "batch_size=3", "--processes-per-instance", "2"], "batch_size=2 or 4"),
     ],
 )
-def test_impossible_words_on_resuming_are_refused_and_nothing_is_started(
+def test_resuming_with_invalid_options_starts_nothing(
     job: Finished, cli: Callable[..., Ran], words: list[str], named: str
 ) -> None:
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
@@ -1244,7 +1214,7 @@ def test_impossible_words_on_resuming_are_refused_and_nothing_is_started(
 @pytest.mark.parametrize(
     "changed", [{"field_of_tomorrow": 1}, {"instance_count": "many"}, {"resume": 5}]
 )
-def test_a_job_whose_record_cannot_be_read_cannot_be_resumed(
+def test_a_job_with_a_damaged_record_cannot_be_resumed(
     job: Finished, cli: Callable[..., Ran], changed: dict[str, Any]
 ) -> None:
     record = json.loads((job.directory / "job.json").read_text())
@@ -1277,7 +1247,7 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],
 )
-def test_hosts_share_the_gpus_and_each_gpu_takes_one_process(
+def test_each_gpu_gets_one_process_and_hosts_share_them(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
 ) -> None:
     from launcher.backends.local import plan_processes
@@ -1310,7 +1280,7 @@ def test_hosts_share_the_gpus_that_the_user_chose(
 
 
 @pytest.mark.parametrize("words", [{"instance_count": 3}, {"processes_per_instance": 2}])
-def test_a_part_of_the_gpus_is_never_used_in_silence(
+def test_a_job_that_would_leave_gpus_idle_is_refused(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
 ) -> None:
     from launcher import InputError
@@ -1321,7 +1291,7 @@ def test_a_part_of_the_gpus_is_never_used_in_silence(
         plan_processes(TrainingJob(**words))
 
 
-def test_the_script_that_runs_is_the_one_of_this_package(finished: Finished) -> None:
+def test_a_job_runs_the_script_of_this_package(finished: Finished) -> None:
     ran = finished.directory / "hosts/algo-1/code/train.py"
     assert ran.read_bytes() == Path(train.__file__).read_bytes()
 

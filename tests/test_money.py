@@ -78,7 +78,7 @@ def data(text_file: Path) -> tuple[str, str]:
     return "--data", str(text_file)
 
 
-def test_a_launch_of_an_hour_asks_nothing(
+def test_a_launch_of_an_hour_does_not_ask(
     cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
 ) -> None:
     question, ran = asked(cli, monkeypatch, *data)
@@ -86,7 +86,7 @@ def test_a_launch_of_an_hour_asks_nothing(
     assert "cost: at most 8.28 USD, if it runs for 3600 s" in ran.err
 
 
-def test_a_launch_that_may_cost_much_asks_and_is_not_sent(
+def test_a_declined_expensive_launch_is_not_sent(
     cloud: Emulator, money: MoneyService, s3: Any, cli: Any, monkeypatch: Any, data: tuple[str, str]
 ) -> None:
     question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200")
@@ -98,7 +98,7 @@ def test_a_launch_that_may_cost_much_asks_and_is_not_sent(
 
 
 @pytest.mark.parametrize("words", [("--yes",), ("--dry-run",)])
-def test_yes_and_a_dry_run_ask_nothing(
+def test_yes_and_dry_run_skip_the_question(
     words: tuple[str, ...],
     cloud: Emulator,
     money: MoneyService,
@@ -110,14 +110,14 @@ def test_yes_and_a_dry_run_ask_nothing(
     assert (question, ran.code) == (False, 0)
 
 
-def test_the_sum_above_which_a_launch_asks_is_a_setting(
+def test_the_cost_above_which_a_launch_asks_is_a_setting(
     cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "8")
     assert asked(cli, monkeypatch, *data)[0]
 
 
-def test_without_a_terminal_a_launch_asks_nothing(
+def test_a_launch_without_a_terminal_does_not_ask(
     cloud: Emulator, money: MoneyService, cli: Any, data: tuple[str, str]
 ) -> None:
     assert cli(*LAUNCH, *data, "--max-run", "7200").code == 0
@@ -130,34 +130,30 @@ def test_without_a_terminal_a_launch_asks_nothing(
     ("amount", "said"),
     [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
 )
-def test_money_is_said_with_its_currency_and_rounded_up_to_the_cent(
-    amount: float, said: str
-) -> None:
+def test_amounts_are_in_usd_and_rounded_up_to_the_cent(amount: float, said: str) -> None:
     assert usd(amount) == said
 
 
 @pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
 @pytest.mark.parametrize("keep_alive", [0, 600])
-def test_the_longest_run_stays_below_the_amount_and_a_second_more_does_not(
-    amount: float, keep_alive: int
-) -> None:
+def test_the_longest_run_just_stays_below_the_amount(amount: float, keep_alive: int) -> None:
     longest = longest_run(amount, HOURLY, keep_alive)
     assert worst_case(HOURLY, longest, keep_alive) <= amount
     assert worst_case(HOURLY, longest + 1, keep_alive) > amount
 
 
-def test_the_worst_case_holds_start_up_stop_upload_and_warm_pool() -> None:
+def test_the_worst_case_includes_startup_upload_and_warm_pool() -> None:
     assert worst_case(3600.0, 100, 10) == AROUND_SECONDS + 110
     assert AROUND_SECONDS > 841 - 603  # what a job with a limit of 603 s was seen to be billed for
 
 
-def test_each_host_is_counted_and_a_disk_where_it_is_billed() -> None:
+def test_cost_counts_each_host_and_each_billed_disk() -> None:
     assert rate(job(instance_count=2), Price(HOURLY, "")) == 2 * HOURLY  # has a disk of its own
     cpu = job(instance="ml.m5.xlarge", volume_size=16_384)
     assert rate(cpu, Price(0.23, "")) > 6
 
 
-def test_a_job_is_counted_by_billable_seconds_else_by_the_clock() -> None:
+def test_cost_uses_billable_seconds_if_they_are_known() -> None:
     assert description().billed_seconds(now=900.0) == 0
     assert description(started=100.0).billed_seconds(now=900.0) == 800
     assert description(started=100.0, ended=300.0).billed_seconds(now=900.0) == 200
@@ -165,7 +161,7 @@ def test_a_job_is_counted_by_billable_seconds_else_by_the_clock() -> None:
     assert ended.billed_seconds(now=900.0) == 65
 
 
-def test_a_warm_pool_is_counted_in_full_after_the_end_until_its_seconds_are_told() -> None:
+def test_a_warm_pool_counts_in_full_until_its_seconds_are_known() -> None:
     running = description(started=100.0, keep_alive=600)
     assert running.billed_seconds(now=900.0) == 800
     ended = replace(running, ended=300.0)
@@ -174,12 +170,12 @@ def test_a_warm_pool_is_counted_in_full_after_the_end_until_its_seconds_are_told
     assert description(ended=300.0, keep_alive=600).billed_seconds(now=900.0) == 0  # no machines
 
 
-def test_what_a_job_has_cost_holds_its_disks() -> None:
+def test_a_jobs_cost_includes_its_disks() -> None:
     cpu = description(instance="ml.m5.xlarge", volume_size=16_384, started=0.0)
     assert cost_of(cpu, Price(0.23, ""), now=3600.0) > 6
 
 
-def test_a_ceiling_shortens_the_default_limit_and_one_that_was_asked_for() -> None:
+def test_a_ceiling_shortens_default_and_requested_limits() -> None:
     ceiling = Ceiling(5.0, "--max-cost")
     longest = longest_run(5.0, HOURLY)
     assert limited(job(max_cost=5), HOURLY, ceiling, 0).time_limit == longest
@@ -187,19 +183,19 @@ def test_a_ceiling_shortens_the_default_limit_and_one_that_was_asked_for() -> No
     assert limited(job(max_cost=5, max_run=600), HOURLY, ceiling, 0).time_limit == 600
 
 
-def test_a_limit_fits_into_the_time_that_spot_may_wait() -> None:
+def test_a_limit_fits_into_the_wait_time_of_spot() -> None:
     spot = job(max_cost=50, spot=True, max_wait=900)
     assert limited(spot, HOURLY, Ceiling(50.0, "--max-cost"), 0).time_limit == 900
 
 
-def test_what_earlier_jobs_have_cost_is_taken_off_the_ceiling() -> None:
+def test_the_cost_of_earlier_jobs_lowers_the_ceiling() -> None:
     ceiling = Ceiling(5.0, "--max-cost")
     assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).time_limit == longest_run(3.0, HOURLY)
     with pytest.raises(InputError, match=r"4\.00 USD of the earlier jobs"):
         limited(job(max_cost=5), HOURLY, ceiling, 4.0)
 
 
-def test_a_job_that_ran_out_of_time_is_told_of_the_ceiling_too() -> None:
+def test_advice_after_a_time_limit_names_the_ceiling() -> None:
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
     stopped = description(status="Stopped", failure_reason="MaxRuntimeExceeded")
     told = explain(stopped, Settings())
@@ -207,14 +203,14 @@ def test_a_job_that_ran_out_of_time_is_told_of_the_ceiling_too() -> None:
     assert "--max-cost" in told
 
 
-def test_a_configured_ceiling_refuses_a_limit_that_was_asked_for_and_is_above_it() -> None:
+def test_a_configured_ceiling_refuses_a_longer_requested_limit() -> None:
     ceiling = Ceiling(5.0, "the configured ceiling")
     with pytest.raises(InputError, match=r"--max-run 7200 may cost 15\.37 USD.* --max-run 1938"):
         limited(job(max_run=7200), HOURLY, ceiling, 0)
     assert limited(job(), HOURLY, ceiling, 0).time_limit == 1938
 
 
-def test_a_job_may_not_be_allowed_more_than_the_settings_allow(home: Path) -> None:
+def test_a_jobs_ceiling_cannot_exceed_the_configured_one(home: Path) -> None:
     settings = Settings(max_cost=10)
     assert ceiling_of(job(max_cost=5), settings) == Ceiling(5.0, "--max-cost")
     assert ceiling_of(job(), settings).amount == 10  # type: ignore[union-attr]
@@ -224,7 +220,7 @@ def test_a_job_may_not_be_allowed_more_than_the_settings_allow(home: Path) -> No
 
 
 @pytest.mark.parametrize("words", ["0", "-1", "nan", "inf", "lots"])
-def test_a_ceiling_is_an_amount_of_money(
+def test_a_ceiling_must_be_an_amount_of_money(
     home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     ran = cli(*LAUNCH, "--max-cost", words)
@@ -246,7 +242,7 @@ def limit(service: Emulator, job_id: str) -> int:
     return seconds
 
 
-def test_a_launch_says_price_source_and_worst_case_before_it_sends(
+def test_a_launch_shows_price_source_and_worst_case(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "3000", "--instance-count", "2")
@@ -267,7 +263,7 @@ def test_a_ceiling_sets_the_time_limit_of_the_request(
     assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in ran.err
 
 
-def test_of_several_types_the_most_expensive_counts(
+def test_the_most_expensive_of_several_types_counts(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -278,7 +274,7 @@ def test_of_several_types_the_most_expensive_counts(
     assert re.search(said, ran.err, re.MULTILINE)
 
 
-def test_no_ceiling_holds_if_the_price_of_one_of_several_types_is_unknown(
+def test_a_ceiling_needs_the_price_of_each_type(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     types = ("--instance", "ml.g5.12xlarge,ml.p4d.24xlarge", "--data", str(text_file))
@@ -286,7 +282,7 @@ def test_no_ceiling_holds_if_the_price_of_one_of_several_types_is_unknown(
     assert "5.00 USD (--max-cost) cannot be held" in cli(*LAUNCH, *types, "--max-cost", "5").error
 
 
-def test_a_disk_makes_a_type_more_expensive_than_its_price_says(
+def test_a_disk_adds_to_the_price_of_a_type(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
@@ -300,7 +296,7 @@ def test_a_disk_makes_a_type_more_expensive_than_its_price_says(
     assert "disks" in told[1]
 
 
-def test_of_two_limits_the_smaller_holds_and_that_is_said(
+def test_the_smaller_of_two_limits_holds_and_is_shown(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--max-cost", "5")
@@ -312,7 +308,7 @@ def test_of_two_limits_the_smaller_holds_and_that_is_said(
     assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in long.err
 
 
-def test_the_limit_that_holds_is_the_one_that_is_named(
+def test_a_message_names_the_limit_that_holds(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--spot", "--max-cost", "50")
@@ -336,7 +332,7 @@ def test_a_configured_ceiling_holds_for_every_launch(
     assert len(cloud.sagemaker.jobs) == 1
 
 
-def test_a_ceiling_that_is_too_low_is_refused_with_the_numbers_before_anything_is_sent(
+def test_a_ceiling_that_is_too_low_is_refused_with_numbers(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "1")
@@ -349,7 +345,7 @@ def test_a_ceiling_that_is_too_low_is_refused_with_the_numbers_before_anything_i
     assert ran.out == ""
 
 
-def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
+def test_a_launch_continues_without_prices_and_quotas(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     for operation in ("GetProducts", "ListServiceQuotas"):
@@ -362,7 +358,7 @@ def test_a_launch_goes_on_without_prices_and_quotas_and_says_so(
 
 
 @pytest.mark.parametrize("answer", ["<html>Sign in</html>", {}, {"Quota": {}, "PriceList": ["{}"]}])
-def test_a_launch_goes_on_where_a_proxy_answers_for_prices_and_quotas(
+def test_a_launch_continues_if_a_proxy_answers_for_prices(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path, answer: Any
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file))
@@ -384,7 +380,7 @@ def test_a_launch_goes_on_where_a_proxy_answers_for_prices_and_quotas(
     "content",
     ["5", "[1]", '{"us-east-1": null}', '{"us-east-1": {"day": 1, "ml.g5.12xlarge": 7.09}}'],
 )
-def test_a_launch_goes_on_with_strange_files_of_prices_and_quotas(
+def test_a_launch_continues_with_damaged_price_files(
     cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, content: str
 ) -> None:
     home.mkdir(exist_ok=True)
@@ -395,7 +391,7 @@ def test_a_launch_goes_on_with_strange_files_of_prices_and_quotas(
     assert "not checked" not in ran.err
 
 
-def test_a_launch_goes_on_where_prices_and_quotas_cannot_be_kept(
+def test_a_launch_continues_if_prices_cannot_be_saved(
     cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     for name in ("prices.json", "quota-codes.json"):
@@ -405,7 +401,7 @@ def test_a_launch_goes_on_where_prices_and_quotas_cannot_be_kept(
     assert "7.09 USD an hour, by AWS's price list" in ran.err
 
 
-def test_a_ceiling_that_no_price_can_hold_is_refused(
+def test_a_ceiling_without_a_known_price_is_refused(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
@@ -416,7 +412,7 @@ def test_a_ceiling_that_no_price_can_hold_is_refused(
     assert cli(*words).code == 0
 
 
-def test_a_dry_run_shows_the_money_without_asking_anybody(
+def test_a_dry_run_shows_the_cost_without_a_request(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5", "--dry-run")
@@ -427,7 +423,7 @@ def test_a_dry_run_shows_the_money_without_asking_anybody(
     assert not cloud.calls
 
 
-def test_a_local_job_costs_nothing_and_says_nothing_of_money(
+def test_a_local_job_does_not_mention_money(
     home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = cli("launch", "--instance", "local", "--max-cost", "5")
@@ -462,7 +458,7 @@ def stopped(
     return launch
 
 
-def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
+def test_a_ceiling_covers_the_whole_chain_of_resumed_jobs(
     cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
 ) -> None:
     first = stopped("--data", str(text_file), "--max-cost", "5")
@@ -478,7 +474,7 @@ def test_the_whole_chain_counts_and_each_job_takes_the_ceiling_over(
     assert limit(cloud, more) == longest_run(20 - 3 * paid, HOURLY)
 
 
-def test_a_limit_that_the_user_typed_is_taken_over_with_the_ceiling(
+def test_a_typed_limit_is_inherited_with_the_ceiling(
     cloud: Emulator, stopped: Callable[..., str], text_file: Path
 ) -> None:
     short = stopped("--data", str(text_file), "--max-cost", "50", "--max-run", "600")
@@ -488,7 +484,7 @@ def test_a_limit_that_the_user_typed_is_taken_over_with_the_ceiling(
     assert limit(cloud, stopped("--resume", long, "--max-cost", "100")) == 7200
 
 
-def test_a_limit_that_was_taken_over_is_told_to_be_the_earlier_jobs(
+def test_an_inherited_limit_is_attributed_to_the_earlier_job(
     cloud: Emulator,
     stopped: Callable[..., str],
     cli: Callable[..., Ran],
@@ -508,7 +504,7 @@ def test_a_limit_that_was_taken_over_is_told_to_be_the_earlier_jobs(
     assert refused.error.startswith(f"--max-run 7200 of job {long} may cost")
 
 
-def test_the_disks_and_warm_pools_of_the_chain_count(
+def test_disks_and_warm_pools_of_the_chain_count(
     cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cpu = ("--instance", "ml.m5.xlarge", "--volume-size", "16384", "--keep-alive", "3600")
@@ -523,7 +519,7 @@ def test_the_disks_and_warm_pools_of_the_chain_count(
     assert f"{usd(paid)} of the earlier jobs" in refused.error
 
 
-def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
+def test_a_limit_set_by_a_configured_ceiling_is_not_inherited(
     cloud: Emulator, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
@@ -533,7 +529,7 @@ def test_the_limit_that_a_configured_ceiling_set_is_not_taken_for_the_users(
     assert limit(cloud, second) == longest_run(4 - 100 * HOURLY / 3600, HOURLY)
 
 
-def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
+def test_a_ceiling_needs_the_cost_of_each_earlier_job(
     cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
 ) -> None:
     first = stopped("--data", str(text_file))
@@ -545,7 +541,7 @@ def test_a_ceiling_is_refused_when_an_earlier_job_cannot_be_counted(
     assert cli(*LAUNCH, "--resume", second).code == 0
 
 
-def test_an_earlier_job_that_no_machine_was_free_for_cost_nothing(
+def test_an_earlier_job_without_capacity_cost_nothing(
     cloud: Emulator, stopped: Callable[..., str], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -570,7 +566,7 @@ def test_an_earlier_job_that_no_machine_was_free_for_cost_nothing(
         (("--instance", "ml.g5.xlarge,ml.g6.12xlarge"), "'ml.g6.12xlarge for training job usage'"),
     ],
 )
-def test_a_quota_that_is_too_small_is_refused_before_anything_is_sent(
+def test_a_request_above_the_quota_is_not_sent(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -620,7 +616,7 @@ def test_a_job_at_the_limits_of_any_job_is_launched(
     assert cli(*LAUNCH, "--data", str(text_file), *words).code == 0
 
 
-def test_a_quota_that_cannot_be_asked_with_half_a_key_is_one_line(
+def test_half_an_aws_key_is_one_line_for_a_quota(
     money: MoneyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -640,7 +636,7 @@ def test_a_quota_is_looked_up_by_name_once(
     assert asked.count("GetServiceQuota") == 1
 
 
-def test_a_kept_code_that_means_another_quota_by_now_is_looked_up_anew(
+def test_an_outdated_quota_code_is_looked_up_again(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
 ) -> None:
     assert cli(*LAUNCH, "--data", str(text_file)).code == 0
@@ -654,7 +650,7 @@ def test_a_kept_code_that_means_another_quota_by_now_is_looked_up_anew(
     assert json.loads(file.read_text())["us-east-1"]["codes"][other] == codes[one]
 
 
-def test_a_quota_that_the_account_lacks_is_looked_up_once_a_day(
+def test_a_missing_quota_is_looked_up_once_a_day(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
 ) -> None:
     words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
@@ -671,7 +667,7 @@ def test_a_quota_that_the_account_lacks_is_looked_up_once_a_day(
     assert "ListServiceQuotas" in money.operations()
 
 
-def test_spot_without_checkpoints_is_refused_with_the_numbers(
+def test_spot_without_checkpoints_is_refused(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--max-run", "3600")
@@ -686,7 +682,7 @@ def test_spot_without_checkpoints_is_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
-def test_a_region_without_sagemaker_is_refused_with_the_nearest(
+def test_a_region_without_sagemaker_names_the_nearest_one(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, command: tuple[str, ...]
 ) -> None:
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
@@ -700,7 +696,7 @@ def test_a_region_without_sagemaker_is_refused_with_the_nearest(
 # -- jobs that exist -------------------------------------------------------------------------------
 
 
-def test_status_tells_the_cost_so_far_and_in_the_end(
+def test_status_shows_the_cost_so_far_and_at_the_end(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sagemaker_service.STAGES", (("Starting", 0.0), ("Training", 3600.0)))
@@ -717,7 +713,7 @@ def test_status_tells_the_cost_so_far_and_in_the_end(
     assert told["price"]["per_hour"] == HOURLY
 
 
-def test_a_job_costs_what_the_type_that_was_chosen_costs(
+def test_a_jobs_cost_is_that_of_the_chosen_type(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -728,7 +724,7 @@ def test_a_job_costs_what_the_type_that_was_chosen_costs(
     assert "cost:        0.16 USD, at 5.76 USD per instance and hour" in cli("status", job_id).out
 
 
-def test_a_spot_job_costs_the_seconds_that_are_billed(
+def test_a_spot_jobs_cost_uses_the_billed_seconds(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
@@ -738,7 +734,7 @@ def test_a_spot_job_costs_the_seconds_that_are_billed(
     )
 
 
-def test_jobs_shows_costs_with_one_question_for_each_type(
+def test_jobs_shows_costs_with_one_request_for_each_type(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
 ) -> None:
     for _ in range(2):
@@ -749,7 +745,7 @@ def test_jobs_shows_costs_with_one_question_for_each_type(
     assert money.operations() == ["GetProducts"]
 
 
-def test_jobs_are_listed_when_no_price_is_known(
+def test_jobs_are_listed_without_known_prices(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file)).out.strip()

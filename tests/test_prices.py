@@ -40,7 +40,7 @@ def keep(home: Path, per_hour: float | None, days: int, region: str = "us-east-1
     return day
 
 
-def test_the_price_is_that_of_training_among_all_uses_of_the_instance(
+def test_the_price_is_that_of_training(
     service: MoneyService,
 ) -> None:
     assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
@@ -53,7 +53,7 @@ def test_each_region_has_its_own_price(service: MoneyService) -> None:
     assert prices("eu-west-1").of("ml.g5.12xlarge") == Price(8.508, LISTED_TODAY)
 
 
-def test_the_price_list_is_asked_once_a_week(service: MoneyService, home: Path) -> None:
+def test_the_price_list_is_requested_once_a_week(service: MoneyService, home: Path) -> None:
     for _ in range(2):
         assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
     assert service.operations() == ["GetProducts"]
@@ -62,24 +62,20 @@ def test_the_price_list_is_asked_once_a_week(service: MoneyService, home: Path) 
     assert service.operations() == ["GetProducts"] * 2
 
 
-def test_an_answer_of_a_day_that_is_yet_to_come_is_not_fresh(
-    service: MoneyService, home: Path
-) -> None:
+def test_a_saved_price_from_the_future_is_not_fresh(service: MoneyService, home: Path) -> None:
     """A clock that was ahead would else keep it for as long."""
     keep(home, 6.0, days=-1)
     assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
 
 
-def test_an_old_answer_is_better_than_none_and_says_its_date(
-    service: MoneyService, home: Path
-) -> None:
+def test_an_old_price_is_used_with_its_date(service: MoneyService, home: Path) -> None:
     day = keep(home, 6.0, days=80, region="eu-west-1")
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     assert prices("eu-west-1").of("ml.g5.12xlarge") == Price(6.0, f"AWS's price list of {day}")
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_of_an_old_answer_and_the_table_the_dearer_counts(
+def test_the_higher_of_old_price_and_table_counts(
     service: MoneyService, home: Path, asked: bool
 ) -> None:
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
@@ -91,9 +87,7 @@ def test_of_an_old_answer_and_the_table_the_dearer_counts(
     assert prices(session=session).of("ml.g5.12xlarge") == Price(8.0, f"AWS's price list of {day}")
 
 
-def test_a_type_that_has_no_price_is_asked_for_once_a_day(
-    service: MoneyService, home: Path
-) -> None:
+def test_a_type_without_a_price_is_requested_once_a_day(service: MoneyService, home: Path) -> None:
     for _ in range(2):
         assert prices().of("ml.p5.48xlarge") is None
     assert service.operations() == ["GetProducts"]
@@ -102,7 +96,7 @@ def test_a_type_that_has_no_price_is_asked_for_once_a_day(
 
 
 @pytest.mark.parametrize("product", [{}, {"product": {"attributes": {"usagetype": TRAIN}}}, 5])
-def test_a_product_of_another_shape_is_trouble_and_no_error(
+def test_a_malformed_product_is_a_note_and_not_an_error(
     service: MoneyService, product: Any
 ) -> None:
     service.instead["GetProducts"] = {"PriceList": [json.dumps(product)]}
@@ -111,21 +105,19 @@ def test_a_product_of_another_shape_is_trouble_and_no_error(
     assert known.trouble.startswith("could not ask AWS's price list: ")
 
 
-def test_a_price_that_cannot_be_kept_is_told_all_the_same(
-    service: MoneyService, home: Path
-) -> None:
+def test_a_price_that_cannot_be_saved_is_still_returned(service: MoneyService, home: Path) -> None:
     (home / "prices.json").mkdir()
     assert prices().of("ml.g5.12xlarge") == Price(7.09, LISTED_TODAY)
 
 
-def test_the_table_is_the_last_resort_and_is_named_with_its_date(service: MoneyService) -> None:
+def test_the_offline_table_is_the_last_resort(service: MoneyService) -> None:
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     known = prices()
     assert known.of("ml.g5.12xlarge") == Price(7.09, "the offline table of 2026-07")
     assert known.trouble.startswith("could not ask AWS's price list: not allowed")
 
 
-def test_a_price_list_that_does_not_answer_is_not_asked_again(service: MoneyService) -> None:
+def test_a_failed_price_list_is_not_requested_again(service: MoneyService) -> None:
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     known = prices()
     assert known.of("ml.g5.12xlarge") is not None
@@ -134,7 +126,7 @@ def test_a_price_list_that_does_not_answer_is_not_asked_again(service: MoneyServ
 
 
 @pytest.mark.parametrize("region", ["cn-north-1", "us-gov-west-1"])
-def test_a_partition_without_a_price_list_is_named_and_nobody_is_asked(
+def test_a_partition_without_a_price_list_makes_no_request(
     service: MoneyService, region: str
 ) -> None:
     known = prices(region)
@@ -144,7 +136,7 @@ def test_a_partition_without_a_price_list_is_named_and_nobody_is_asked(
     assert service.operations() == []
 
 
-def test_without_a_session_nobody_is_asked(service: MoneyService, home: Path) -> None:
+def test_without_a_session_no_request_is_made(service: MoneyService, home: Path) -> None:
     keep(home, 6.0, days=1)
     assert prices(session=None).of("ml.g5.12xlarge").per_hour == 6.0  # type: ignore[union-attr]
     assert prices(session=None).of("ml.g5.xlarge") == offline_price("ml.g5.xlarge", "us-east-1")
@@ -163,7 +155,7 @@ def test_without_a_session_nobody_is_asked(service: MoneyService, home: Path) ->
         '{"us-east-1": {"ml.g5.12xlarge": {"per_hour": 0, "day": "2999-01-01"}}}',
     ],
 )
-def test_a_damaged_file_of_prices_is_written_anew(
+def test_a_damaged_file_of_prices_is_rewritten(
     service: MoneyService, home: Path, content: str
 ) -> None:
     (home / "prices.json").write_text(content)
@@ -171,11 +163,11 @@ def test_a_damaged_file_of_prices_is_written_anew(
     assert json.loads((home / "prices.json").read_text())["us-east-1"]["ml.g5.12xlarge"]
 
 
-def test_nobody_knows_a_type_that_is_not_sold(service: MoneyService) -> None:
+def test_a_type_that_is_not_sold_has_no_price(service: MoneyService) -> None:
     assert prices("eu-west-1").of("ml.g6.12xlarge") is None
 
 
-def test_the_table_speaks_of_one_region_and_has_each_type_once() -> None:
+def test_the_table_covers_one_region_and_each_type_once() -> None:
     assert offline_price("ml.g5.12xlarge", "eu-west-1") is None
     names = [name for group in OFFLINE.values() for name in group]
     assert len(names) == len(set(names))

@@ -83,7 +83,7 @@ def store(
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_file_of_several_parts_comes_back_with_the_same_bytes(store: str, tmp_path: Path) -> None:
+def test_a_multipart_file_comes_back_with_the_same_bytes(store: str, tmp_path: Path) -> None:
     source = tmp_path / "large.bin"
     source.write_bytes(os.urandom(1 << 20) * (SIZE >> 20) + os.urandom(SIZE % (1 << 20)))
     told: list[int] = []
@@ -95,7 +95,7 @@ def test_a_file_of_several_parts_comes_back_with_the_same_bytes(store: str, tmp_
     assert sum(told) == source.stat().st_size
 
 
-def test_text_is_uploaded_once_and_a_second_time_nothing_is_sent(
+def test_an_uploaded_text_is_not_sent_again(
     store: str, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     first = cli("--store", store, "upload-data", str(text_file))
@@ -138,6 +138,6 @@ def test_a_wrong_key_is_one_line(
     assert "s3://bucket/some/prefix" in ran.error
 
 
-def test_a_store_that_is_no_place_is_an_error_of_the_user() -> None:
+def test_an_invalid_store_is_a_user_error() -> None:
     with pytest.raises(InputError, match="s3://bucket/prefix or a local directory"):
         storage.list_files("nope://bucket")

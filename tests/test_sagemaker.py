@@ -125,12 +125,12 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
-def test_no_jobs_checkpoints_lie_below_the_prefix_of_anothers() -> None:
+def test_no_job_id_is_a_prefix_of_another() -> None:
     ids = [new_job_id() for _ in range(20)]
     assert {len(job_id) for job_id in ids} == {len("sm-nanogpt-20261120-181325-4ce67e")}
 
 
-def test_what_is_sent_is_what_a_dry_run_shows(
+def test_a_dry_run_shows_the_request_that_a_launch_sends(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
@@ -202,7 +202,7 @@ tags = {team = "a", cost-center = "7"}
 """
 
 
-def test_what_the_config_file_prescribes_is_in_the_request(
+def test_the_request_holds_what_the_config_file_prescribes(
     home: Path, dry: Callable[..., dict[str, Any]]
 ) -> None:
     home.mkdir()
@@ -215,7 +215,7 @@ def test_what_the_config_file_prescribes_is_in_the_request(
     assert tags == {"sm-nanogpt": "job", "team": "a", "cost-center": "7"}
 
 
-def test_the_command_line_goes_over_what_is_prescribed(
+def test_the_command_line_overrides_the_config_file(
     home: Path, dry: Callable[..., dict[str, Any]]
 ) -> None:
     home.mkdir()
@@ -238,7 +238,7 @@ def test_the_command_line_goes_over_what_is_prescribed(
         ("tags = {sm-nanogpt = 'x'}", "from the settings: --tag sm-nanogpt"),
     ],
 )
-def test_what_cannot_be_prescribed_is_refused(
+def test_an_invalid_value_in_the_config_file_is_refused(
     home: Path, cli: Callable[..., Ran], text_file: Path, config: str, said: str
 ) -> None:
     home.mkdir()
@@ -259,13 +259,13 @@ def test_a_list_in_a_variable_is_json(
     assert load_settings().subnets == ["subnet-1"]
 
 
-def test_a_local_job_takes_nothing_that_is_prescribed(home: Path, text_file: Path) -> None:
+def test_a_local_job_ignores_the_prescribed_options(home: Path, text_file: Path) -> None:
     settings = Settings(home=home, network_isolation=True)
     ready = prepare(TrainingJob(data=str(text_file)), settings)
     assert not ready.job.network_isolation
 
 
-def test_a_resumed_job_gets_what_is_prescribed_since(
+def test_a_resumed_job_gets_later_changes_of_the_config_file(
     cloud: Emulator, s3: Any, home: Path, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file, "--tag", "team=b")
@@ -297,13 +297,15 @@ def test_several_types_are_preferences_in_their_order(
     validate(request)
 
 
-def test_a_key_is_sent_for_the_volumes_of_several_types(dry: Callable[..., dict[str, Any]]) -> None:
+def test_volumes_of_several_types_are_encrypted_with_the_key(
+    dry: Callable[..., dict[str, Any]],
+) -> None:
     request = dry("--instance", "ml.m5.xlarge,ml.c5.xlarge", "--kms-key", "key")
     assert request["ResourceConfig"]["VolumeKmsKeyId"] == "key"
     assert "VolumeKmsKeyId" not in dry(*TWO, "--kms-key", "key")["ResourceConfig"]
 
 
-def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(
+def test_an_instance_with_local_disks_gets_no_volume_key(
     dry: Callable[..., dict[str, Any]],
 ) -> None:
     request = dry("--kms-key", "key")
@@ -311,7 +313,7 @@ def test_a_machine_with_a_disk_of_its_own_gets_no_key_for_it(
     assert request["OutputDataConfig"]["KmsKeyId"] == "key"
 
 
-def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None:
+def test_the_request_holds_our_tags_and_the_users_tags(dry: Callable[..., dict[str, Any]]) -> None:
     tags = {tag["Key"]: tag["Value"] for tag in dry("--tag", "team=a")["Tags"]}
     assert tags == {"sm-nanogpt": "job", "team": "a"}
 
@@ -326,7 +328,7 @@ def test_tags_are_ours_and_the_users(dry: Callable[..., dict[str, Any]]) -> None
         *[(name, False) for name in ("c8i", "m8i", "r8i", "r8i-flex")],
     ],
 )
-def test_the_machines_with_disks_of_their_own_are_known(family: str, expected: bool) -> None:
+def test_the_instances_with_local_disks_are_known(family: str, expected: bool) -> None:
     assert has_local_storage(f"ml.{family}.48xlarge") == expected
 
 
@@ -336,7 +338,7 @@ def test_a_known_type_is_described(home: Path) -> None:
     assert describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
 
-def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
+def test_a_type_unknown_to_boto3_is_sent_with_a_warning(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.refuse["CreateTrainingJob"] = ("ValidationException", "no such type")
@@ -346,7 +348,7 @@ def test_a_type_that_boto3_does_not_know_is_sent_with_a_warning(
     assert "-gpu-" in cloud.calls[-1][1]["AlgorithmSpecification"]["TrainingImage"]
 
 
-def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
+def test_each_type_is_known_to_have_gpus_or_not() -> None:
     for name in sagemaker_types():
         try:
             check_instance(name)
@@ -356,11 +358,11 @@ def test_of_each_type_it_is_known_whether_it_has_gpus() -> None:
             assert looks_like_gpu(name) == bool(gpus_of(name)), name
 
 
-def test_each_type_of_the_table_is_one_that_sagemaker_trains_on() -> None:
+def test_sagemaker_trains_on_each_type_of_the_gpu_table() -> None:
     assert set(GPUS) <= set(sagemaker_types())
 
 
-def test_a_type_that_the_sdk_does_not_know_yet_gets_its_image(home: Path) -> None:
+def test_a_type_unknown_to_the_sdk_gets_its_image(home: Path) -> None:
     assert GPUS["ml.p6-b200.48xlarge"] == (8, "B200")
     assert "-gpu-" in training_image("eu-west-1", DEFAULT_VERSION, True, home)
 
@@ -431,7 +433,7 @@ def test_a_launch_says_until_when_its_image_is_patched(
         assert ended in ran.err
 
 
-def test_torchrun_is_taken_aloud_where_the_sdk_refuses_pytorchddp(
+def test_a_launch_says_that_torchrun_replaces_pytorchddp(
     home: Path, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
@@ -447,7 +449,7 @@ def test_torchrun_is_taken_aloud_where_the_sdk_refuses_pytorchddp(
 @pytest.mark.parametrize(
     ("words", "level"), [((), "WARN"), (("--environment", "NCCL_DEBUG=INFO"), "INFO")]
 )
-def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
+def test_nccl_logs_only_warnings_by_default(
     dry: Callable[..., dict[str, Any]], words: tuple[str, ...], level: str
 ) -> None:
     values = dry(*words)["HyperParameters"]
@@ -506,7 +508,7 @@ def test_nccl_logs_warnings_alone_unless_the_user_says_otherwise(
         ),
     ],
 )
-def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
+def test_a_request_aws_would_refuse_is_not_sent(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -522,7 +524,7 @@ def test_what_aws_would_refuse_is_refused_before_anything_is_sent(
     assert ran.out == ""
 
 
-def test_no_region_no_role_and_no_store_are_each_one_line(
+def test_a_missing_region_role_or_store_is_one_line(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file))
@@ -541,7 +543,7 @@ def test_no_region_no_role_and_no_store_are_each_one_line(
         {"ResourceName": "mine"},  # a notebook instance, which is asked about
     ],
 )
-def test_in_a_sagemaker_notebook_its_role_is_taken_aloud(
+def test_a_launch_in_a_notebook_takes_and_names_its_role(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -561,7 +563,7 @@ def test_in_a_sagemaker_notebook_its_role_is_taken_aloud(
     assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
-def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
+def test_the_default_bucket_is_the_store_but_is_never_created(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -580,7 +582,7 @@ def test_without_a_store_the_default_bucket_is_taken_aloud_and_never_made(
     assert f"store: s3://{bucket}/sm-nanogpt (the account's default SageMaker bucket" in ran.err
 
 
-def test_no_default_bucket_but_this_accounts_own_is_asked_for(cloud: Emulator) -> None:
+def test_the_default_bucket_must_belong_to_this_account(cloud: Emulator) -> None:
     """Anybody may make a bucket of that name, and would then have the text and the script."""
     backend, owners = SageMakerBackend(load_settings()), []
 
@@ -595,7 +597,7 @@ def test_no_default_bucket_but_this_accounts_own_is_asked_for(cloud: Emulator) -
 # -- launching -------------------------------------------------------------------------------------
 
 
-def test_a_launch_prints_the_id_alone_and_says_where_to_look(
+def test_a_launch_prints_the_id_and_names_the_next_commands(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli(*LAUNCH, "--data", str(text_file))
@@ -605,7 +607,7 @@ def test_a_launch_prints_the_id_alone_and_says_where_to_look(
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
 
 
-def test_every_command_that_is_named_finds_the_job_where_it_was_launched(
+def test_suggested_commands_repeat_the_region(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ("--region", "us-east-1")
@@ -630,9 +632,7 @@ def test_every_command_that_is_named_finds_the_job_where_it_was_launched(
         ("us-iso-east-1", None),
     ],
 )
-def test_the_link_to_the_console_is_that_of_the_partition(
-    home: Path, region: str, host: str | None
-) -> None:
+def test_the_console_link_matches_the_partition(home: Path, region: str, host: str | None) -> None:
     link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
     if host is None:
         assert link is None
@@ -640,9 +640,7 @@ def test_the_link_to_the_console_is_that_of_the_partition(
         assert link == f"{host}sagemaker/home?region={region}#/jobs/job"
 
 
-def test_the_source_archive_holds_the_script_and_nothing_else(
-    cloud: Emulator, s3: Any, launched: str
-) -> None:
+def test_the_source_archive_holds_only_the_script(cloud: Emulator, s3: Any, launched: str) -> None:
     key = f"some/prefix/jobs/{launched}/source/sourcedir.tar.gz"
     archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -658,7 +656,7 @@ def test_nothing_is_written_outside_of_the_prefix(cloud: Emulator, s3: Any, laun
     assert all(key.startswith("some/prefix/") for key in keys)
 
 
-def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
+def test_a_launch_sends_the_last_local_upload_to_s3(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -677,7 +675,7 @@ def test_the_last_upload_to_this_machine_is_sent_when_a_job_needs_it(
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
-def test_an_upload_that_stayed_on_this_machine_goes_before_an_older_one_in_the_store(
+def test_a_newer_local_upload_precedes_an_older_one_on_s3(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -699,7 +697,7 @@ def test_an_upload_that_stayed_on_this_machine_goes_before_an_older_one_in_the_s
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
-def test_tokens_that_stayed_on_this_machine_are_uploaded_by_a_launch(
+def test_a_launch_uploads_local_tokens(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -720,7 +718,7 @@ def test_tokens_that_stayed_on_this_machine_are_uploaded_by_a_launch(
     assert names == (set() if words else {path.name for path in near.iterdir()})
 
 
-def test_an_upload_that_stayed_here_and_is_gone_gives_way_to_no_older_one(
+def test_a_deleted_local_upload_is_not_replaced_by_an_older_one(
     cloud: Emulator,
     s3: Any,
     home: Path,
@@ -748,7 +746,7 @@ def test_an_upload_that_stayed_here_and_is_gone_gives_way_to_no_older_one(
         ({}, (), None),
     ],
 )
-def test_a_refusal_of_aws_is_one_line_with_what_to_do(
+def test_a_refusal_by_aws_is_one_line_with_advice(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -777,7 +775,7 @@ def test_a_refusal_of_aws_is_one_line_with_what_to_do(
         ("InvalidSignatureException", "The signature we calculated is another", "the credentials"),
     ],
 )
-def test_a_signature_that_is_refused_is_the_clocks_fault_or_the_keys(
+def test_a_refused_signature_blames_the_clock_or_the_key(
     code: str, message: str, told: str
 ) -> None:
     error = ClientError({"Error": {"Code": code, "Message": message}}, "HeadBucket")
@@ -785,7 +783,7 @@ def test_a_signature_that_is_refused_is_the_clocks_fault_or_the_keys(
     assert message in why(error)
 
 
-def test_a_name_that_holds_sso_is_no_sign_of_expired_credentials() -> None:
+def test_sso_in_a_host_name_does_not_mean_expired_credentials() -> None:
     said = why(EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"))
     assert "the network" in said
     assert "expired" not in said
@@ -814,7 +812,7 @@ def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("crypto", "said"),
     [(None, "the package awscrt is missing"), (object(), "renew them with `aws login`")],
 )
-def test_a_login_that_cannot_be_used_says_what_to_do(
+def test_an_unusable_login_says_what_to_do(
     login_token: Path,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -830,9 +828,7 @@ def test_a_login_that_cannot_be_used_says_what_to_do(
     assert said in ran.error
 
 
-def test_a_dry_run_says_nothing_of_a_login_that_has_ended(
-    login_token: Path, home: Path, text_file: Path
-) -> None:
+def test_a_dry_run_ignores_an_expired_login(login_token: Path, home: Path, text_file: Path) -> None:
     words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
     ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
     assert ran.code == 0
@@ -872,13 +868,13 @@ def test_a_login_is_renewed_when_its_credentials_expire(
         (NoCredentialsError(), "`aws login`"),
     ],
 )
-def test_what_ends_a_login_is_told_with_its_remedy(error: Exception, said: str) -> None:
+def test_each_login_error_names_its_remedy(error: Exception, said: str) -> None:
     assert said in why(error)
 
 
 @pytest.mark.parametrize("attempts", ["", "0"])
 @pytest.mark.parametrize("words", [("jobs",), ("upload-data", "input.txt")])
-def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
+def test_an_invalid_aws_max_attempts_is_refused_by_name(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -894,7 +890,7 @@ def test_a_number_of_attempts_that_is_none_is_refused_by_its_name(
     assert ran.error.startswith(f"AWS_MAX_ATTEMPTS={attempts!r}")
 
 
-def test_a_job_whose_first_answer_was_lost_is_launched_all_the_same(
+def test_a_launch_is_retried_when_the_first_answer_is_lost(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = cloud.sagemaker.CreateTrainingJob
@@ -914,7 +910,7 @@ def test_a_job_whose_first_answer_was_lost_is_launched_all_the_same(
     assert list(cloud.sagemaker.jobs) == [ran.out.strip()]
 
 
-def test_a_launch_without_an_answer_names_the_job_to_look_for(
+def test_a_launch_that_gets_an_error_answer_names_the_job(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -925,7 +921,7 @@ def test_a_launch_without_an_answer_names_the_job_to_look_for(
     assert f"`sm-nanogpt status {request['TrainingJobName']}`" in ran.error
 
 
-def test_an_answer_that_never_came_is_one_line_with_the_job_to_look_for(
+def test_a_launch_that_gets_no_answer_names_the_job_in_one_line(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -943,7 +939,7 @@ def test_an_answer_that_never_came_is_one_line_with_the_job_to_look_for(
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_launch_that_is_interrupted_names_the_job_that_may_run(
+def test_an_interrupted_launch_names_the_job_that_may_run(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -974,7 +970,7 @@ def test_a_launch_that_is_interrupted_names_the_job_that_may_run(
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
-def test_a_launch_that_is_refused_made_no_job_to_look_for(
+def test_a_refused_launch_names_no_job(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, code: str
 ) -> None:
     cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
@@ -992,7 +988,7 @@ def test_a_launch_that_is_refused_made_no_job_to_look_for(
         ("ValidationException", "Something else", "Something else (ValidationException)"),
     ],
 )
-def test_each_error_of_the_service_is_one_line_that_says_what_to_do(
+def test_each_service_error_is_one_line_with_advice(
     cloud: Emulator, cli: Callable[..., Ran], launched: str, code: str, message: str, told: str
 ) -> None:
     cloud.refuse["StopTrainingJob"] = (code, message)
@@ -1034,7 +1030,7 @@ def test_an_interruption_is_a_reason_once_the_job_has_ended(
     assert describe_job(raw, None).failure_reason == reason
 
 
-def test_status_of_a_spot_job_tells_what_was_saved(
+def test_status_of_a_spot_job_shows_the_savings(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
@@ -1042,7 +1038,7 @@ def test_status_of_a_spot_job_tells_what_was_saved(
     assert "billable:    30 s, 70% saved by spot" in cli("status", job_id).out
 
 
-def test_a_failed_job_tells_why_with_its_last_lines(
+def test_a_failed_job_shows_its_reason_and_its_last_lines(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.sagemaker.next_script = {
@@ -1075,7 +1071,7 @@ WRAPPED = "AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{}\nCommand ...,
         ('ErrorMessage ""', " ".join(WRAPPED.format('ErrorMessage ""').split())),
     ],
 )
-def test_of_a_failure_the_words_of_the_script_are_told_and_else_all(
+def test_a_job_reports_the_scripts_own_failure(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, words: str, told: str
 ) -> None:
     cloud.sagemaker.next_script = {"reason": WRAPPED.format(words)}
@@ -1084,7 +1080,7 @@ def test_of_a_failure_the_words_of_the_script_are_told_and_else_all(
     assert f"reason:      {told}\n" in cli("status", job_id).out
 
 
-def test_jobs_lists_ours_page_by_page_with_the_local_ones(
+def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ids = [cli(*LAUNCH, "--data", str(text_file)).out.strip() for _ in range(4)]
@@ -1096,7 +1092,7 @@ def test_jobs_lists_ours_page_by_page_with_the_local_ones(
     assert all(job_id in cli("jobs").out for job_id in listed)
 
 
-def test_local_jobs_are_listed_when_aws_cannot_be_asked(
+def test_local_jobs_are_listed_when_aws_refuses(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
@@ -1107,7 +1103,7 @@ def test_local_jobs_are_listed_when_aws_cannot_be_asked(
     assert "Search: not allowed" in ran.err
 
 
-def test_a_job_that_aws_describes_in_part_hides_no_other(
+def test_a_partly_described_job_hides_no_other(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1128,15 +1124,13 @@ def test_a_job_that_aws_describes_in_part_hides_no_other(
     assert "is left out: TrainingJob: the answer did not come from AWS" in ran.err
 
 
-def test_from_python_too_local_jobs_are_listed_when_aws_cannot_be_asked(
-    cloud: Emulator, job: Finished
-) -> None:
+def test_the_library_lists_local_jobs_when_aws_refuses(cloud: Emulator, job: Finished) -> None:
     cloud.refuse["Search"] = ("AccessDeniedException", "no")
     with pytest.warns(UserWarning, match="Search: not allowed"):
         assert [description.job_id for description in jobs()] == [job.job_id]
 
 
-def test_followed_logs_are_in_order_of_time_over_all_hosts_and_end_with_the_job(
+def test_logs_of_all_hosts_are_merged_by_time_until_the_end(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
@@ -1167,7 +1161,7 @@ ENVIRONMENT = [
 ]
 
 
-def test_logs_show_the_lines_of_the_script_alone() -> None:
+def test_logs_show_only_the_lines_of_the_script() -> None:
     lines = [
         ("algo-1", f"{CHATTER}INFO     Imported framework"),
         ("algo-2", "bash: no job control in this shell"),
@@ -1186,7 +1180,7 @@ def test_logs_show_the_lines_of_the_script_alone() -> None:
     ]
 
 
-def test_under_torchrun_the_script_is_known_by_its_place() -> None:
+def test_logs_find_the_script_lines_under_torchrun() -> None:
     hosts = ("algo-1", "algo-2")
     lines = [(host, line) for host in hosts for line in ENVIRONMENT]
     lines += [
@@ -1197,9 +1191,7 @@ def test_under_torchrun_the_script_is_known_by_its_place() -> None:
     assert list(script_lines(lines)) == ["step=1/2", "algo-2: a warning"]
 
 
-def test_of_a_log_that_has_not_begun_the_state_of_the_job_is_told(
-    cli: Callable[..., Ran], launched: str
-) -> None:
+def test_an_empty_log_shows_the_state_of_the_job(cli: Callable[..., Ran], launched: str) -> None:
     ran = cli("logs", launched)
     assert (ran.code, ran.out) == (0, "")
     said = (
@@ -1284,7 +1276,7 @@ def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
         (("logs", "--follow", "--raw"), b"GetLogEvents", 1),
     ],
 )
-def test_who_watches_a_job_watches_it_on_after_an_outage_and_misses_no_line(
+def test_following_survives_an_outage_and_misses_no_line(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1323,7 +1315,7 @@ def error_of(code: str) -> bytes:
         (b"GetLogEvents", (200, PAGE)),
     ],
 )
-def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
+def test_an_unusable_answer_counts_as_an_outage(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1343,7 +1335,7 @@ def test_an_answer_that_says_nothing_of_the_job_is_an_outage_too(
 
 
 @pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
-def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_said(
+def test_expired_credentials_end_the_following_but_not_the_job(
     cli: Callable[..., Ran], launched: str, outage: Outage, words: tuple[str, ...]
 ) -> None:
     outage.answer = (400, error_of("ExpiredTokenException"))
@@ -1355,7 +1347,7 @@ def test_credentials_that_expire_end_the_watching_and_not_the_job_and_that_is_sa
     assert outage.lost == 1
 
 
-def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
+def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, now = SageMakerBackend(Settings()), [0.0]
@@ -1378,7 +1370,7 @@ def test_the_last_lines_are_waited_for_when_a_job_ended_in_an_outage(
     assert list(backend.host_lines("job", True)) == [("algo-1", "the end")]
 
 
-def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
+def test_a_long_outage_ends_the_following_but_not_the_job(
     cli: Callable[..., Ran], launched: str, outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.aws.session.PATIENCE_SECONDS", 0.3)
@@ -1392,7 +1384,7 @@ def test_an_outage_that_lasts_ends_the_watching_and_says_that_the_job_goes_on(
 
 
 @pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
-def test_a_refusal_ends_the_watching_at_once(
+def test_a_refusal_ends_the_following_at_once(
     cloud: Emulator, cli: Callable[..., Ran], launched: str, words: tuple[str, ...]
 ) -> None:
     cloud.refuse["DescribeTrainingJob"] = ("AccessDeniedException", "no")
@@ -1402,7 +1394,7 @@ def test_a_refusal_ends_the_watching_at_once(
     assert "not allowed" in ran.error
 
 
-def test_a_time_to_wait_holds_in_an_outage_too(launched: str, outage: Outage) -> None:
+def test_the_timeout_of_wait_holds_during_an_outage(launched: str, outage: Outage) -> None:
     outage.begin(1000, after=1)
     began = time.monotonic()
     with pytest.raises(ServiceError, match="Could not connect"):
@@ -1410,7 +1402,7 @@ def test_a_time_to_wait_holds_in_an_outage_too(launched: str, outage: Outage) ->
     assert time.monotonic() - began < 10
 
 
-def test_a_command_that_asks_once_fails_at_once_in_an_outage(
+def test_a_first_request_fails_at_once_in_an_outage(
     cli: Callable[..., Ran], launched: str, outage: Outage
 ) -> None:
     asking = ("status", "logs", "stop", "wait", "logs --follow")  # the last two to begin with
@@ -1422,7 +1414,7 @@ def test_a_command_that_asks_once_fails_at_once_in_an_outage(
         assert "check the region's name and the network" in ran.error
 
 
-def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
+def test_stop_waits_and_names_the_checkpoint(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
@@ -1436,7 +1428,7 @@ def test_stop_waits_for_the_end_and_says_which_checkpoint_survives(
     assert "has already ended: Stopped" in again.error
 
 
-def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
+def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
@@ -1458,7 +1450,7 @@ def test_a_resumed_job_begins_with_the_checkpoints_of_the_earlier_one(
     assert "n_embd was 384 and is 192" in refused.error
 
 
-def test_a_job_that_has_its_model_is_not_resumed_without_more_steps(
+def test_resuming_a_completed_job_requires_more_steps(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     """It would be billed for its start and its upload, and make the same model."""
@@ -1474,7 +1466,7 @@ def test_a_job_that_has_its_model_is_not_resumed_without_more_steps(
     assert cli("launch", "--resume", job_id, *launching.sets(max_steps=11)).code == 0
 
 
-def test_a_resumed_job_runs_the_script_kept_at_launch_unless_another_is_named(
+def test_a_resumed_job_runs_the_script_of_its_launch_by_default(
     cloud: Emulator,
     s3: Any,
     home: Path,
@@ -1506,7 +1498,7 @@ def test_a_resumed_job_runs_the_script_kept_at_launch_unless_another_is_named(
     assert resumed("--entry-point", str(other))
 
 
-def test_code_from_the_store_is_not_executed_here(
+def test_code_from_the_store_does_not_run_on_this_machine(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py")
@@ -1525,7 +1517,7 @@ def test_code_from_the_store_is_not_executed_here(
 @pytest.mark.parametrize(
     "content", [b"{", b"[]", b'{"instance": "ml.g5.12xlarge", "field_of_tomorrow": 1}']
 )
-def test_a_record_in_s3_that_cannot_be_read_is_one_line_on_resuming(
+def test_resuming_from_a_damaged_record_is_one_line(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, content: bytes
 ) -> None:
     earlier = stopped(s3, cli, text_file)
@@ -1536,7 +1528,7 @@ def test_a_record_in_s3_that_cannot_be_read_is_one_line_on_resuming(
     assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
 
 
-def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
+def test_resuming_without_the_script_on_s3_is_one_line(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py")
@@ -1560,7 +1552,7 @@ def test_a_script_that_is_gone_from_s3_is_one_line_on_resuming(
         (("--network-isolation",), "EnableNetworkIsolation", "--no-network-isolation"),
     ],
 )
-def test_what_a_resumed_job_takes_over_can_be_switched_off(
+def test_a_resumed_job_can_switch_off_an_inherited_option(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -1583,7 +1575,7 @@ def test_what_a_resumed_job_takes_over_can_be_switched_off(
         (("--pytorch-version", "2.9.0"), ("--image-uri", "mine:1"), "mine:1"),
     ],
 )
-def test_a_resumed_job_has_the_image_that_was_said_last(
+def test_a_resumed_job_runs_the_image_named_last(
     cloud: Emulator,
     s3: Any,
     cli: Callable[..., Ran],
@@ -1598,7 +1590,7 @@ def test_a_resumed_job_has_the_image_that_was_said_last(
     assert image in json.loads(ran.out)["AlgorithmSpecification"]["TrainingImage"]
 
 
-def test_what_a_resumed_job_says_goes_over_each_variable_and_tag_of_the_earlier_one(
+def test_a_resumed_job_merges_variables_and_tags_by_name(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     both = ("--environment", "A=1", "--environment", "B=1", "--tag", "A=1", "--tag", "B=1")
@@ -1610,7 +1602,7 @@ def test_what_a_resumed_job_says_goes_over_each_variable_and_tag_of_the_earlier_
     assert tags == {"sm-nanogpt": tags["sm-nanogpt"], "A": "1", "B": "1", "C": "2"}
 
 
-def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
+def test_resuming_on_spot_capacity_drops_the_warm_pool(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g5.12xlarge"] = (1, 1, 1)
@@ -1622,7 +1614,7 @@ def test_a_job_that_is_resumed_on_spot_capacity_leaves_its_warm_pool(
     assert "KeepAlivePeriodInSeconds" not in request["ResourceConfig"]
 
 
-def test_a_job_that_is_resumed_on_a_machine_with_disks_of_its_own_leaves_its_volume(
+def test_resuming_on_a_type_with_disks_drops_the_volume_size(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file, "--instance", "ml.m5.xlarge", "--volume-size", "500")
@@ -1643,7 +1635,7 @@ def stopped(s3: Any, cli: Callable[..., Ran], text_file: Path, *words: str) -> s
     return job_id
 
 
-def test_a_model_is_fetched_when_its_job_is_done_and_anew_when_its_archive_is_another(
+def test_a_model_is_fetched_at_the_end_and_again_if_changed(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
 ) -> None:
     archive = finished.directory / "output" / "model.tar.gz"
@@ -1662,7 +1654,7 @@ def test_a_model_is_fetched_when_its_job_is_done_and_anew_when_its_archive_is_an
     assert "damaged" in other.error
 
 
-def test_a_job_is_described_once_to_fetch_its_model(
+def test_fetching_a_model_describes_the_job_once(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
 ) -> None:
     archive = finished.directory / "output" / "model.tar.gz"
@@ -1674,7 +1666,7 @@ def test_a_job_is_described_once_to_fetch_its_model(
     assert [operation for operation, _ in cloud.calls[before:]] == ["DescribeTrainingJob"]
 
 
-def test_a_job_that_another_tool_launched_is_left_alone(
+def test_a_job_launched_by_another_tool_is_left_alone(
     cloud: Emulator, cli: Callable[..., Ran], launched: str
 ) -> None:
     request = {**cloud.sagemaker.jobs[launched].request, "TrainingJobName": "prod-xgb"}
@@ -1686,7 +1678,7 @@ def test_a_job_that_another_tool_launched_is_left_alone(
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
-def test_checkpoints_come_from_where_the_earlier_job_kept_them(
+def test_a_resumed_job_copies_checkpoints_from_the_old_store(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
 ) -> None:
     key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
@@ -1709,7 +1701,7 @@ def test_a_job_is_resumed_where_it_ran(
     assert cli("launch", "--resume", local, "--set", "max_steps=12").code == 0
 
 
-def test_from_python_too_a_job_is_resumed_on_the_instance_that_it_ran_on(
+def test_the_library_resumes_a_job_on_its_instance_type(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file)
@@ -1719,14 +1711,14 @@ def test_from_python_too_a_job_is_resumed_on_the_instance_that_it_ran_on(
     assert request["EnableManagedSpotTraining"]
 
 
-def test_what_only_sagemaker_has_is_refused_on_resuming_a_local_job(job: Finished) -> None:
+def test_resuming_a_local_job_refuses_sagemaker_options(job: Finished) -> None:
     more = {"max_steps": 12}
     with pytest.raises(InputError, match="--spot is for SageMaker"):
         launch(TrainingJob(resume=job.job_id, hyperparameters=more, spot=True))
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
-def test_a_job_that_got_no_machine_tells_what_to_do(
+def test_a_job_without_capacity_says_what_to_do(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.sagemaker.next_script = {
@@ -1736,7 +1728,7 @@ def test_a_job_that_got_no_machine_tells_what_to_do(
     assert "name several types with --instance TYPE,TYPE" in cli("wait", job_id).error
 
 
-def test_status_names_the_type_that_was_chosen_and_before_all_of_them(
+def test_status_shows_all_types_until_one_is_chosen(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -1755,7 +1747,7 @@ def test_status_names_the_type_that_was_chosen_and_before_all_of_them(
     assert [job["instance"] for job in json.loads(cli("jobs", "--json").out)] == ["ml.g6.12xlarge"]
 
 
-def test_a_job_that_waits_for_machines_can_be_stopped(
+def test_a_job_waiting_for_capacity_can_be_stopped(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
@@ -1764,7 +1756,7 @@ def test_a_job_that_waits_for_machines_can_be_stopped(
     assert "state:       Stopped\n" in cli("status", job_id).out
 
 
-def test_a_job_without_gpus_does_not_wait_for_machines(
+def test_a_job_without_gpus_does_not_wait_for_capacity(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     types = "ml.m5.xlarge,ml.c5.xlarge"
@@ -1775,7 +1767,7 @@ def test_a_job_without_gpus_does_not_wait_for_machines(
     assert types in cli("jobs").out
 
 
-def test_a_resumed_job_may_take_each_type_of_the_earlier_one(
+def test_a_resumed_job_keeps_the_instance_types(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -1805,7 +1797,7 @@ def test_a_resumed_job_may_take_each_type_of_the_earlier_one(
         ),
     ],
 )
-def test_the_emulator_refuses_of_several_types_what_aws_refuses(
+def test_the_emulator_refuses_instance_preferences_as_aws_does(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1836,7 +1828,7 @@ def test_the_emulator_refuses_of_several_types_what_aws_refuses(
         ("ml.g5.12xlarge", "use a larger --instance"),
     ],
 )
-def test_what_to_do_about_a_full_disk_depends_on_whose_it_is(
+def test_advice_about_a_full_disk_depends_on_the_instance(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, instance: str, told: str
 ) -> None:
     cloud.sagemaker.next_script = {"reason": "CheckpointError: No space left on device"}
@@ -1844,7 +1836,7 @@ def test_what_to_do_about_a_full_disk_depends_on_whose_it_is(
     assert told in cli("wait", cli(*words).out.strip()).error
 
 
-def test_the_region_may_come_from_either_variable_of_aws(
+def test_either_region_variable_of_aws_sets_the_region(
     dry: Callable[..., dict[str, Any]],
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1857,7 +1849,7 @@ def test_the_region_may_come_from_either_variable_of_aws(
             assert ".eu-west-1." in cli(*words).out
 
 
-def test_a_dry_run_takes_the_last_upload_to_the_store_without_asking_it(
+def test_a_dry_run_finds_the_last_upload_without_asking_s3(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     uploaded = cli("upload-data", str(text_file)).out.strip()
@@ -1868,7 +1860,7 @@ def test_a_dry_run_takes_the_last_upload_to_the_store_without_asking_it(
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
-def test_what_was_uploaded_from_here_goes_before_what_others_put_into_the_store(
+def test_a_launch_prefers_this_machines_upload_to_others(
     cloud: Emulator,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -1881,7 +1873,7 @@ def test_what_was_uploaded_from_here_goes_before_what_others_put_into_the_store(
     assert f"data: {ours} (the last upload)" in cli(*LAUNCH, *words).err
 
 
-def test_what_others_put_into_the_store_is_taken_where_nothing_was_uploaded_from_here(
+def test_a_launch_takes_others_upload_if_this_machine_has_none(
     cloud: Emulator, cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = upload_elsewhere(cli, tmp_path, monkeypatch)
@@ -1901,13 +1893,13 @@ def upload_elsewhere(
         return cli("upload-data", "theirs.txt").out.strip()
 
 
-def test_a_role_is_an_arn(cli: Callable[..., Ran], text_file: Path) -> None:
+def test_a_role_must_be_an_arn(cli: Callable[..., Ran], text_file: Path) -> None:
     ran = cli("--role", "mine", *LAUNCH, "--data", str(text_file))
     assert ran.code == 2
     assert "must be an ARN" in ran.error
 
 
-def test_a_local_job_is_found_when_aws_is_misconfigured(
+def test_a_local_job_is_found_despite_a_broken_aws_setup(
     home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
@@ -1918,7 +1910,7 @@ def test_a_local_job_is_found_when_aws_is_misconfigured(
     assert "nope" in ran.err
 
 
-def test_an_upload_is_encrypted_with_the_key_of_the_settings(
+def test_an_upload_is_encrypted_with_the_configured_key(
     s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
@@ -1943,7 +1935,7 @@ def bare_configuration(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
 
 
-def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
+def test_an_unknown_job_says_that_sagemaker_was_not_asked(
     home: Path, cli: Callable[..., Ran]
 ) -> None:
     ran = cli("status", "nope")
@@ -1951,7 +1943,7 @@ def test_of_an_unknown_job_is_said_whether_sagemaker_was_asked(
     assert "on this machine (SageMaker was not asked: set --region or AWS_REGION" in ran.error
 
 
-def test_where_no_region_is_known_an_unknown_job_is_told_to_be_none_of_this_machine(
+def test_an_unknown_job_without_a_region_is_one_line(
     home: Path, cli: Callable[..., Ran], bare_configuration: None
 ) -> None:
     ran = cli("status", "nope")
@@ -1960,7 +1952,7 @@ def test_where_no_region_is_known_an_unknown_job_is_told_to_be_none_of_this_mach
     assert ran.error.startswith(why)
 
 
-def test_where_no_region_is_known_local_jobs_are_listed_and_that_is_said(
+def test_jobs_without_a_region_lists_local_jobs_and_says_so(
     cli: Callable[..., Ran], job: Finished, bare_configuration: None
 ) -> None:
     ran = cli("jobs")
@@ -1973,7 +1965,7 @@ def test_where_no_region_is_known_local_jobs_are_listed_and_that_is_said(
 # -- what is validated without AWS -----------------------------------------------------------------
 
 
-def test_a_value_that_a_shell_could_read_otherwise_is_not_sent(tmp_path: Path, home: Path) -> None:
+def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path: Path, home: Path) -> None:
     """train.py has no such hyperparameter, but an edited copy may."""
     source = Path(train.__file__).read_text(encoding="utf-8")
     edited = re.sub(r',\s*choices=\("auto", "on", "off"\)', "", source)
@@ -1987,7 +1979,7 @@ def test_a_value_that_a_shell_could_read_otherwise_is_not_sent(tmp_path: Path, h
         sendable_hyperparameters(job)
 
 
-def test_the_sdk_is_imported_by_one_module_alone() -> None:
+def test_only_one_module_imports_the_sdk() -> None:
     root = Path(train.__file__).parent.parent / "launcher"
     importing = [
         path.name
@@ -1997,7 +1989,7 @@ def test_the_sdk_is_imported_by_one_module_alone() -> None:
     assert importing == ["estimator.py"]
 
 
-def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
+def test_a_launch_does_not_change_the_callers_sdk(
     home: Path,
     dry: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -2024,7 +2016,7 @@ def test_a_launch_leaves_the_sdk_to_the_caller_as_it_was(
     assert utils.validate_sagemaker_config is mine
 
 
-def test_launches_in_threads_leave_the_process_as_it_was(home: Path) -> None:
+def test_launches_in_threads_do_not_change_the_process(home: Path) -> None:
     """The second would take for the process's own what the first has set."""
     home.mkdir()
     before, entered, leave = dict(os.environ), threading.Event(), threading.Event()
@@ -2050,7 +2042,7 @@ def test_launches_in_threads_leave_the_process_as_it_was(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
-def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another_is_said(
+def test_a_named_profile_overrides_a_missing_one(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "config").write_text("[profile me]\nregion = us-east-1\n")
@@ -2065,7 +2057,7 @@ def test_a_profile_of_the_environment_that_is_gone_does_not_matter_where_another
 
 
 @pytest.mark.parametrize("name", ["ADMIN", "USER"])
-def test_no_configuration_of_the_sdk_changes_the_request(
+def test_the_sdks_configuration_does_not_change_the_request(
     dry: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -2080,7 +2072,7 @@ def test_no_configuration_of_the_sdk_changes_the_request(
     assert not request.get("EnableNetworkIsolation")
 
 
-def test_the_configuration_of_the_sdk_is_written_once(
+def test_the_sdks_configuration_is_written_once(
     home: Path, dry: Callable[..., dict[str, Any]]
 ) -> None:
     dry()

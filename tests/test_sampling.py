@@ -28,7 +28,7 @@ def say(job: Finished, cli: Callable[..., Ran]) -> Callable[..., Ran]:
     return call
 
 
-def test_stdout_holds_the_text_and_nothing_else(say: Callable[..., Ran]) -> None:
+def test_stdout_holds_only_the_text(say: Callable[..., Ran]) -> None:
     ran = say()
     assert ran.code == 0
     assert len(ran.out) == 61
@@ -43,7 +43,7 @@ def test_another_seed_gives_another_text(say: Callable[..., Ran]) -> None:
     assert say("--seed", "7").out != say("--seed", "8").out
 
 
-def test_temperature_zero_and_top_k_one_and_a_tiny_top_p_all_take_the_most_likely(
+def test_temperature_0_top_k_1_and_tiny_top_p_are_greedy(
     say: Callable[..., Ran],
 ) -> None:
     greedy = say("--temperature", "0", "--seed", "1").out
@@ -52,7 +52,7 @@ def test_temperature_zero_and_top_k_one_and_a_tiny_top_p_all_take_the_most_likel
     assert say("--top-p", "1e-9", "--seed", "4").out == greedy
 
 
-def test_what_temperature_zero_does_without_a_prompt_is_said(say: Callable[..., Ran]) -> None:
+def test_temperature_zero_without_a_prompt_warns(say: Callable[..., Ran]) -> None:
     advice = "at temperature 0 without --prompt, the text often repeats one character"
     assert advice in say("--temperature", "0").err
     assert advice not in say("--temperature", "0", "--prompt", "The").err
@@ -64,7 +64,7 @@ def test_the_text_begins_with_the_prompt(say: Callable[..., Ran]) -> None:
     assert len(ran.out) == len("The class") + 61
 
 
-def test_several_samples_differ_and_are_set_apart(say: Callable[..., Ran]) -> None:
+def test_several_samples_differ_and_are_separated(say: Callable[..., Ran]) -> None:
     texts = say("--num-samples", "3", "--prompt", "The ").out.split("\n---\n")
     assert len(set(texts)) == 3
     assert all(text.startswith("The ") for text in texts)
@@ -90,7 +90,7 @@ def test_a_prompt_and_a_text_may_be_longer_than_the_context(say: Callable[..., R
     assert len(ran.out) == len(prompt) + 101
 
 
-def test_of_a_prompt_longer_than_the_context_its_end_counts(job: Finished) -> None:
+def test_only_the_end_of_a_long_prompt_counts(job: Finished) -> None:
     model, vocabulary = load_model(fetch_model(job.job_id))
     end = "the end of it, which is in sight"
     assert len(end) == model.config.block_size
@@ -140,7 +140,7 @@ def test_a_number_out_of_its_range_is_named_with_its_value(
     assert value in ran.error
 
 
-def test_the_library_refuses_a_number_out_of_its_range_as_well(job: Finished) -> None:
+def test_the_library_refuses_a_number_out_of_its_range(job: Finished) -> None:
     model, vocabulary = load_model(fetch_model(job.job_id))
     with pytest.raises(InputError, match=r"top_p=2\.0: must be over 0 and at most 1"):
         stream_samples(model, vocabulary, top_p=2.0)
@@ -155,7 +155,7 @@ def test_text_streams_as_it_is_made(job: Finished) -> None:
         assert process.poll() is None
 
 
-def test_a_reader_that_leaves_is_no_failure(job: Finished) -> None:
+def test_a_reader_that_leaves_causes_no_failure(job: Finished) -> None:
     words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "1000000")
     with launching.started(*words, home=job.home) as process:
         assert process.stdout is not None
@@ -167,14 +167,14 @@ def test_a_reader_that_leaves_is_no_failure(job: Finished) -> None:
     assert line.startswith("model: ")
 
 
-def test_a_model_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     from launcher import ServiceError
 
     with pytest.raises(ServiceError, match=f"{tmp_path} does not load: "):
         load_model(tmp_path)
 
 
-def test_sampling_a_running_job_tells_how_to_follow_or_stop_it(
+def test_sampling_a_running_job_says_how_to_follow_it(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     words = launching.launching("--detach", data=text_file, max_steps=10_000_000)
@@ -187,7 +187,7 @@ def test_sampling_a_running_job_tells_how_to_follow_or_stop_it(
     assert not (home / "models").exists()
 
 
-def test_sampling_a_stopped_job_shows_its_latest_checkpoint_and_says_so(
+def test_a_stopped_job_is_sampled_from_its_last_checkpoint(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     words = launching.launching("--detach", data=text_file, **launching.ENDLESS)
@@ -202,7 +202,7 @@ def test_sampling_a_stopped_job_shows_its_latest_checkpoint_and_says_so(
     assert len(ran.out) == 21
 
 
-def test_nothing_of_sampling_depends_on_the_working_directory(job: Finished) -> None:
+def test_sampling_does_not_depend_on_the_working_directory(job: Finished) -> None:
     shadows = job.home.parent / "shadows"
     (shadows / "launcher").mkdir(parents=True)
     (shadows / "entry_point").mkdir()
@@ -232,6 +232,6 @@ def test_sample_takes_a_directory_of_an_edited_model(
     assert (of_directory.code, of_directory.out) == (0, of_job.out)
 
 
-def test_a_directory_that_is_not_there_is_one_line(cli: Callable[..., Ran]) -> None:
+def test_a_missing_directory_is_one_line(cli: Callable[..., Ran]) -> None:
     ran = cli("sample", "./nowhere")
     assert (ran.code, ran.error) == (2, "./nowhere: no such directory")

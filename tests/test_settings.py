@@ -34,7 +34,7 @@ def test_an_empty_variable_counts_as_unset(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("file", ["", "/dev/null", "missing"])
-def test_a_configuration_of_aws_that_is_no_file_is_no_use_of_aws(
+def test_a_missing_aws_configuration_means_no_use_of_aws(
     home: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", file)
@@ -52,22 +52,22 @@ def test_a_relative_home_is_below_the_working_directory(
     assert load_settings().home == home.parent / "near"
 
 
-def test_the_store_is_below_home_as_long_as_none_is_set(home: Path) -> None:
+def test_the_store_is_below_home_by_default(home: Path) -> None:
     assert load_settings().data_store == str(home / "store")
 
 
-def test_the_file_goes_over_the_default(home: Path) -> None:
+def test_the_file_overrides_the_default(home: Path) -> None:
     write_config(home, 'store = "s3://file"')
     assert load_settings().data_store == "s3://file"
 
 
-def test_the_environment_goes_over_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(home, 'store = "s3://file"')
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
     assert load_settings().data_store == "s3://environment"
 
 
-def test_the_command_line_goes_over_the_environment(
+def test_the_command_line_overrides_the_environment(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
@@ -82,7 +82,7 @@ def test_the_command_line_goes_over_the_environment(
         ("infra show", "--region us-east-1 --profile 'of mine' --stack other"),
     ],
 )
-def test_a_command_to_copy_repeats_the_words_that_were_said_and_matter_to_it(
+def test_a_suggested_command_repeats_the_options_it_needs(
     home: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
 ) -> None:
     words = {
@@ -106,7 +106,7 @@ def test_a_command_to_copy_repeats_the_words_that_were_said_and_matter_to_it(
         (b'store = "\xff"', "not TOML"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_an_error_that_names_it(
+def test_an_unusable_setting_is_an_error_that_names_it(
     home: Path, cli: Callable[..., Ran], text: str | bytes, named: str
 ) -> None:
     write_config(home, text)
@@ -115,7 +115,7 @@ def test_a_setting_that_cannot_be_used_is_an_error_that_names_it(
     assert named in ran.error
 
 
-def test_an_odd_setting_is_told_with_the_place_where_it_was_said(
+def test_an_invalid_setting_error_names_its_source(
     home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_config(home, "max_cost = -1")
@@ -130,7 +130,7 @@ def test_an_odd_setting_is_told_with_the_place_where_it_was_said(
     assert cli("jobs").error == f"{where}: there is no such setting; did you mean store?"
 
 
-def test_a_relative_store_is_refused_unless_it_is_typed(
+def test_a_relative_store_is_allowed_only_on_the_command_line(
     home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set once, it would be another place wherever a command is given."""
@@ -150,7 +150,7 @@ NO_STORES += ["s3://bucket//prefix", "s3://bucket/some//prefix"]  # SageMaker ca
 
 @pytest.mark.parametrize("word", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])
 @pytest.mark.parametrize("source", ["option", "variable", "file", "data"])
-def test_what_only_looks_like_a_place_is_refused_wherever_it_is_said(
+def test_an_invalid_location_is_refused_from_any_source(
     home: Path,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -174,7 +174,7 @@ def test_what_only_looks_like_a_place_is_refused_wherever_it_is_said(
     assert {path.name for path in home.parent.iterdir()} <= {"home"}
 
 
-def test_a_variable_that_is_no_setting_is_refused_with_the_one_that_may_be_meant(
+def test_an_unknown_variable_error_names_the_nearest_setting(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_MAXCOST", "5")
@@ -185,20 +185,20 @@ def test_a_variable_that_is_no_setting_is_refused_with_the_one_that_may_be_meant
 
 
 @pytest.mark.parametrize("name", ["LAUNCHER", "LIFELINE"])
-def test_a_variable_of_the_project_that_is_no_setting_is_let_be(
+def test_the_projects_internal_variables_are_ignored(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(f"SM_NANOGPT_{name}", "something")
     assert load_settings().home == home
 
 
-def test_a_home_that_cannot_be_made_is_an_error_that_says_how_to_choose_another(home: Path) -> None:
+def test_a_home_that_cannot_be_created_names_the_variable(home: Path) -> None:
     home.write_text("a file")
     with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
         load_settings()
 
 
-def test_a_home_of_nobody_is_an_error_that_says_how_to_choose_another(
+def test_a_home_of_an_unknown_user_names_the_variable(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_HOME", "~nobody-of-that-name/here")

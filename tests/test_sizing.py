@@ -43,7 +43,7 @@ def test_a_pass_has_at_most_16384_tokens(
     assert train.make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
 
-def test_rows_that_no_number_of_passes_divides_are_one_pass() -> None:
+def test_a_batch_that_cannot_be_divided_is_one_pass() -> None:
     assert train.Config(batch_size=97, block_size=256).passes(1) == 1
 
 
@@ -106,7 +106,7 @@ def test_auto_takes_the_largest_preset_that_the_text_fills(
     assert seen > min(worth, 4 * tokens) - step or config.max_steps == least
 
 
-def test_steps_that_are_given_stay() -> None:
+def test_given_steps_are_kept() -> None:
     assert sizing.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7
 
 

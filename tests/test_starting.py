@@ -73,7 +73,7 @@ def loaded(directory: Path) -> train.GPT:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_published_model_computes_what_transformers_computes(
+def test_a_published_model_matches_transformers(
     tmp_path: Path, byte_pairs: tokens.Words, tied: bool
 ) -> None:
     theirs = publish(tmp_path, byte_pairs, tie_word_embeddings=tied)
@@ -91,7 +91,7 @@ def test_a_published_model_computes_what_transformers_computes(
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
-def test_greedy_text_of_a_published_model_is_the_plain_loops(
+def test_greedy_text_of_a_published_model_equals_plain_loop(
     tmp_path: Path, byte_pairs: tokens.Words
 ) -> None:
     publish(tmp_path, byte_pairs)
@@ -150,7 +150,7 @@ def test_a_published_model_is_trained_and_published_again(
         ({"num_key_value_heads": 3}, "n_head=4 heads cannot share n_kv_head=3 evenly"),
     ],
 )
-def test_what_the_script_does_not_compute_is_refused_by_name(
+def test_an_unsupported_model_feature_is_refused_by_name(
     tmp_path: Path, byte_pairs: tokens.Words, values: dict[str, Any], refused: str
 ) -> None:
     publish(tmp_path, byte_pairs)
@@ -166,7 +166,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         train.starting_values(tmp_path, {})
 
 
-def test_a_hyperparameter_that_differs_from_the_models_is_refused(
+def test_a_hyperparameter_unlike_the_models_is_refused(
     tmp_path: Path, byte_pairs: tokens.Words
 ) -> None:
     publish(tmp_path, byte_pairs)
@@ -294,7 +294,7 @@ def test_a_resumed_run_keeps_its_characters_and_its_bits(trained: Path, tmp_path
 # -- by launch -------------------------------------------------------------------------------------
 
 
-def test_a_published_model_is_tuned_and_sampled_in_three_commands(
+def test_three_commands_tune_and_sample_a_published_model(
     documents: Path,
     byte_pairs: tokens.Words,
     home: Path,
@@ -313,7 +313,7 @@ def test_a_published_model_is_tuned_and_sampled_in_three_commands(
     assert json.loads(shown.out)["hyperparameters"]["n_kv_head"] == 2
 
 
-def test_a_text_that_the_model_has_no_ids_for_is_refused_before_the_launch(
+def test_a_launch_refuses_a_text_that_the_model_cannot_encode(
     job: launching.Finished,
     documents: Path,
     cli: Callable[..., Ran],
@@ -349,7 +349,7 @@ def test_a_text_is_refused_by_a_model_of_tokens(
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
-def test_a_start_that_cannot_be_is_refused_in_one_line(
+def test_an_impossible_start_is_refused_in_one_line(
     job: launching.Finished, cli: Callable[..., Ran], words: tuple[str, ...], error: str
 ) -> None:
     local = () if "--resume" in words else ("--instance", "local")

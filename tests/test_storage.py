@@ -34,7 +34,7 @@ def interrupt(_: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_as_this_machines(code: int) -> None:
+def test_a_full_disk_is_reported_as_this_machines(code: int) -> None:
     told = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
     with told, storage.reported("s3://bucket/key"):
         raise OSError(code, os.strerror(code))
@@ -49,12 +49,12 @@ def test_a_path_comes_back_from_its_uri(tmp_path: Path, name: str) -> None:
     assert storage.local_path(storage.to_uri(path)) == path
 
 
-def test_an_empty_word_is_no_location() -> None:
+def test_an_empty_string_is_not_a_location() -> None:
     with pytest.raises(InputError, match="empty"):
         storage.to_uri("")
 
 
-def test_a_remote_uri_stays_as_it_is_and_is_no_path() -> None:
+def test_a_remote_uri_is_unchanged_and_has_no_path() -> None:
     uri = "s3://bucket/a b%20c"
     assert storage.to_uri(uri) == uri
     assert storage.local_path(uri) is None
@@ -92,7 +92,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "to").iterdir())
 
 
-def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
+def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"new")
     (tmp_path / "there").write_bytes(b"old")
     with pytest.raises(Interrupted):
@@ -100,7 +100,7 @@ def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "there").read_bytes() == b"old"
 
 
-def test_threads_that_write_one_file_do_not_meet_in_a_half_written_one(tmp_path: Path) -> None:
+def test_two_threads_never_mix_their_writes_to_one_file(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for letter in (b"a", b"b"):  # both are open at once
             file = stack.enter_context(storage.replacing(tmp_path / "there"))
@@ -109,7 +109,7 @@ def test_threads_that_write_one_file_do_not_meet_in_a_half_written_one(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(
+def test_a_file_is_synced_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[bool] = []
@@ -119,7 +119,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     assert (tmp_path / "there").read_text() == "text"
 
 
-def test_a_file_is_written_on_the_file_system_of_its_place(
+def test_a_write_does_not_use_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A temporary directory on another file system would turn the rename into a copy.
@@ -132,11 +132,11 @@ def test_a_file_is_written_on_the_file_system_of_its_place(
 # -- reading --------------------------------------------------------------------------------------
 
 
-def test_a_document_that_is_not_there_reads_as_none(tmp_path: Path) -> None:
+def test_a_missing_document_reads_as_none(tmp_path: Path) -> None:
     assert storage.read_document(storage.to_uri(tmp_path / "missing"), dict) is None
 
 
-def test_a_document_that_is_damaged_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_a_damaged_document_error_names_it(tmp_path: Path) -> None:
     (tmp_path / "document.json").write_bytes(b"{\xff")
     with pytest.raises(ServiceError, match=r"document\.json is damaged"):
         storage.read_document(storage.to_uri(tmp_path / "document.json"), dict)
@@ -149,17 +149,17 @@ def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> Non
     assert storage.list_files(storage.to_uri(tmp_path / "a")) == {"b/one.txt": 1, "two.txt": 2}
 
 
-def test_what_a_killed_upload_left_half_written_is_not_listed(tmp_path: Path) -> None:
+def test_a_half_written_file_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / f".input.txt.123{storage.TEMPORARY}").write_bytes(b"half")
     assert storage.list_files(storage.to_uri(tmp_path)) == {}
 
 
-def test_fetching_from_where_nothing_is_says_so(tmp_path: Path) -> None:
+def test_fetching_from_an_empty_place_says_so(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="nothing is there"):
         storage.fetch(storage.to_uri(tmp_path / "missing"), tmp_path / "to")
 
 
-def test_a_store_cannot_make_a_fetch_write_elsewhere(
+def test_a_fetch_never_writes_outside_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "store").mkdir()
@@ -171,7 +171,7 @@ def test_a_store_cannot_make_a_fetch_write_elsewhere(
 
 
 @pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
-def test_another_kind_of_store_is_refused_with_those_that_there_are(
+def test_an_unknown_kind_of_store_error_names_the_known_ones(
     cli: Callable[..., Ran], text_file: Path, uri: str
 ) -> None:
     ran = cli("--store", uri, "upload-data", str(text_file))
@@ -180,9 +180,7 @@ def test_another_kind_of_store_is_refused_with_those_that_there_are(
     assert "s3://bucket/prefix or a local directory" in ran.error
 
 
-def test_a_web_page_is_no_data_and_is_to_be_downloaded_first(
-    home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_url_as_data_is_refused_with_advice(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli(*launching.launching(data="https://127.0.0.1:9/input.txt"))
     assert ran.code == 2
     assert ran.error.startswith("https://127.0.0.1:9/input.txt: ")
@@ -190,7 +188,7 @@ def test_a_web_page_is_no_data_and_is_to_be_downloaded_first(
     assert not (home / "jobs").exists()
 
 
-def test_a_store_below_a_file_is_one_line_about_it(
+def test_a_store_below_a_file_is_refused_in_one_line(
     cli: Callable[..., Ran], text_file: Path
 ) -> None:
     ran = cli("--store", str(text_file), "upload-data", str(text_file))
@@ -235,9 +233,7 @@ def test_an_unchanged_text_is_not_sent_to_s3_again(
     assert set(sent()) == {"latest.json"}  # the pointer to the last upload
 
 
-def test_an_interrupted_upload_to_s3_leaves_nothing_that_counts_as_data(
-    s3: Any, text_file: Path
-) -> None:
+def test_an_interrupted_upload_to_s3_is_not_an_upload(s3: Any, text_file: Path) -> None:
     with pytest.raises(Interrupted):
         upload_data(text_file, progress=interrupt)
     assert not [key for key in keys(s3) if key.endswith(".json")]
@@ -248,7 +244,7 @@ def test_an_interrupted_upload_to_s3_leaves_nothing_that_counts_as_data(
 @pytest.mark.parametrize(
     ("body", "metadata"), [(b"conten", True), (b"content", False)], ids=["size", "sha256"]
 )
-def test_what_arrives_in_s3_otherwise_than_it_was_sent_is_refused(
+def test_an_upload_altered_on_its_way_to_s3_is_refused(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, metadata: bool
 ) -> None:
     async def put(fs: Any, source: str, path: str, **options: Any) -> None:
@@ -261,13 +257,13 @@ def test_what_arrives_in_s3_otherwise_than_it_was_sent_is_refused(
         storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
 
 
-def test_what_comes_out_of_s3_otherwise_than_it_went_in_is_refused(s3: Any, tmp_path: Path) -> None:
+def test_a_download_that_differs_from_the_upload_is_refused(s3: Any, tmp_path: Path) -> None:
     s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata={"sha256": "0" * 64})
     with pytest.raises(ServiceError, match="the download is damaged"):
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
-def test_what_comes_out_of_s3_cut_short_is_refused(
+def test_a_truncated_download_from_s3_is_refused(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def get(fs: Any, path: str, target: str, **options: Any) -> None:
@@ -292,7 +288,7 @@ def test_a_missing_bucket_is_one_line_and_is_not_created(
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
 
 
-def test_a_folder_that_the_console_made_is_no_file(s3: Any, tmp_path: Path) -> None:
+def test_a_folder_object_of_the_console_is_not_a_file(s3: Any, tmp_path: Path) -> None:
     for key in ("texts/", "texts/deep/"):
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"")
     uri = f"s3://{s3.bucket}/texts"
@@ -314,7 +310,9 @@ def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name:
     assert copy.read_bytes() == b"content"
 
 
-def test_each_settings_reaches_s3_as_it_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_uses_our_settings_and_not_those_of_fsspec(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = {"endpoint_url": "http://elsewhere", "profile": "other", "client_kwargs": {"a": "b"}}
     monkeypatch.setitem(fsspec.config.conf, "s3", others)
     fsspec_had = dict(fsspec.config.conf)
@@ -359,7 +357,7 @@ def test_a_path_given_to_a_local_job_is_not_sent_to_s3(
     assert keys(s3) == []
 
 
-def test_text_that_others_put_on_s3_is_trained_on_by_its_uri(
+def test_a_job_trains_on_text_that_others_put_on_s3(
     s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
@@ -367,7 +365,7 @@ def test_text_that_others_put_on_s3_is_trained_on_by_its_uri(
     assert ran.code == 0, ran.err
 
 
-def test_a_store_that_gives_no_answer_is_told_from_one_that_refuses(
+def test_a_silent_store_is_distinguished_from_a_refusal(
     s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that is watched goes on over the one and not over the other."""
@@ -381,7 +379,7 @@ def test_a_store_that_gives_no_answer_is_told_from_one_that_refuses(
         storage.list_files("s3://bucket/prefix")
 
 
-def test_a_small_document_goes_to_s3_in_one_request_and_by_the_key_of_the_settings(
+def test_a_document_is_sent_in_one_request_with_the_kms_key(
     s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
@@ -394,24 +392,20 @@ def test_a_small_document_goes_to_s3_in_one_request_and_by_the_key_of_the_settin
     assert there["SSEKMSKeyId"].endswith("alias/mine")
 
 
-def test_a_file_that_is_gone_from_s3_is_a_failure_that_says_so(s3: Any) -> None:
+def test_a_file_missing_from_s3_is_an_error_that_says_so(s3: Any) -> None:
     uri = f"s3://{s3.bucket}/some/gone"
     with pytest.raises(ServiceError, match=f"^{uri}: nothing is there$"):
         storage.fingerprint(uri)
 
 
-def test_a_whole_bucket_may_be_the_text_and_no_other_bucket_is_asked(
-    s3: Any, emulator: Emulator, text_file: Path
-) -> None:
+def test_a_whole_bucket_may_be_the_text(s3: Any, emulator: Emulator, text_file: Path) -> None:
     s3.put_object(Bucket=s3.bucket, Key="input.txt", Body=text_file.read_bytes())
     for uri in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/"):
         assert find_channel(uri, load_settings()).uri == uri
     assert not [access for access in emulator.accesses if ".json" in access.resource]
 
 
-def test_a_uri_behind_which_nothing_is_is_refused_in_one_line(
-    s3: Any, cli: Callable[..., Ran]
-) -> None:
+def test_a_uri_of_nothing_is_refused_in_one_line(s3: Any, cli: Callable[..., Ran]) -> None:
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
     assert ran.code == 2
     assert f"s3://{s3.bucket}/missing: nothing is there" in ran.error

@@ -126,7 +126,7 @@ def test_a_sweep_continues_where_it_was(
     assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
 
 
-def test_what_a_failed_try_cost_lowers_the_next_ceiling(
+def test_a_failed_trys_cost_lowers_the_next_ceiling(
     ran: Callable[..., tuple[Fake, list[TrainingJob]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
@@ -209,7 +209,7 @@ def test_a_wrong_sweep_is_one_line(
     assert (ran.code, ran.error) == (2, error)
 
 
-def test_a_value_no_job_may_have_starts_none(cli: Callable[..., Ran], text_file: Path) -> None:
+def test_one_invalid_value_starts_no_job(cli: Callable[..., Ran], text_file: Path) -> None:
     words = ("launch", "--instance", "local", "--data", str(text_file), "--sweep", "n_layer=1,0")
     ran = cli(*words)
     assert (ran.code, ran.out) == (2, "")
@@ -277,7 +277,7 @@ def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:
     assert (ran.code, ran.error.partition(";")[0]) == (2, "'nope' matches no sweeps")
 
 
-def test_to_stop_a_sweep_stops_its_running_jobs(
+def test_stopping_a_sweep_stops_its_running_jobs(
     swept: str, job: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, stopped = Settings(home=job.home), list[str]()

@@ -105,7 +105,7 @@ def test_each_text_file_of_a_directory_is_a_document(tmp_path: Path) -> None:
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 2
 
 
-def test_a_long_text_comes_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
+def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
     text = FOX * 20_000
     (tmp_path / "a.txt").write_text(text)
     found = list(tokens.pieces_of(tmp_path / "a.txt"))
@@ -126,7 +126,9 @@ def test_a_long_text_comes_in_pieces_that_end_with_a_line(tmp_path: Path) -> Non
         ("a.txt.zst", b"none", "a.txt.zst: damaged"),
     ],
 )
-def test_what_is_no_text_is_named(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_named(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as raised:
         tokens.survey([(name, tmp_path / name)])
@@ -180,7 +182,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
     assert reason in str(raised.value)
 
 
-def test_characters_that_a_tokenizer_of_characters_lacks_are_listed(tmp_path: Path) -> None:
+def test_characters_missing_from_a_tokenizer_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(FOX * 9)
     document = json.dumps(train.character_tokenizer("abc"))
     files = [("a.txt", tmp_path / "a.txt")]
@@ -201,7 +203,7 @@ def test_the_validation_part_is_a_tenth_of_whole_documents(made: Path) -> None:
     assert 25 <= len(validated) <= 35
 
 
-def test_the_last_tenth_of_a_single_text_is_its_validation_part(
+def test_the_last_tenth_of_a_single_text_validates(
     tmp_path: Path, words_of: tokens.Words, text_file: Path, text: str
 ) -> None:
     files = [("input.txt", text_file)]
@@ -264,9 +266,7 @@ def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) ->
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_bits_per_byte_are_those_of_the_bytes_that_are_predicted(
-    made: Path, tmp_path: Path
-) -> None:
+def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> None:
     end = run(words(**{**SMALL, "eval_windows": 0}, data=made, out="out"), cwd=tmp_path)
     assert end.status == 0, end.output
     row = metrics(tmp_path / "out/checkpoints")[-1]
@@ -339,7 +339,7 @@ def test_a_model_of_tokens_is_trained_fetched_and_sampled(
     assert cli("upload-data", str(documents), "--tokenizer", job_id).code == 0
 
 
-def test_a_text_that_is_too_short_for_its_windows_is_refused_before_the_launch(
+def test_a_launch_refuses_a_text_shorter_than_one_window(
     tmp_path: Path, cli: Callable[..., Ran]
 ) -> None:
     (tmp_path / "a.txt").write_text(FOX * 40)
@@ -369,7 +369,7 @@ def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_masked_shards_is_resumed_with_the_same_bits(
+def test_a_run_on_masked_shards_resumes_to_the_same_bits(
     made: Path, tmp_path: Path, processes: int
 ) -> None:
     def trained(name: str) -> Path:

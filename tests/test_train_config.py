@@ -98,12 +98,12 @@ def test_an_unknown_name_is_an_error_with_the_nearest_name(
         config_of(f"--{name}", value)
 
 
-def test_initials_mean_the_name_that_they_are_of() -> None:
+def test_initials_suggest_the_name_they_stand_for() -> None:
     with pytest.raises(ConfigError, match=r"lr='1': .*, did you mean learning_rate\?$"):
         make_config({"lr": "1"})
 
 
-def test_a_name_like_no_other_is_told_the_known_ones() -> None:
+def test_a_name_unlike_any_other_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
         match=r"xyzzy='1': there is no such hyperparameter, known are n_layer, n_head, ",
@@ -111,7 +111,7 @@ def test_a_name_like_no_other_is_told_the_known_ones() -> None:
         make_config({"xyzzy": "1"})
 
 
-def test_a_word_without_a_name_is_an_error() -> None:
+def test_a_value_without_a_name_is_an_error() -> None:
     advice = r"^input\.txt: there is no such option; name a text with --data input\.txt$"
     with pytest.raises(ConfigError, match=advice):
         config_of("input.txt")
@@ -169,7 +169,7 @@ def test_a_value_out_of_range_is_an_error(name: str, value: float) -> None:
         Config(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_choice_with_a_typing_error_gets_the_nearest() -> None:
+def test_a_misspelled_choice_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"optimizer='muom': .*did you mean muon\?"):
         make_config({"optimizer": "muom"})
 
@@ -179,12 +179,12 @@ def test_the_same_name_twice_is_an_error() -> None:
         config_of("--n_layer", "3", "--n-layer", "4")
 
 
-def test_heads_must_divide_the_width_and_the_nearest_widths_are_named() -> None:
+def test_an_indivisible_width_error_names_the_nearest_widths() -> None:
     with pytest.raises(ConfigError, match=r"n_embd=100 .*n_head=6 .*n_embd=96 or 108"):
         Config(n_embd=100, n_head=6)
 
 
-def test_heads_must_be_of_even_width_and_the_nearest_widths_are_named() -> None:
+def test_an_odd_head_width_error_names_the_nearest_widths() -> None:
     with pytest.raises(ConfigError, match=r"n_embd=12 .*even.*n_embd=8 or 16"):
         Config(n_embd=12, n_head=4)
 
@@ -193,7 +193,7 @@ def test_heads_must_be_of_even_width_and_the_nearest_widths_are_named() -> None:
     "batch_size, passes, world_size, nearest",
     [(12, 1, 8, "8 or 16"), (12, 2, 4, "8 or 16"), (3, 1, 4, "4")],
 )
-def test_processes_and_passes_must_share_the_batch_and_the_nearest_sizes_are_named(
+def test_an_indivisible_batch_error_names_the_nearest_sizes(
     batch_size: int, passes: int, world_size: int, nearest: str
 ) -> None:
     config = Config(batch_size=batch_size, gradient_accumulation_steps=passes)
@@ -201,17 +201,17 @@ def test_processes_and_passes_must_share_the_batch_and_the_nearest_sizes_are_nam
         config.check_world_size(world_size)
 
 
-def test_passes_alone_must_share_the_batch() -> None:
+def test_passes_must_divide_the_batch_without_processes() -> None:
     with pytest.raises(ConfigError, match="batch_size=10 or 15"):
         Config(batch_size=12, gradient_accumulation_steps=5)
 
 
-def test_the_warm_up_must_fit_into_the_training() -> None:
+def test_the_warm_up_must_fit_into_the_run() -> None:
     with pytest.raises(ConfigError, match="warmup_steps=20 is more than max_steps=10"):
         Config(warmup_steps=20, max_steps=10)
 
 
-def test_windows_that_cannot_be_cut_into_eighths_are_an_error() -> None:
+def test_a_block_size_not_divisible_by_8_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"block_size=60 .* fit: block_size=56 or 64"):
         Config(block_size=60, short_windows=0.5)
 
@@ -230,16 +230,16 @@ def test_every_preset_is_valid(preset: str) -> None:
     make_config({}, preset)
 
 
-def test_without_a_preset_all_but_the_device_is_as_in_the_cpu_preset() -> None:
+def test_the_defaults_are_those_of_the_cpu_preset() -> None:
     assert make_config({"device": "cpu"}) == make_config({}, "cpu")
 
 
-def test_values_go_over_the_preset_and_the_preset_over_the_base() -> None:
+def test_values_override_the_preset_which_overrides_the_base() -> None:
     config = make_config({"n_layer": "2"}, "baby", {"n_embd": 12, "seed": 5})
     assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)
 
 
-def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
+def test_a_presets_learning_rate_does_not_apply_to_adamw() -> None:
     assert make_config({}, "baby").peak_learning_rate == 0.03
     assert make_config({"optimizer": "adamw"}, "baby").peak_learning_rate == 0.001
     assert make_config({}, "baby", {"optimizer": "adamw"}).peak_learning_rate == 0.001
@@ -247,7 +247,7 @@ def test_the_learning_rate_of_a_preset_is_not_that_of_adamw() -> None:
     assert make_config(both, "baby").peak_learning_rate == 0.002
 
 
-def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
+def test_an_unknown_preset_error_lists_the_presets_once() -> None:
     with pytest.raises(ConfigError, match=r"must be one of cpu, quick, laptop, baby, small, gpt2$"):
         config_of("--preset", "nosuch")
 
@@ -259,14 +259,14 @@ def test_an_unknown_preset_like_none_is_an_error_that_lists_them_once() -> None:
         ("device", "gpu", "auto, cuda, mps, cpu"),  # of which it does not mean cpu
     ],
 )
-def test_a_choice_like_none_is_an_error_that_lists_them_once(
+def test_an_unknown_choice_error_lists_the_choices_once(
     name: str, value: str, choices: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name}='{value}': must be one of {choices}$"):
         make_config({name: value})
 
 
-def test_an_unknown_preset_is_an_error_with_the_nearest_name() -> None:
+def test_a_misspelled_preset_error_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"preset='babe': .*cpu, quick, laptop, baby.*did you mean baby\?"
     ):
@@ -286,7 +286,7 @@ def test_a_config_cannot_be_changed() -> None:
         Config().n_layer = 5  # type: ignore[misc]
 
 
-def test_resuming_takes_what_is_not_given_from_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_takes_missing_values_from_the_checkpoint(tmp_path: Path) -> None:
     saved = dataclasses.asdict(Config(n_layer=7, max_steps=50))
     state = {"step": 5, "best_step": None, "config": saved, "data": "/a.txt", "validation": ""}
     train.Checkpoints(tmp_path / "checkpoints").save("checkpoint", {}, state)
@@ -309,12 +309,12 @@ def test_resuming_takes_nothing_from_a_damaged_checkpoint(tmp_path: Path) -> Non
         parse_argv(["--resume", str(tmp_path)])
 
 
-def test_resuming_from_a_directory_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+def test_resuming_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume .*: there is no checkpoint to resume from"):
         parse_argv(["--resume", str(tmp_path)])
 
 
-def test_resuming_from_damaged_checkpoints_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_resuming_from_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     (directory / "checkpoint-00000005.safetensors").write_bytes(b"cut")
@@ -322,7 +322,7 @@ def test_resuming_from_damaged_checkpoints_alone_is_an_error_that_says_so(tmp_pa
         parse_argv(["--resume", str(tmp_path)])
 
 
-def test_a_resumed_training_has_its_directory_and_takes_no_other(tmp_path: Path) -> None:
+def test_a_resumed_run_refuses_another_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out there: --resume continues in its own directory"):
         parse_argv(["--resume", str(tmp_path), "--out", "there"])
 
@@ -352,7 +352,7 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_it_imports_torch_and_the_standard_library_alone() -> None:
+def test_train_imports_only_torch_and_the_standard_library() -> None:
     imported = set()
     for node in ast.walk(ast.parse(SCRIPT.read_text())):
         if isinstance(node, ast.Import):

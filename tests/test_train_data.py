@@ -50,7 +50,7 @@ def text_of(corpus: Corpus, *parts: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 5, 64, 1 << 24])
-def test_ids_give_the_text_back_wherever_chunks_end(
+def test_ids_decode_to_the_text_for_any_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(train, "CHUNK_BYTES", chunk_bytes)
@@ -58,7 +58,7 @@ def test_ids_give_the_text_back_wherever_chunks_end(
     assert text_of(corpus, corpus.train, corpus.val) == STRANGE
 
 
-def test_plain_and_other_chunks_of_one_text_mix(
+def test_ascii_and_other_chunks_of_one_text_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "CHUNK_BYTES", 16)
@@ -68,7 +68,7 @@ def test_plain_and_other_chunks_of_one_text_mix(
 
 
 @pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int16)])
-def test_ids_are_of_the_smallest_type_that_holds_the_vocabulary(
+def test_ids_have_the_smallest_type_that_fits_the_vocabulary(
     tmp_path: Path, n_characters: int, dtype: torch.dtype
 ) -> None:
     text = "".join(chr(0x4E00 + i) for i in range(n_characters - 26)) + "abcdefghijklmnopqrstuvwxyz"
@@ -85,7 +85,7 @@ def test_a_vocabulary_beyond_int16_is_kept(tmp_path: Path) -> None:
     assert text_of(corpus, corpus.train, corpus.val) == text
 
 
-def test_ids_are_those_of_a_dictionary_where_the_vocabulary_outgrows_a_type_on_the_way(
+def test_ids_stay_right_if_the_vocabulary_outgrows_a_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "CHUNK_BYTES", 1000)
@@ -97,7 +97,7 @@ def test_ids_are_those_of_a_dictionary_where_the_vocabulary_outgrows_a_type_on_t
     assert corpus.val.tolist() == [ids[c] for c in validation]
 
 
-def test_tokenising_leaves_the_number_of_threads_as_it_was(tmp_path: Path) -> None:
+def test_tokenizing_does_not_change_the_number_of_threads(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -120,14 +120,14 @@ def test_the_last_tenth_is_for_validation_as_in_nanogpt(tmp_path: Path) -> None:
     assert text_of(corpus, corpus.val) == text[n:]
 
 
-def test_a_validation_channel_leaves_the_training_text_whole(tmp_path: Path) -> None:
+def test_a_validation_channel_keeps_the_training_text_whole(tmp_path: Path) -> None:
     training = write(tmp_path / "a.txt", "abcdefgh" * 5)
     corpus = corpus_of(training, write(tmp_path / "v.txt", "hijklmno" * 3))
     assert text_of(corpus, corpus.train) == "abcdefgh" * 5
     assert text_of(corpus, corpus.val) == "hijklmno" * 3
 
 
-def test_a_directory_is_all_its_txt_files_in_order(tmp_path: Path) -> None:
+def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path: Path) -> None:
     write(tmp_path / "d/b.txt", "bbbb" * 20)
     write(tmp_path / "d/a/z.txt", "zzzz" * 20)
     write(tmp_path / "d/notes.md", "not this")
@@ -151,7 +151,7 @@ def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
     assert corpus_of(tmp_path / "one").sha256 != corpus_of(tmp_path / "two").sha256
 
 
-def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizing_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     corpus_of(write(tmp_path / "a.txt", STRANGE))
@@ -160,7 +160,7 @@ def test_tokenising_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_signal_while_tokenising_leaves_no_file_behind(tmp_path: Path, text_file: Path) -> None:
+def test_a_signal_while_tokenizing_leaves_no_file_behind(tmp_path: Path, text_file: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     line = "        parts.append(str(path))\n"
@@ -195,7 +195,7 @@ def test_the_memory_of_a_tensor_outlives_its_name() -> None:
         (b"a" * 20 + b"\xed\xa0\x80" + b"a" * 20, 20),
     ],
 )
-def test_invalid_utf8_is_an_error_with_the_file_and_the_place(
+def test_invalid_utf8_is_an_error_with_file_and_position(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     content: bytes,
@@ -335,7 +335,7 @@ def test_epochs_cut_the_text_at_other_places() -> None:
 
 
 @pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
-def test_windows_lie_in_the_text_and_targets_are_inputs_one_on(n: int) -> None:
+def test_targets_are_the_inputs_shifted_by_one(n: int) -> None:
     b = batches(n)
     for step in range(30):
         x, y = b.rows(step, 0, 1)
@@ -347,7 +347,7 @@ def test_windows_lie_in_the_text_and_targets_are_inputs_one_on(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [9, 17, 30, 100])
-def test_every_character_is_trained_on_in_time_but_for_the_last_few(n: int) -> None:
+def test_all_but_the_last_few_characters_are_trained_on(n: int) -> None:
     b = batches(n)
     seen = {i for step in range(100) for i in b.rows(step, 0, 1)[0].flatten().tolist()}
     assert seen == set(range(len(seen)))
@@ -364,7 +364,7 @@ def test_training_never_touches_the_validation_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "/text/input.txt"])
-def test_text_that_cannot_be_read_or_ids_that_have_no_room_are_an_error_with_the_place(
+def test_a_failed_read_or_write_of_text_names_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
     def fail(*_: Any) -> None:

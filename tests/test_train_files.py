@@ -61,13 +61,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a.safetensors"
 
 
-def test_what_is_written_is_read_again(file: Path) -> None:
+def test_written_tensors_are_read_back(file: Path) -> None:
     tensors, metadata = train.read_safetensors(file)
     assert_same(tensors, TENSORS)
     assert metadata == {"format": "pt", "a": "é🙂"}
 
 
-def test_the_official_library_reads_what_is_written_here(file: Path) -> None:
+def test_the_official_library_reads_our_files(file: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     torch_files = pytest.importorskip("safetensors.torch")
     assert_same(torch_files.load_file(file), TENSORS)
@@ -75,7 +75,7 @@ def test_the_official_library_reads_what_is_written_here(file: Path) -> None:
         assert opened.metadata()["a"] == "é🙂"
 
 
-def test_what_the_official_library_writes_is_read_here(tmp_path: Path) -> None:
+def test_files_of_the_official_library_are_read(tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     theirs = {name: t.contiguous() for name, t in TENSORS.items()}
     torch_files.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
@@ -84,7 +84,7 @@ def test_what_the_official_library_writes_is_read_here(tmp_path: Path) -> None:
     assert metadata == {"a": "b"}
 
 
-def test_a_file_without_tensors_is_a_file(tmp_path: Path) -> None:
+def test_a_file_may_hold_no_tensors(tmp_path: Path) -> None:
     train.write_safetensors(tmp_path / "a.safetensors", {}, {})
     assert train.read_safetensors(tmp_path / "a.safetensors") == ({}, {})
 
@@ -203,9 +203,7 @@ def stalled(directory: Path, body: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "Path.replace"])
-def test_a_kill_in_the_middle_of_writing_leaves_the_old_file(
-    file: Path, tmp_path: Path, moment: str
-) -> None:
+def test_a_kill_during_a_write_keeps_the_old_file(file: Path, tmp_path: Path, moment: str) -> None:
     old = file.read_bytes()
     process = stalled(
         tmp_path,
@@ -222,7 +220,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_old_file(
     assert file.read_bytes() == old
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
+def test_a_write_syncs_the_file_first_and_the_directory_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, synced = tmp_path / "a.safetensors", []
@@ -235,7 +233,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_name_is(
     assert synced == [("file", False), ("directory", True)]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+def test_a_failed_write_leaves_only_the_old_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = file.read_bytes()
@@ -302,7 +300,7 @@ def test_a_fresh_directory_has_no_checkpoint(checkpoints: Checkpoints) -> None:
     assert checkpoints.load_latest() is None
 
 
-def test_two_checkpoints_are_kept_with_the_best_weights_that_they_refer_to(
+def test_two_checkpoints_are_kept_with_their_best_weights(
     checkpoints: Checkpoints,
 ) -> None:
     for step, best in [(10, 10), (20, 20), (30, 20), (40, 40), (50, 40)]:
@@ -321,7 +319,7 @@ def test_two_checkpoints_are_kept_with_the_best_weights_that_they_refer_to(
     ]
 
 
-def test_best_weights_whose_checkpoint_was_never_written_are_dropped(
+def test_best_weights_without_their_checkpoint_are_deleted(
     checkpoints: Checkpoints,
 ) -> None:
     """They are written just before the checkpoint that refers to them."""
@@ -338,7 +336,7 @@ def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -
     assert names(checkpoints) == ["checkpoint-00000010", "checkpoint-00000020"]
 
 
-def test_a_broken_newest_checkpoint_gives_way_with_a_word(
+def test_a_broken_newest_checkpoint_is_skipped_with_a_note(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(checkpoints, 10, 10)
@@ -349,7 +347,7 @@ def test_a_broken_newest_checkpoint_gives_way_with_a_word(
     assert "checkpoint of step 20 is skipped" in capsys.readouterr().out
 
 
-def test_a_checkpoint_whose_best_weights_are_broken_gives_way(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_with_broken_best_weights_is_skipped(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10, 10)
     save(checkpoints, 20, 20)
     spoil(checkpoints.path("best", 20))
@@ -357,7 +355,7 @@ def test_a_checkpoint_whose_best_weights_are_broken_gives_way(checkpoints: Check
     assert loaded is not None and loaded[1]["step"] == 10
 
 
-def test_broken_best_weights_alone_lose_no_checkpoint(
+def test_a_valid_checkpoint_loads_without_its_best_weights(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(checkpoints, 10, 10)
@@ -369,7 +367,7 @@ def test_broken_best_weights_alone_lose_no_checkpoint(
     assert "note: best-00000010.safetensors is damaged: " in capsys.readouterr().out
 
 
-def test_a_broken_checkpoint_takes_no_whole_ones_place(checkpoints: Checkpoints) -> None:
+def test_a_broken_checkpoint_replaces_no_valid_one(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     save(checkpoints, 20)
     spoil(checkpoints.path("checkpoint", 20))
@@ -406,7 +404,7 @@ def test_a_file_of_another_kind_is_a_broken_checkpoint(
         checkpoints.load_latest()
 
 
-def test_a_checkpoint_that_cannot_be_opened_gives_way(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_that_cannot_be_opened_is_skipped(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     checkpoints.path("checkpoint", 15).symlink_to("nowhere")
     checkpoints.path("checkpoint", 20).mkdir()
@@ -415,7 +413,7 @@ def test_a_checkpoint_that_cannot_be_opened_gives_way(checkpoints: Checkpoints) 
     assert loaded is not None and loaded[1]["step"] == 10
 
 
-def test_other_files_in_the_directory_are_let_alone(checkpoints: Checkpoints) -> None:
+def test_other_files_in_the_directory_are_left_alone(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     for name in ("checkpoint-best.safetensors", "checkpoint-1.txt", "notes"):
         (checkpoints.directory / name).write_text("mine")
@@ -425,7 +423,7 @@ def test_other_files_in_the_directory_are_let_alone(checkpoints: Checkpoints) ->
     assert checkpoints.steps("checkpoint") == [30, 20]
 
 
-def test_a_training_may_go_on_with_another_length_and_schedule() -> None:
+def test_a_run_may_resume_with_another_length_and_schedule() -> None:
     now = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
     train.check_resumable(state_of(7), now)
 
@@ -443,7 +441,7 @@ def test_a_training_may_go_on_with_another_length_and_schedule() -> None:
         ("validation_fraction", 0.1, 0.2),
     ],
 )
-def test_what_defines_a_training_may_not_change(name: str, was: Any, now: Any) -> None:
+def test_the_values_that_define_a_run_may_not_change(name: str, was: Any, now: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} was {was!r} and is {now!r}"):
         train.check_resumable(state_of(7), state_of(0, **{name: now}))
 
@@ -458,7 +456,7 @@ def test_every_difference_is_named() -> None:
         train.check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
 
 
-def test_a_full_disk_is_a_checkpoint_error_and_the_earlier_ones_stay(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
     """The limit on the size of a file stands for the end of the disk."""
     probe = (
         "import resource, signal, sys, torch\n"
@@ -547,7 +545,7 @@ def test_transformers_computes_the_same_logits(
     assert float((ours - other).abs().max()) < 1e-4
 
 
-def test_transformers_computes_the_same_logits_past_the_context(
+def test_transformers_computes_the_same_logits_beyond_context(
     artefact: Path, theirs: tuple[Any, Any], text: str
 ) -> None:
     model, tokenizer = load_artefact(artefact)
@@ -587,7 +585,7 @@ def test_transformers_gives_the_text_back_exactly(
         assert theirs[1].decode(theirs[1](sample)["input_ids"]) == sample
 
 
-def test_transformers_takes_a_character_never_seen_for_a_space(theirs: tuple[Any, Any]) -> None:
+def test_transformers_reads_an_unknown_character_as_a_space(theirs: tuple[Any, Any]) -> None:
     assert theirs[1].decode(theirs[1]("aЪb")["input_ids"]) == "a b"
 
 
@@ -727,7 +725,7 @@ def test_documents_that_disagree_are_a_format_error(copied: Path, name: str, cha
     [None, b"", b"\xff\xfe", b"[]", b"null", b"[" * 200_000],
     ids=["missing", "empty", "binary", "list", "null", "deep"],
 )
-def test_files_that_are_not_what_they_should_be_are_a_format_error(
+def test_an_invalid_file_of_a_model_is_a_format_error(
     copied: Path, name: str, content: bytes | None
 ) -> None:
     (copied / name).unlink()
@@ -737,7 +735,7 @@ def test_files_that_are_not_what_they_should_be_are_a_format_error(
         load_artefact(copied)
 
 
-def test_an_added_hyperparameter_of_the_recipe_is_no_obstacle(copied: Path) -> None:
+def test_an_added_recipe_hyperparameter_is_accepted(copied: Path) -> None:
     change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
     change_json(copied, "training.json", lambda d: d.update(script_sha256="f" * 64))
     model, _ = load_artefact(copied)
@@ -754,7 +752,7 @@ def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
-def test_a_checkpoint_whose_weights_are_others_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_weights_is_refused(trained: Path, tmp_path: Path) -> None:
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
@@ -765,7 +763,7 @@ def test_a_checkpoint_whose_weights_are_others_is_refused(trained: Path, tmp_pat
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
-def test_a_directory_that_is_not_there_is_a_format_error(tmp_path: Path) -> None:
+def test_a_missing_directory_is_a_format_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError):
         load_artefact(tmp_path / "none")
 
@@ -780,7 +778,7 @@ def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_pat
     assert len(tokenizer) == model.embed.num_embeddings
 
 
-def test_without_a_checkpoint_there_is_no_model(tmp_path: Path) -> None:
+def test_export_without_a_checkpoint_makes_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -112,7 +112,7 @@ def furthest(one: Sequence[float], other: Sequence[float]) -> float:
 @pytest.mark.parametrize(
     "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
 )
-def test_any_number_of_processes_and_hosts_follows_the_same_losses(
+def test_losses_do_not_depend_on_processes_or_hosts(
     tmp_path: Path, text: str, alone: Alone, precision: str, tolerance: float
 ) -> None:
     expected = alone(precision)
@@ -125,7 +125,7 @@ def test_any_number_of_processes_and_hosts_follows_the_same_losses(
 @pytest.mark.parametrize(
     "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
 )
-def test_the_losses_tell_when_gradients_are_not_synchronised(
+def test_unsynchronized_gradients_change_the_losses(
     tmp_path: Path, text: str, alone: Alone, precision: str, tolerance: float
 ) -> None:
     """The test above would be worth little if it passed without DDP."""
@@ -137,7 +137,7 @@ def test_the_losses_tell_when_gradients_are_not_synchronised(
     assert furthest(alone(precision), apart) > 5 * tolerance
 
 
-def test_ranks_that_share_the_optimizer_follow_the_same_losses(
+def test_sharing_the_optimizer_does_not_change_the_losses(
     tmp_path: Path, text: str, alone: Alone
 ) -> None:
     command = edited_script(tmp_path / "train.py", ("SHARED_FROM = 1 << 22", "SHARED_FROM = 0"))
@@ -145,7 +145,7 @@ def test_ranks_that_share_the_optimizer_follow_the_same_losses(
     assert furthest(alone("float32"), shared) < 1e-5
 
 
-def test_accumulated_gradients_follow_the_same_losses(
+def test_accumulating_gradients_does_not_change_the_losses(
     tmp_path: Path, text: str, alone: Alone
 ) -> None:
     how = dict(precision="float32", gradient_accumulation_steps=3)
@@ -183,9 +183,7 @@ def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> 
     return ends
 
 
-def test_ranks_average_gradients_in_the_type_of_the_products(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_ranks_average_gradients_in_the_compute_type(tmp_path: Path, text_file: Path) -> None:
     """In three steps, as DDP lays its buckets out anew after its first."""
     probe = (
         "errors = {'float32': 2**-18, 'bfloat16': 2**-6, 'float16': 2**-9}\n"
@@ -256,7 +254,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4])
-def test_a_training_killed_twice_ends_with_the_same_bits(
+def test_a_run_killed_twice_ends_with_the_same_bits(
     tmp_path: Path, text: str, n_ranks: int
 ) -> None:
     arguments = words(**EXACT, processes=n_ranks)
@@ -292,9 +290,7 @@ def test_a_training_killed_twice_ends_with_the_same_bits(
     assert not list((host / "checkpoints").glob(".*"))
 
 
-def test_a_signal_checkpoints_at_the_next_step_and_going_on_ends_with_the_same_bits(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_bits(tmp_path: Path, text: str) -> None:
     how = {**SMALL, "dropout": 0.2, "max_steps": 40, "log_interval": 1, "eval_interval": 40}
     arguments = words(**how, processes=2)
     undisturbed = run(arguments, cwd=tmp_path, env=make_hosts(tmp_path / "calm", text)[0])
@@ -317,7 +313,7 @@ def test_a_signal_checkpoints_at_the_next_step_and_going_on_ends_with_the_same_b
     assert_same_end(host, tmp_path / "calm/algo-1")
 
 
-def test_a_training_may_be_told_to_end_where_it_was_stopped(tmp_path: Path, text: str) -> None:
+def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path: Path, text: str) -> None:
     """Between two evaluations, so that the last step was never evaluated."""
     env = make_hosts(tmp_path, text)[0]
     how = {**SMALL, "log_interval": 1, "eval_interval": 100, "max_steps": 10_000}
@@ -357,9 +353,7 @@ def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> No
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint") == [10, 9]
 
 
-def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_resumed_run_may_change_its_steps_but_not_its_model(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
 
@@ -379,9 +373,7 @@ def test_a_training_goes_on_with_more_steps_but_not_with_another_model(
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
 
 
-def test_a_curve_longer_than_a_store_takes_is_resumed_by_several_ranks(
-    tmp_path: Path, text: str
-) -> None:
+def test_several_ranks_resume_an_11_mb_curve(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL, processes=2), cwd=tmp_path, env=env).status == 0
     checkpoints = Checkpoints(tmp_path / "algo-1/checkpoints")
@@ -395,7 +387,7 @@ def test_a_curve_longer_than_a_store_takes_is_resumed_by_several_ranks(
     assert [row["step"] for row in rows[89_998:]] == [9, 9, 10, 15, 20]
 
 
-def test_a_checkpoint_of_a_script_with_other_hyperparameters_is_not_gone_on_with(
+def test_a_checkpoint_with_other_hyperparameters_is_refused(
     tmp_path: Path,
 ) -> None:
     trainer = trainer_of(tmp_path)
@@ -406,7 +398,7 @@ def test_a_checkpoint_of_a_script_with_other_hyperparameters_is_not_gone_on_with
         train.parse_argv(["--resume", str(tmp_path)])
 
 
-def test_a_training_on_other_text_is_refused(tmp_path: Path, text: str) -> None:
+def test_resuming_with_other_text_is_refused(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
     file = tmp_path / "algo-1/input/data/training/input.txt"
@@ -416,9 +408,7 @@ def test_a_training_on_other_text_is_refused(tmp_path: Path, text: str) -> None:
     assert "ConfigError: " in end.last_line and "the text is not the same" in end.last_line
 
 
-def test_a_finished_training_launched_again_writes_its_artefact_again(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
     model = tmp_path / "algo-1/model/model.safetensors"
@@ -433,7 +423,7 @@ def test_a_finished_training_launched_again_writes_its_artefact_again(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_a_metric_is_the_same_when_its_steps_were_interrupted(
+def test_an_interruption_does_not_change_a_metric(
     tmp_path: Path, text: str, before: int, after: int
 ) -> None:
     """Checkpoints after every step, and an end between two metric lines."""
@@ -461,9 +451,7 @@ def test_a_metric_is_the_same_when_its_steps_were_interrupted(
     assert curves[0] == (curves[1] if before == after else pytest.approx(curves[1], rel=0.02))
 
 
-def test_outside_of_sagemaker_a_training_is_resumed_when_asked_for_and_not_else(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path: Path, text_file: Path) -> None:
     first = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path)
     assert first.status == 0, first.output
     model = tmp_path / "mine/model/model.safetensors"
@@ -502,7 +490,7 @@ def test_a_finished_run_whose_best_weights_broke_writes_a_model(
 
 
 @pytest.mark.parametrize("how", [{"out": "mine", "processes": 2}, {"resume": "mine"}])
-def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
+def test_a_directory_in_use_by_another_run_is_refused(
     tmp_path: Path, text_file: Path, how: dict[str, Any]
 ) -> None:
     long = {**SMALL, "max_steps": 10**6, "log_interval": 1, "eval_interval": 10**6}
@@ -519,7 +507,7 @@ def test_a_directory_in_which_a_training_is_at_work_is_refused_to_another(
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_training_that_began_while_the_text_was_read_is_not_gone_on_with(
+def test_a_run_that_began_during_tokenization_is_not_resumed(
     tmp_path: Path, text_file: Path
 ) -> None:
     place = "    trainer = Trainer(config, container, group, corpus)\n"
@@ -531,7 +519,7 @@ def test_a_training_that_began_while_the_text_was_read_is_not_gone_on_with(
     assert late.last_line.startswith("ConfigError: mine already holds a run; ")
 
 
-def test_a_directory_that_cannot_be_locked_is_taken_with_a_word(
+def test_a_directory_that_cannot_be_locked_is_used_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -545,9 +533,7 @@ def test_a_directory_that_cannot_be_locked_is_taken_with_a_word(
 # -- losses that are not finite --------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoint_stays(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoint(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     how = {**SMALL, "log_interval": 1}
     good = run(words(**how), cwd=tmp_path, env=env)
@@ -572,13 +558,13 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_the_last_good_checkpoin
     assert [row["step"] for row in rows] == list(range(1, 21))
 
 
-def test_a_training_that_learnt_nothing_says_so(tmp_path: Path, text_file: Path) -> None:
+def test_a_run_that_learned_nothing_says_so(tmp_path: Path, text_file: Path) -> None:
     nothing = words(**{**SMALL, "learning_rate": 1e6}, data=text_file)
     assert "note: guessing gives a loss of " in run(nothing, cwd=tmp_path).output
     assert "guessing" not in run(words(**SMALL, data=text_file), cwd=tmp_path).output
 
 
-def test_a_training_whose_text_tells_nothing_of_the_other_says_so(tmp_path: Path) -> None:
+def test_a_run_whose_texts_are_unrelated_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab" * 500, encoding="utf-8")
     (tmp_path / "b.txt").write_text("ddccbbaa" * 50, encoding="utf-8")
     how = words(**{**SMALL, "max_steps": 40}, data="a.txt", validation="b.txt")
@@ -598,7 +584,7 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
     ("share", "steps"),
     [(1e-9, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
 )
-def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint(
+def test_best_weights_are_exported_without_their_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -625,7 +611,7 @@ def test_the_artefact_holds_the_best_weights_though_their_step_has_no_checkpoint
     assert said in capsys.readouterr().out
 
 
-def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
+def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(tmp_path, eval_interval=5, checkpoint_seconds=3600)
@@ -643,7 +629,7 @@ def test_evaluations_write_checkpoints_in_a_fiftieth_of_the_time(
     ("said", "cost", "seconds"),
     [(0.0, 0.1, 60), (0.0, 2.0, 100), (0.0, 60.0, 600), (30.0, 2.0, 30)],
 )
-def test_the_timer_is_a_minute_or_up_to_ten_while_checkpoints_are_dear_or_as_said(
+def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: float, cost: float, seconds: float
 ) -> None:
     trainer = trainer_of(tmp_path, eval_interval=1000, checkpoint_seconds=said)
@@ -655,7 +641,7 @@ def test_the_timer_is_a_minute_or_up_to_ten_while_checkpoints_are_dear_or_as_sai
     assert trainer.wish() == train.CHECKPOINT
 
 
-def test_a_disk_too_full_for_the_model_is_told_with_what_is_kept(
+def test_a_full_disk_error_names_the_checkpoint_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -668,7 +654,7 @@ def test_a_disk_too_full_for_the_model_is_told_with_what_is_kept(
         trainer.run()
 
 
-def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> None:
+def test_nonfinite_weights_are_never_a_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.save_checkpoint()
     with torch.no_grad():
@@ -679,7 +665,7 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(tmp_path: Path) -> N
     assert trainer.checkpoints.steps("checkpoint") == [0]
 
 
-def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
+def test_a_nonfinite_loss_makes_no_checkpoint_and_no_metric(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_of(tmp_path)
@@ -706,7 +692,7 @@ def test_a_loss_that_is_not_finite_is_neither_a_checkpoint_nor_a_metric(
         ((6, 1), torch.float32),
     ],
 )
-def test_a_gpu_computes_in_the_short_type_that_it_is_fast_at(
+def test_each_gpu_computes_in_its_fastest_16_bit_type(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -722,7 +708,7 @@ def test_a_gpu_computes_in_the_short_type_that_it_is_fast_at(
         assert asked == getattr(torch, precision)
 
 
-def test_a_step_whose_gradients_are_infinite_changes_nothing_but_their_scale(
+def test_infinite_gradients_change_only_the_scale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
@@ -735,14 +721,14 @@ def test_a_step_whose_gradients_are_infinite_changes_nothing_but_their_scale(
         assert torch.equal(tensor, first[name]), name
 
 
-def test_gradients_that_are_infinite_at_any_scale_end_the_training(tmp_path: Path) -> None:
+def test_gradients_infinite_at_any_scale_end_the_run(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=100)
     trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteLossError, match=r"gradients are not .* or precision=float32"):
         trainer.run()
 
 
-def test_a_resumed_training_goes_on_with_the_scale_of_its_gradients(
+def test_a_resumed_run_keeps_the_scale_of_its_gradients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=5)
@@ -782,13 +768,13 @@ def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path: Path) -> None:
         assert float((states[1][name] - exact).norm()) <= 0.02 * float(exact.norm()), name
 
 
-def test_a_training_goes_on_in_another_type(tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_in_another_precision(tmp_path: Path) -> None:
     """As on another GPU."""
     for max_steps, precision in enumerate(("float16", "bfloat16", "float16", "float32"), start=5):
         assert trainer_of(tmp_path, precision=precision, max_steps=max_steps).run()
 
 
-def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_a_whole_one(
+def test_a_damaged_checkpoint_replaces_no_valid_one(
     tmp_path: Path,
 ) -> None:
     trainer = trainer_of(tmp_path)
@@ -839,7 +825,7 @@ def test_nothing_is_compiled_after_the_warm_up(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_process_warms_up_where_something_is_compiled_and_not_else(
+def test_one_process_warms_up_only_if_it_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **_: functools.partial(model))
@@ -850,7 +836,7 @@ def test_one_process_warms_up_where_something_is_compiled_and_not_else(
     assert warm_up.call_count == compiled
 
 
-def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
+def test_a_run_that_cannot_compile_says_so_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "compiling_pays", lambda *_: True)
@@ -862,7 +848,7 @@ def test_where_nothing_can_be_compiled_it_is_said_and_trained_all_the_same(
 
 
 @pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers"])
-def test_compiling_takes_triton_a_compiler_and_headers(
+def test_compiling_needs_triton_a_compiler_and_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None
 ) -> None:
     (tmp_path / "Python.h").touch()
@@ -884,7 +870,7 @@ def test_compiling_takes_triton_a_compiler_and_headers(
         ((8, 6), {"max_steps": 10}, 1, False),
     ],
 )
-def test_only_a_long_training_is_compiled_by_itself(
+def test_only_a_long_run_is_compiled_by_default(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     how: dict[str, Any],
@@ -899,7 +885,7 @@ def test_only_a_long_training_is_compiled_by_itself(
 
 
 @pytest.mark.parametrize("module", ["torch._inductor.exc", "triton.runtime.errors"])
-def test_a_compiler_that_fails_is_one_line_that_says_how_to_do_without(
+def test_a_compiler_error_is_one_line_that_names_compile_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     failure = type("Failure", (Exception,), {"__module__": module})
@@ -909,7 +895,7 @@ def test_a_compiler_that_fails_is_one_line_that_says_how_to_do_without(
         trainer.warm_up()
 
 
-def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> None:
+def test_compiling_does_not_change_the_losses_of_ranks(tmp_path: Path, text: str) -> None:
     """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
@@ -923,7 +909,7 @@ def test_compiled_ranks_follow_the_same_losses(tmp_path: Path, text: str) -> Non
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def test_every_evaluation_is_of_the_same_windows(tmp_path: Path) -> None:
+def test_every_evaluation_takes_the_same_windows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
 
     def value() -> float:
@@ -936,7 +922,7 @@ def test_every_evaluation_is_of_the_same_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_windows, count", [(0, 62), (1, 1), (10, 10), (10**6, 62)])
-def test_validation_windows_are_distinct_and_spread_over_the_part(
+def test_validation_windows_are_distinct_and_evenly_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_windows: int, count: int
 ) -> None:
     trainer = trainer_of(tmp_path, eval_windows=n_windows)
@@ -955,7 +941,7 @@ def test_validation_windows_are_distinct_and_spread_over_the_part(
     assert not gaps or max(gaps) - min(gaps) <= 32
 
 
-def test_evaluation_is_the_mean_over_the_windows_without_dropout(tmp_path: Path) -> None:
+def test_evaluation_is_the_mean_loss_without_dropout(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, eval_windows=0, precision="float32", dropout=0.5)
     generator = torch.Generator().manual_seed(1)
     for parameter in trainer.model.parameters():  # the layers begin as nothing, also to dropout
@@ -968,9 +954,7 @@ def test_evaluation_is_the_mean_over_the_windows_without_dropout(tmp_path: Path)
         assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
 
 
-def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path: Path, text_file: Path) -> None:
     """With as many threads each as a machine of four cores would give them."""
     probe = (
         "torch.set_num_threads(4 // ranks.world_size)\n"
@@ -1011,12 +995,12 @@ def test_the_metric_line_has_each_number_under_its_name() -> None:
     assert "val_loss" not in train.metric_line(row, 2000, 0)
 
 
-def test_a_metric_line_can_tell_any_time() -> None:
+def test_a_metric_line_can_show_any_duration() -> None:
     assert "time_left=115740740 days" in train.metric_line({"step": 1}, 10**16, 1e15)
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
-def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
+def test_each_metric_regex_finds_only_its_own_number(
     prefix: str,
 ) -> None:
     row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
@@ -1037,9 +1021,7 @@ def test_each_metric_regex_finds_its_number_alone_also_behind_the_tag_of_mpirun(
     }
 
 
-def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(
-    tmp_path: Path, text: str
-) -> None:
+def test_samples_are_escaped_in_a_log_of_ascii(tmp_path: Path, text: str) -> None:
     env = {**make_hosts(tmp_path, text)[0], "PYTHONIOENCODING": "ascii"}
     end = run(words(**{**SMALL, "sample_length": 150}), cwd=tmp_path, env=env)
     assert end.status == 0, end.output
@@ -1047,7 +1029,7 @@ def test_a_log_of_fewer_characters_than_the_text_holds_the_samples_escaped(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_training_ends_with_the_status_of_its_signal(
+def test_a_stopped_run_exits_with_the_status_of_its_signal(
     tmp_path: Path, text: str, number: signal.Signals
 ) -> None:
     env = make_hosts(tmp_path, text)[0]
@@ -1059,7 +1041,7 @@ def test_a_stopped_training_ends_with_the_status_of_its_signal(
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 
-def test_ctrl_c_that_reaches_the_parent_alone_stops_its_ranks(tmp_path: Path, text: str) -> None:
+def test_ctrl_c_to_the_parent_stops_its_ranks(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 10_000}, processes=2)
     with started(endless, cwd=tmp_path, env=env) as process:
@@ -1084,9 +1066,7 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path, text: str, processe
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 
-def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_run_whose_log_has_no_reader_stops_with_a_checkpoint(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 1_000_000}, processes=2)
     with started(endless, cwd=tmp_path, env=env, stderr=subprocess.PIPE) as process:
@@ -1100,9 +1080,7 @@ def test_a_training_whose_log_nobody_reads_any_more_stops_with_a_checkpoint(
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
 
 
-def test_a_training_whose_terminal_is_closed_stops_with_a_checkpoint(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_run_whose_terminal_closes_stops_with_a_checkpoint(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 1_000_000, "log_interval": 1})
     ours, its = os.openpty()
@@ -1117,7 +1095,7 @@ def test_a_training_whose_terminal_is_closed_stops_with_a_checkpoint(
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps("checkpoint")
 
 
-def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
+def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
     base = make_hosts(tmp_path, text)[0]
     envs = [
         {
@@ -1141,9 +1119,7 @@ def test_under_mpirun_rank_0_alone_prints(tmp_path: Path, text: str) -> None:
     assert f" {len(tokenizer)} different ones\n" in first.output
 
 
-def test_one_process_trains_and_samples_without_importing_torchs_compiler(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: Path) -> None:
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
     code += "from launcher.model import load_artefact;"
     code += "train.sample_text(*load_artefact(pathlib.Path('out/model')), 9);"
@@ -1170,9 +1146,7 @@ def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file
     )
 
 
-def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
-    tmp_path: Path, text: str
-) -> None:
+def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path: Path, text: str) -> None:
     """A text of a few lines is soon learnt by heart, and the validation loss rises again."""
     (tmp_path / "small.txt").write_text(text[:1500], encoding="utf-8")
     (tmp_path / "other.txt").write_text(text[200_000:210_000], encoding="utf-8")
@@ -1195,7 +1169,7 @@ def test_the_artefact_is_of_the_best_validation_loss_and_not_the_last(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
+def test_the_first_lines_name_devices_and_choices(
     tmp_path: Path, text_file: Path, precision: str
 ) -> None:
     arguments = words(**SMALL, data=text_file, precision=precision, processes=2)
@@ -1216,7 +1190,7 @@ def test_the_first_lines_say_what_it_runs_on_and_what_was_chosen_for_that(
         (False, True, "fused operations"),
     ],
 )
-def test_a_training_on_a_gpu_says_of_what_operations_it_is_made(
+def test_a_run_on_a_gpu_names_its_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, compiled: bool, said: str
 ) -> None:
     trainer = trainer_of(tmp_path)
@@ -1255,7 +1229,7 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
         ),
     ],
 )
-def test_an_echo_of_another_failure_is_late_or_marked(
+def test_an_error_caused_by_another_rank_is_late_or_marked(
     received: list[int],
     parent: str | None,
     waits: list[int],
@@ -1278,7 +1252,7 @@ def test_an_echo_of_another_failure_is_late_or_marked(
     assert capsys.readouterr().err.splitlines()[-1] == last_line
 
 
-def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_file: Path) -> None:
+def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: Path) -> None:
     """SageMaker would take that for the reason of a failure."""
     line = "    kind = choose_device(config, container, ranks.world_size)\n"
     warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
@@ -1287,9 +1261,7 @@ def test_a_warning_is_told_without_the_name_of_its_class(tmp_path: Path, text_fi
     assert (end.status, end.output) == (2, "note: two lines\nDataError: none\n")
 
 
-def test_a_rank_that_hears_no_signal_does_not_outlive_one_that_failed(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path: Path, text_file: Path) -> None:
     line = "    kind = choose_device(config, container, ranks.world_size)\n"
     deaf = (
         "    if ranks.rank == 0:\n"
@@ -1305,7 +1277,7 @@ def test_a_rank_that_hears_no_signal_does_not_outlive_one_that_failed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
-def test_the_memory_of_freed_tensors_serves_the_next() -> None:
+def test_freed_tensors_memory_is_reused() -> None:
     code = (
         "import resource, torch\n"
         "from entry_point import train\n"

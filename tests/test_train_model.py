@@ -42,7 +42,7 @@ def test_a_prediction_sees_all_that_came_before() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 3e-3)]
 )
-def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_norm_and_its_gradient_equal_torchs(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
@@ -54,13 +54,13 @@ def test_the_norm_and_its_gradient_are_those_of_torch(dtype: torch.dtype, tolera
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
 
-def test_the_norm_of_a_row_whose_length_is_infinite_in_float16() -> None:
+def test_the_norm_handles_a_row_too_long_for_float16() -> None:
     x = torch.full((1, 384), 4000.0, dtype=torch.float16)  # 78,000 long
     torch.testing.assert_close(train.norm(x), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_gpu_takes_the_kernel_for_norms_where_there_is_one(
+def test_a_gpu_uses_the_norm_kernel_if_there_is_one(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Mock()
@@ -74,9 +74,7 @@ def test_a_gpu_takes_the_kernel_for_norms_where_there_is_one(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_in_training_is_that_of_torch(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_in_training_equals_torchs(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "QUERIES_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator).to(torch.bfloat16)
@@ -107,7 +105,7 @@ def test_sequences_of_a_batch_do_not_mix() -> None:
     torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-5)
 
 
-def test_with_targets_it_gives_their_mean_cross_entropy() -> None:
+def test_the_loss_is_the_mean_cross_entropy() -> None:
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     logits = model(x)
     by_hand = -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
@@ -118,7 +116,7 @@ def test_with_targets_it_gives_their_mean_cross_entropy() -> None:
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 4e-3)]
 )
-def test_the_loss_in_chunks_is_that_of_all_logits(
+def test_computing_the_loss_in_chunks_does_not_change_it(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, tied: bool
 ) -> None:
     x, y = ids(3, 8), ids(3, 8, seed=1)
@@ -140,7 +138,7 @@ def test_the_loss_in_chunks_is_that_of_all_logits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_masked_attention_does_not_cross_the_end_of_a_document(
+def test_masked_attention_stops_at_the_end_of_a_document(
     dtype: torch.dtype, dropout: float
 ) -> None:
     model = lively(dataclasses.replace(SMALL, dropout=dropout), dtype).train()
@@ -169,7 +167,7 @@ def test_an_untrained_model_knows_nothing() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n_hidden", [0, 24])
-def test_the_parameters_are_as_many_as_the_formula_says(tied: bool, n_hidden: int) -> None:
+def test_the_number_of_parameters_matches_the_formula(tied: bool, n_hidden: int) -> None:
     config = Config(n_layer=3, n_embd=48, n_head=4, n_hidden=n_hidden, tie_embeddings=tied)
     model = GPT(config, VOCABULARY_SIZE)
     hidden = n_hidden or 8 * 48 // 3
@@ -190,7 +188,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert before.shape == (1, 8, VOCABULARY_SIZE)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:
+def test_the_seed_determines_the_weights() -> None:
     def weights(seed: int) -> torch.Tensor:
         model = GPT(SMALL, VOCABULARY_SIZE)
         model.init_weights(seed)
@@ -203,7 +201,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_others() -> None:
     assert not torch.equal(one, weights(6))
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model, x = lively(dataclasses.replace(SMALL, dropout=0.5)), ids(1, 8)
     assert torch.equal(model(x), model(x))
     assert torch.equal(model(x), lively()(x))
@@ -212,7 +210,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_attention_for_bf16_training_is_the_fused_one(causal: bool) -> None:
+def test_bf16_attention_is_close_to_float32(causal: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 3, 8, 16, generator=generator).bfloat16() for _ in range(3))
     ours = train.attend(q.requires_grad_(), k, v, causal, dropout=0.0)
@@ -220,7 +218,7 @@ def test_the_attention_for_bf16_training_is_the_fused_one(causal: bool) -> None:
     torch.testing.assert_close(ours.float(), exact, atol=3e-2, rtol=2e-2)
 
 
-def test_its_gradients_are_those_of_the_fused_one() -> None:
+def test_bf16_attention_gradients_are_close_to_float32() -> None:
     generator = torch.Generator().manual_seed(2)
     base = [torch.randn(2, 3, 8, 16, generator=generator) for _ in range(3)]
     rows = []
@@ -264,7 +262,7 @@ def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
 @pytest.mark.parametrize(
     "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
 )
-def test_top_p_keeps_the_fewest_that_hold_so_much_probability(top_p: float, kept: int) -> None:
+def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: int) -> None:
     p = train.logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
     assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
@@ -282,7 +280,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(64, 64), (128, 32)])
-def test_orthogonalised_matrices_have_singular_values_near_one(
+def test_orthogonalized_matrices_have_singular_values_near_one(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """As near as three rounds come: from a spread of 1 : 1000 to within 0.88 of one."""
@@ -301,9 +299,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.01)]
 )
-def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient(
-    dtype: torch.dtype, error: float
-) -> None:
+def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype: torch.dtype, error: float) -> None:
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
     one = train.orthogonalize(matrices, dtype)
     for size in (1e-9, 1e6):
@@ -312,7 +308,7 @@ def test_orthogonalising_does_not_depend_on_the_size_of_the_gradient(
     assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), dtype).any())
 
 
-def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
+def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
     parts = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     gradients = [
         torch.randn(16, 16, generator=torch.Generator().manual_seed(9 + i)) for i in range(3)
@@ -337,7 +333,7 @@ def test_parts_of_a_fused_matrix_are_updated_as_matrices_of_their_own() -> None:
         ("cuda", (12, 768, 768), True),
     ],
 )
-def test_orthogonalising_is_shared_where_it_is_more_work_than_sending(
+def test_orthogonalizing_is_shared_if_that_saves_time(
     device: str, shape: tuple[int, ...], pays: bool
 ) -> None:
     with FakeTensorMode():
@@ -345,7 +341,7 @@ def test_orthogonalising_is_shared_where_it_is_more_work_than_sending(
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_that_share_the_orthogonalising_get_what_one_gets(
+def test_sharing_the_orthogonalizing_changes_no_update(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -385,7 +381,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied
     assert all(bool(tensor.any()) for tensor in one.state().values())
 
 
-def test_weight_decay_is_of_the_matrices_alone() -> None:
+def test_weight_decay_shrinks_only_the_matrices() -> None:
     for optimizer in ("muon", "adamw"):
         config = dataclasses.replace(SMALL, optimizer=optimizer, weight_decay=0.5)
         model = lively(config)
@@ -398,7 +394,7 @@ def test_weight_decay_is_of_the_matrices_alone() -> None:
             assert shrunk == name.startswith("blocks"), (optimizer, name)
 
 
-def test_gradients_are_clipped_to_the_norm_asked_for() -> None:
+def test_gradients_are_clipped_to_grad_clip() -> None:
     config = dataclasses.replace(SMALL, grad_clip=1e-3, optimizer="adamw")
     model = lively(config)
     for parameter in model.parameters():
@@ -423,7 +419,7 @@ def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
     return train.Trainer(config, container, alone(), corpus)
 
 
-def test_short_windows_double_up_to_the_block_size_and_cut_the_same_text(tmp_path: Path) -> None:
+def test_short_windows_double_up_to_the_block_size(tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, short_windows=0.6, max_steps=10, device="cpu")
     lengths = [train.window_length(step, config) for step in range(10)]
     assert lengths == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8]
@@ -439,7 +435,7 @@ def test_short_windows_double_up_to_the_block_size_and_cut_the_same_text(tmp_pat
 @pytest.mark.parametrize(
     ("short_windows", "expected"), [(0.6, [1, 2, 4, 8]), (1.0, [1, 2, 4]), (0.0, [8])]
 )
-def test_the_warm_up_makes_two_steps_of_each_length_of_windows(
+def test_the_warm_up_makes_two_steps_of_each_window_length(
     tmp_path: Path, short_windows: float, expected: list[int]
 ) -> None:
     config = dataclasses.replace(SMALL, short_windows=short_windows, max_steps=10**9, device="cpu")
@@ -451,7 +447,7 @@ def test_the_warm_up_makes_two_steps_of_each_length_of_windows(
 
 
 @pytest.mark.parametrize("passes", [2, 4, 12])
-def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path, passes: int) -> None:
+def test_accumulated_gradients_equal_the_whole_batchs(tmp_path: Path, passes: int) -> None:
     config = dataclasses.replace(SMALL, precision="float32", device="cpu")
     whole = trainer_of(config, tmp_path)
     parts = trainer_of(dataclasses.replace(config, gradient_accumulation_steps=passes), tmp_path)
@@ -544,26 +540,26 @@ def test_the_learning_rate_falls_linearly_to_almost_nothing() -> None:
     assert scale(99) == pytest.approx(1 / 80)
 
 
-def test_the_learning_rate_ends_at_the_part_asked_for() -> None:
+def test_the_learning_rate_ends_at_final_learning_rate() -> None:
     assert scale(60, final_learning_rate=0.1) == pytest.approx(0.1 + 0.9 * 0.5)
     assert scale(100, final_learning_rate=0.1) == pytest.approx(0.1)
     assert scale(99, final_learning_rate=1.0) == 1.0
 
 
-def test_the_learning_rate_warms_up_linearly_and_never_starts_at_nothing() -> None:
+def test_the_learning_rate_warms_up_linearly_from_above_zero() -> None:
     assert [scale(s, warmup_steps=4) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-def test_without_a_decay_the_learning_rate_stays() -> None:
+def test_the_learning_rate_is_constant_without_a_decay() -> None:
     assert scale(99, decay_fraction=0.0) == 1.0
 
 
-def test_a_warm_up_and_decay_of_the_whole_training_are_possible() -> None:
+def test_warm_up_and_decay_may_span_the_whole_run() -> None:
     scales = [scale(s, warmup_steps=100, decay_fraction=1.0) for s in range(100)]
     assert all(0 < s <= 1 for s in scales)
 
 
-def test_no_learning_rate_given_means_that_of_the_optimizer() -> None:
+def test_the_default_learning_rate_depends_on_the_optimizer() -> None:
     assert Config().peak_learning_rate == 0.02
     assert Config(optimizer="adamw").peak_learning_rate == 0.001
     assert Config(learning_rate=0.5).peak_learning_rate == 0.5

@@ -75,7 +75,7 @@ def some_container(**changes: Any) -> Container:
 # -- the container ---------------------------------------------------------------------------------
 
 
-def test_the_variables_say_where_things_are(base: Path, tmp_path: Path) -> None:
+def test_the_variables_set_the_directories(base: Path, tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     container = container_of(
         base,
@@ -118,7 +118,7 @@ def test_the_variables_say_where_things_are(base: Path, tmp_path: Path) -> None:
         {"SM_NUM_GPUS": "", "SM_MODEL_DIR": ""},
     ],
 )
-def test_resourceconfig_stands_in_for_variables_missing_or_broken(
+def test_resourceconfig_replaces_missing_or_broken_variables(
     base: Path, broken: dict[str, str]
 ) -> None:
     container = container_of(base, **broken)
@@ -127,9 +127,7 @@ def test_resourceconfig_stands_in_for_variables_missing_or_broken(
 
 
 @pytest.mark.parametrize("values", [{}, {"SM_MODEL_DIR": "", "SM_OUTPUT_DATA_DIR": ""}])
-def test_directories_have_their_places_without_variables_or_words_in_them(
-    base: Path, values: dict[str, str]
-) -> None:
+def test_directories_have_defaults_without_variables(base: Path, values: dict[str, str]) -> None:
     container = container_of(base, **values, **({"SM_CHANNEL_TRAINING": ""} if values else {}))
     assert container.training == base / "input/data/training"
     assert container.model_dir == base / "model"
@@ -139,7 +137,7 @@ def test_directories_have_their_places_without_variables_or_words_in_them(
 
 
 @pytest.mark.parametrize("resources", [None, "{}", "{broken", "[]", '{"hosts": "algo-1"}'])
-def test_hosts_that_nothing_tells_are_an_error(base: Path, resources: str | None) -> None:
+def test_unknown_hosts_are_an_error(base: Path, resources: str | None) -> None:
     file = base / "input/config/resourceconfig.json"
     file.unlink()
     if resources is not None:
@@ -148,12 +146,12 @@ def test_hosts_that_nothing_tells_are_an_error(base: Path, resources: str | None
         container_of(base, SM_HOSTS="[algo-1]", SM_CURRENT_HOST="algo-1")
 
 
-def test_a_host_that_is_not_among_the_hosts_is_an_error(base: Path) -> None:
+def test_a_current_host_outside_the_hosts_is_an_error(base: Path) -> None:
     with pytest.raises(TopologyError, match="SM_CURRENT_HOST='algo-9'"):
         container_of(base, SM_HOSTS='["algo-3", "algo-4"]', SM_CURRENT_HOST="algo-9")
 
 
-def test_a_missing_training_channel_is_an_error_that_names_those_there_are(base: Path) -> None:
+def test_a_missing_training_channel_error_lists_the_channels(base: Path) -> None:
     (base / "input/data/training").rmdir()
     with pytest.raises(DataError, match="'training' is missing; the job's channels: none"):
         container_of(base)
@@ -163,7 +161,7 @@ def test_a_missing_training_channel_is_an_error_that_names_those_there_are(base:
         container_of(base)
 
 
-def test_a_file_named_by_hand_goes_before_a_container_around(base: Path) -> None:
+def test_a_named_file_overrides_the_container(base: Path) -> None:
     env = {"SAGEMAKER_BASE_DIR": str(base)}
     container = train.read_container(env, Options(data="input.txt", out="here"))
     assert not container.inside
@@ -172,14 +170,14 @@ def test_a_file_named_by_hand_goes_before_a_container_around(base: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["data", "resume", "out", "validation"])
-def test_in_a_job_of_sagemaker_no_place_is_named_by_hand(base: Path, name: str) -> None:
+def test_a_sagemaker_job_refuses_path_options(base: Path, name: str) -> None:
     """Each host would train a model of its own, outside of what SageMaker keeps."""
     env = {"SAGEMAKER_BASE_DIR": str(base), "SM_HOSTS": '["algo-1"]'}
     with pytest.raises(ConfigError, match=f"--{name}: in a container SageMaker sets the paths"):
         train.read_container(env, Options(**{name: "here"}))  # type: ignore[arg-type]
 
 
-def test_outside_of_a_container_each_training_gets_a_directory_of_its_own(
+def test_outside_a_container_each_run_has_its_own_directory(
     text_file: Path, tmp_path: Path
 ) -> None:
     arguments = words(**{**SMALL, "max_steps": 1}, data=text_file)
@@ -219,19 +217,19 @@ def test_torchrun_goes_before_open_mpi() -> None:
     assert ranks is not None and (ranks.rank, ranks.local_rank) == (4, 0)
 
 
-def test_smddprun_tells_no_local_size_and_its_hosts_share_evenly() -> None:
+def test_under_smddprun_hosts_have_equally_many_ranks() -> None:
     env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ranks = train.read_ranks(env, 2)
     assert ranks is not None and ranks.local_world_size == 4
     assert train.read_ranks({**env, **OPEN_MPI}, 2) == train.Ranks(5, 8, 1, 4, "mpirun")
 
 
-def test_an_address_alone_is_no_sign_of_a_launcher() -> None:
+def test_a_master_address_alone_is_not_a_launcher() -> None:
     assert train.read_ranks({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, 2) is None
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI], ids=["torchrun", "mpirun"])
-def test_a_group_that_does_not_cover_the_hosts_is_an_error(env: dict[str, str]) -> None:
+def test_a_group_of_too_few_hosts_is_an_error(env: dict[str, str]) -> None:
     with pytest.raises(TopologyError, match=r"group of 8 with 4 on this host, but .* 3 hosts"):
         train.read_ranks(env, 3)
 
@@ -276,36 +274,36 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-def test_gpus_that_torch_does_not_see_are_an_error(gpus: Any) -> None:
+def test_gpus_invisible_to_torch_are_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 0"):
         train.choose_device(Config(), some_container(num_gpus=4), 1)
 
 
-def test_a_part_of_the_gpus_is_an_error(gpus: Any) -> None:
+def test_seeing_only_some_of_the_gpus_is_an_error(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 1"):
         train.choose_device(Config(), some_container(num_gpus=4), 4)
 
 
-def test_the_cpu_can_be_asked_for_in_spite_of_gpus(gpus: Any) -> None:
+def test_device_cpu_is_allowed_on_a_gpu_host(gpus: Any) -> None:
     gpus(0)
     assert train.choose_device(Config(device="cpu"), some_container(num_gpus=4), 1) == "cpu"
 
 
-def test_a_gpu_asked_for_where_there_is_none_is_an_error(gpus: Any) -> None:
+def test_device_cuda_without_a_gpu_is_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"device=cuda, but torch .* sees no GPU"):
         train.choose_device(Config(device="cuda"), some_container(), 1)
 
 
-def test_mps_asked_for_where_there_is_none_is_an_error(gpus: Any) -> None:
+def test_device_mps_without_mps_is_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
         train.choose_device(Config(device="mps"), some_container(), 1)
 
 
-def test_mps_asked_for_is_never_answered_with_cuda(gpus: Any) -> None:
+def test_device_mps_never_selects_cuda(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
         train.choose_device(Config(device="mps"), some_container(), 1)
@@ -323,7 +321,7 @@ def test_mps_asked_for_is_never_answered_with_cuda(gpus: Any) -> None:
         ((9, 0), ["gfx90a", "gfx942"], True),  # ROCm's names
     ],
 )
-def test_a_gpu_that_torch_has_no_kernels_for_is_an_error(
+def test_a_gpu_without_torch_kernels_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: list[str], known: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -334,9 +332,7 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_an_error(
         train.check_kernels(torch.device("cuda", 0))
 
 
-def test_a_rank_works_on_its_own_gpu_once_that_is_known_to_be_of_use(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_selects_and_checks_its_own_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(4)
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
@@ -355,20 +351,20 @@ def test_each_gpu_gets_a_process(gpus: Any) -> None:
         train.local_processes(Config(), container, Options(processes=2))
 
 
-def test_a_launcher_that_uses_a_part_of_the_gpus_is_an_error(gpus: Any) -> None:
+def test_a_launcher_that_uses_only_some_gpus_is_an_error(gpus: Any) -> None:
     gpus(4)
     ranks = train.Ranks(0, 1, 0, 1, "mpirun")
     with pytest.raises(TopologyError, match="4 GPUs, and mpirun started 1 process on it"):
         train.train(Config(), Options(), some_container(num_gpus=4), ranks)
 
 
-def test_the_cpu_runs_as_many_processes_as_asked_for(gpus: Any) -> None:
+def test_the_processes_option_sets_the_cpu_processes(gpus: Any) -> None:
     gpus(0)
     assert train.local_processes(Config(), some_container(num_gpus=0), Options()) == 1
     assert train.local_processes(Config(), some_container(), Options(processes=3)) == 3
 
 
-def test_why_a_group_could_not_be_joined_is_told_without_places_in_cpp(
+def test_a_group_error_omits_the_cpp_stack_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -389,7 +385,7 @@ def test_why_a_group_could_not_be_joined_is_told_without_places_in_cpp(
 # -- real processes --------------------------------------------------------------------------------
 
 
-def test_hosts_started_alone_form_one_group_and_leave_one_model(text: str, tmp_path: Path) -> None:
+def test_hosts_started_alone_form_one_group_and_make_one_model(text: str, tmp_path: Path) -> None:
     first, second = run_hosts(
         words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", text, n_hosts=2)
     )
@@ -408,7 +404,7 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
-def test_hosts_that_are_not_all_in_the_group_are_refused(text: str, tmp_path: Path) -> None:
+def test_a_group_without_all_hosts_is_refused(text: str, tmp_path: Path) -> None:
     first, _ = make_hosts(tmp_path / "ml", text, 2)  # twice, and the second not at all
     envs = [{**first, **place} for place in places_of_two()]
     ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
@@ -429,9 +425,7 @@ def hosts_by_hand() -> list[dict[str, str]]:
     return [{**env, **place} for place in places_of_two()]
 
 
-def test_hosts_without_names_that_have_different_text_are_told_by_rank(
-    text: str, tmp_path: Path
-) -> None:
+def test_unnamed_hosts_with_different_text_are_named_by_rank(text: str, tmp_path: Path) -> None:
     for name, content in {"0": text, "1": text.replace("Python", "Pythons", 1)}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "input.txt").write_text(content, encoding="utf-8")
@@ -449,7 +443,7 @@ def test_hosts_without_names_that_have_different_text_are_told_by_rank(
 
 
 @pytest.mark.parametrize("other", ["float16", "float32"])
-def test_hosts_that_are_fast_at_unlike_types_compute_in_float32(
+def test_hosts_with_unlike_fast_types_compute_in_float32(
     tmp_path: Path, text_file: Path, other: str
 ) -> None:
     place = (
@@ -467,7 +461,7 @@ def test_hosts_that_are_fast_at_unlike_types_compute_in_float32(
     assert "gradients averaged in float32" in ends[0].output
 
 
-def test_processes_share_all_cores_whoever_launched_them(tmp_path: Path, text_file: Path) -> None:
+def test_processes_share_all_cores_under_any_launcher(tmp_path: Path, text_file: Path) -> None:
     """Some builds of torch take one thread when Open MPI's variables are there."""
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     mpirun = {**OPEN_MPI_ALONE, "MASTER_ADDR": "127.0.0.1"}
@@ -479,15 +473,13 @@ def test_processes_share_all_cores_whoever_launched_them(tmp_path: Path, text_fi
         assert re.findall(r"(\d+) CPU thread", end.output) == [str(threads)]
 
 
-def test_hosts_that_torchrun_brought_together_are_counted(tmp_path: Path, text_file: Path) -> None:
+def test_hosts_of_a_torchrun_group_are_counted(tmp_path: Path, text_file: Path) -> None:
     first, second = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand())
     assert (first.status, second.status) == (0, 0), first.output + second.output
     assert "running on 2 hosts x 1 CPU = 2 processes" in first.output
 
 
-def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_unnamed_hosts_may_have_unequal_numbers_of_ranks(tmp_path: Path, text_file: Path) -> None:
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="3")
     envs = [
         {**env, "RANK": str(rank), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
@@ -499,7 +491,7 @@ def test_hosts_that_no_container_names_may_have_unequally_many_ranks(
 
 
 @pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 2], [1]]])
-def test_ranks_that_are_not_numbered_host_by_host_are_refused(
+def test_ranks_not_numbered_host_by_host_are_refused(
     tmp_path: Path, text_file: Path, hosts: list[list[int]]
 ) -> None:
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
@@ -518,9 +510,7 @@ def test_ranks_that_are_not_numbered_host_by_host_are_refused(
     assert any(words in ends[0].last_line for words in named)
 
 
-def test_ranks_whose_number_on_each_host_nobody_tells_train(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_ranks_train_without_local_world_size(tmp_path: Path, text_file: Path) -> None:
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="4")
     envs = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
     ends = run_hosts(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, envs=envs)
@@ -529,7 +519,7 @@ def test_ranks_whose_number_on_each_host_nobody_tells_train(
 
 
 @pytest.mark.parametrize("container", [True, False])
-def test_a_training_that_torchrun_starts_again_goes_on(
+def test_a_run_that_torchrun_restarts_resumes(
     text: str, text_file: Path, tmp_path: Path, container: bool
 ) -> None:
     step = "            wish = agreement()\n"
@@ -549,9 +539,7 @@ def test_a_training_that_torchrun_starts_again_goes_on(
     assert (tmp_path / "ml/algo-1/model/model.safetensors").exists()
 
 
-def test_a_restart_that_knows_no_directory_to_go_on_in_is_refused(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_restart_without_a_directory_is_refused(tmp_path: Path, text_file: Path) -> None:
     end = run(
         words(**SMALL, data=text_file),
         cwd=tmp_path,
@@ -561,7 +549,7 @@ def test_a_restart_that_knows_no_directory_to_go_on_in_is_refused(
     assert end.last_line.startswith("ConfigError: --out has to name the directory that a restart")
 
 
-def test_each_host_shares_its_own_things_when_torchrun_started_the_hosts(tmp_path: Path) -> None:
+def test_each_torchrun_host_shares_within_itself(tmp_path: Path) -> None:
     """Outside of SageMaker nothing but the ranks tells one host from another."""
     probe = tmp_path / "probe.py"
     probe.write_text(
@@ -624,14 +612,12 @@ def test_a_copy_of_the_one_file_trains(lone_copy: Path, command: list[str], proc
     assert list(lone_copy.glob("runs/*/model/model.safetensors"))
 
 
-def test_without_a_text_it_says_how_to_name_one(tmp_path: Path) -> None:
+def test_a_run_without_text_says_how_to_name_one(tmp_path: Path) -> None:
     end = run([], cwd=tmp_path, env=environment(SAGEMAKER_BASE_DIR=str(tmp_path)))
     assert (end.status, end.last_line) == (2, "DataError: no text: name it with --data FILE")
 
 
-def test_a_batch_that_the_processes_cannot_share_stops_at_once(
-    text_file: Path, tmp_path: Path
-) -> None:
+def test_a_batch_the_processes_cannot_share_is_refused(text_file: Path, tmp_path: Path) -> None:
     end = run([*words(data=text_file, processes=5)], cwd=tmp_path)
     assert end.status == 2
     assert end.last_line.startswith("ConfigError: batch_size=12 cannot be shared by 5 processes")
@@ -639,9 +625,7 @@ def test_a_batch_that_the_processes_cannot_share_stops_at_once(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_failure_of_any_rank_ends_the_job_with_its_reason_last(
-    text_file: Path, tmp_path: Path, rank: int
-) -> None:
+def test_a_failed_ranks_reason_is_the_last_line(text_file: Path, tmp_path: Path, rank: int) -> None:
     copy = tmp_path / "train.py"
     source = SCRIPT.read_text()
     line = "            self.step += 1\n"
@@ -657,9 +641,7 @@ def test_the_failure_of_any_rank_ends_the_job_with_its_reason_last(
     assert end.last_line == "DataError: the dog ate it"
 
 
-def test_an_unforeseen_failure_says_where_it_was_without_the_words_of_the_code(
-    text_file: Path, tmp_path: Path
-) -> None:
+def test_an_unexpected_error_names_its_place_without_code(text_file: Path, tmp_path: Path) -> None:
     edit = ("    corpus = load_corpus(container, config, group)\n", "    corpus = 1 / 0\n")
     command = edited_script(tmp_path / "train.py", edit)
     end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command)
@@ -669,7 +651,7 @@ def test_an_unforeseen_failure_says_where_it_was_without_the_words_of_the_code(
     assert "Traceback" not in end.output
 
 
-def test_a_rank_that_is_killed_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "train.py"
     source = SCRIPT.read_text()
     line = "            self.step += 1\n"
@@ -686,9 +668,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_a_reason(text_file: Path, tmp_p
     )
 
 
-def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
-    text_file: Path, tmp_path: Path
-) -> None:
+def test_running_out_of_memory_is_one_line_with_advice(text_file: Path, tmp_path: Path) -> None:
     bounded = ("bash", "-c", 'ulimit -v 6000000; exec "$@"', "bash", sys.executable, str(SCRIPT))
     much = {**SMALL, "batch_size": 100_000, "n_embd": 1024, "gradient_accumulation_steps": 1}
     end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
@@ -699,7 +679,7 @@ def test_memory_that_does_not_suffice_is_one_line_with_what_to_do(
     assert "  at " not in end.output
 
 
-def test_a_port_that_is_taken_is_one_line_with_what_to_do(tmp_path: Path, text: str) -> None:
+def test_a_port_in_use_is_one_line_with_advice(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text, n_hosts=2)[0]
     with socket.create_server(("127.0.0.1", int(env["MASTER_PORT"]))):
         end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
@@ -732,7 +712,7 @@ def test_a_hung_rank_ends_the_run_with_its_name(hanging: subprocess.Popen[str]) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_run_that_hangs(
+def test_a_second_signal_ends_a_hung_run(
     hanging: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     hanging.send_signal(number)
@@ -745,7 +725,7 @@ def test_a_second_signal_ends_a_run_that_hangs(
     assert end.last_line == "ending now; steps after the newest checkpoint are lost"
 
 
-def test_a_rank_that_halts_for_a_while_is_let_alone(hanging: subprocess.Popen[str]) -> None:
+def test_a_rank_that_pauses_briefly_is_not_ended(hanging: subprocess.Popen[str]) -> None:
     time.sleep(3)
     os.kill(ranks_of(hanging)[1], signal.SIGCONT)
     time.sleep(4)
@@ -756,7 +736,7 @@ def test_a_rank_that_halts_for_a_while_is_let_alone(hanging: subprocess.Popen[st
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_whose_only_rank_hangs_ends_too(tmp_path: Path, text: str, rank: int) -> None:
+def test_all_hosts_end_if_a_hosts_only_rank_hangs(tmp_path: Path, text: str, rank: int) -> None:
     with ExitStack() as stack:
         hosts = [
             stack.enter_context(started(words(**ENDLESS, processes=1), cwd=tmp_path, env=env))
@@ -770,7 +750,7 @@ def test_a_host_whose_only_rank_hangs_ends_too(tmp_path: Path, text: str, rank: 
             assert re.match(NO_SIGN.format(rank, f"algo-{rank + 1}"), end.last_line)
 
 
-def test_a_rank_that_gets_nowhere_is_named_though_it_lives(text: str, tmp_path: Path) -> None:
+def test_a_live_rank_without_progress_is_named(text: str, tmp_path: Path) -> None:
     step = "            self.step += 1\n"
     stuck = "            if (self.step, group.rank) == (7, 2): time.sleep(1000)\n"
     command = edited_script(tmp_path / "stuck.py", (step, step + stuck))
@@ -784,7 +764,7 @@ def test_a_rank_that_gets_nowhere_is_named_though_it_lives(text: str, tmp_path: 
 
 
 @pytest.mark.parametrize("patience", [1800, 1])
-def test_a_rank_may_be_as_slow_as_it_said(patience: float) -> None:
+def test_a_rank_may_take_as_long_as_it_announced(patience: float) -> None:
     """While it writes a large checkpoint, say; those that wait for it are let alone too."""
     store = train.serve_store("127.0.0.1", train.listen("127.0.0.1", 0))
     hung: list[str] = []
@@ -801,19 +781,19 @@ def test_a_rank_may_be_as_slow_as_it_said(patience: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-def test_a_run_on_one_host_listens_on_loopback_alone(tmp_path: Path, text_file: Path) -> None:
+def test_a_run_on_one_host_listens_only_on_loopback(tmp_path: Path, text_file: Path) -> None:
     endless = words(**ENDLESS, data=text_file, processes=2)
     with started(endless, cwd=tmp_path) as process:
         wait_for_line(process, "step=5/")
         assert listening([process.pid, *ranks_of(process)]) == {"127.0.0.1"}
 
 
-def test_the_line_of_a_failure_is_one_line() -> None:
+def test_a_failure_is_reported_in_one_line() -> None:
     line = train.failure_report(DataError("two\nlines"))
     assert line == "DataError: two lines"
 
 
-def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_knows(
+def test_a_failure_in_a_container_has_a_name_the_toolkit_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SM_FRAMEWORK_MODULE", "sagemaker_pytorch_container.training:main")
@@ -828,7 +808,7 @@ def test_in_a_container_the_line_of_a_failure_holds_a_name_that_the_toolkit_know
     ("ranks", "port"),
     [({}, "any"), ({}, "70000"), ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "any")],
 )
-def test_a_port_that_is_none_is_one_line(
+def test_an_invalid_port_is_one_line(
     tmp_path: Path, text: str, ranks: dict[str, str], port: str, host: int
 ) -> None:
     env = {**make_hosts(tmp_path, text, n_hosts=2)[host], **ranks, "MASTER_PORT": port}
@@ -845,7 +825,7 @@ def test_a_port_that_is_none_is_one_line(
         MemoryError(),
     ],
 )
-def test_memory_that_ran_out_has_one_name_on_every_device(
+def test_out_of_memory_has_one_name_on_every_device(
     monkeypatch: pytest.MonkeyPatch, text_file: Path, error: Exception
 ) -> None:
     monkeypatch.setattr(train, "train", Mock(side_effect=error))

@@ -64,7 +64,7 @@ def two_hosts(request: pytest.FixtureRequest, finished: Finished) -> tuple[list[
     return hosts, launcher
 
 
-def test_two_hosts_leave_one_model_on_the_first_alone(two_hosts: tuple[list[Host], str]) -> None:
+def test_two_hosts_leave_one_model_on_the_first_host(two_hosts: tuple[list[Host], str]) -> None:
     (first, second), _ = two_hosts
     assert "model.safetensors" in {path.name for path in first.model.iterdir()}
     assert list(second.model.iterdir()) == []
@@ -78,7 +78,7 @@ def test_two_hosts_are_one_group_and_say_so_once(two_hosts: tuple[list[Host], st
     assert training_of(hosts[0])["world_size"] == 4
 
 
-def test_four_ranks_on_two_hosts_follow_the_losses_of_one_process(
+def test_four_ranks_on_two_hosts_have_the_losses_of_one(
     two_hosts: tuple[list[Host], str], excerpt: str, tmp_path: Path
 ) -> None:
     hosts, _ = two_hosts
@@ -94,7 +94,7 @@ def test_four_ranks_on_two_hosts_follow_the_losses_of_one_process(
             assert together[name] == pytest.approx(alone[name], rel=1e-4)
 
 
-def test_hosts_that_are_each_started_alone_make_one_model_and_say_so(finished: Finished) -> None:
+def test_hosts_started_alone_make_one_model_and_say_so(finished: Finished) -> None:
     """The typo {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places."""
     hosts = finished("typo", hosts=2, launcher="typo", values={**VALUES, "processes": 2})
     assert_done(hosts)
@@ -153,7 +153,7 @@ def declared(hosts: list[Host]) -> dict[int, tuple[dict[str, str | None], list[s
     }
 
 
-def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host]) -> None:
+def test_a_host_with_broken_variables_joins_the_group(broken: list[Host]) -> None:
     env, _ = declared(broken)[3]
     assert env["SM_HOSTS"] == "[algo-1,algo-2]"
     assert not env["SM_CURRENT_HOST"]
@@ -164,17 +164,17 @@ def test_a_host_whose_variables_are_broken_is_in_the_one_group(broken: list[Host
     assert list(broken[1].model.iterdir()) == []
 
 
-def test_mpirun_alone_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
+def test_mpirun_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
     found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
     assert found == [(None, None)] * 4
 
 
-def test_no_rank_under_mpirun_fills_the_log_with_nccls_messages(broken: list[Host]) -> None:
+def test_under_mpirun_nccl_logs_only_warnings(broken: list[Host]) -> None:
     """The toolkit's own default is INFO, whatever the job's environment says."""
     assert {env["NCCL_DEBUG"] for env, _ in declared(broken).values()} == {"WARN"}
 
 
-def test_ranks_that_nobody_gives_threads_share_the_cores_of_their_host(broken: list[Host]) -> None:
+def test_ranks_share_the_cores_of_their_host_by_default(broken: list[Host]) -> None:
     threads = max(1, train.available_cores() // 2)
     assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
@@ -240,7 +240,7 @@ DIE = (
 
 
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
-def test_a_rank_that_dies_fails_the_job_in_seconds_and_names_the_cause(
+def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     launcher: str, excerpt: str, tmp_path: Path
 ) -> None:
     edited_script(tmp_path / "train.py", DIE)
@@ -257,9 +257,7 @@ def test_a_rank_that_dies_fails_the_job_in_seconds_and_names_the_cause(
 
 
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
-def test_a_hyperparameter_that_only_the_ranks_can_refuse_is_named(
-    launcher: str, finished: Finished
-) -> None:
+def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher: str, finished: Finished) -> None:
     values = {**VALUES, "batch_size": 7}
     host = finished(f"refused-{launcher}", launcher=launcher, values=values)[0]
     assert host.status == 1, host.log
@@ -278,7 +276,7 @@ def test_pytorchddp_dies_without_mpi4py_and_names_no_cause(finished: Finished) -
 # -- the end of a job ------------------------------------------------------------------------------
 
 
-def test_containers_end_with_the_tests_however_those_end(tmp_path: Path) -> None:
+def test_containers_end_even_if_the_tests_are_killed(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}

@@ -55,7 +55,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     return place
 
 
-def test_from_an_empty_account_to_a_sample_no_name_is_typed(
+def test_an_empty_account_yields_a_sample_without_typed_names(
     account: Emulator, installed: Path, user: dict[str, str], home: Path, text_file: Path
 ) -> None:
     def command(*words: str) -> Ran:
@@ -104,7 +104,7 @@ def as_launcher(account: Emulator, policy: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", keys["SecretAccessKey"])
 
 
-def test_the_policies_allow_what_the_commands_need_and_nothing_else(
+def test_the_policies_allow_only_what_the_commands_need(
     account: Emulator,
     cli: Callable[..., Ran],
     home: Path,
@@ -251,7 +251,7 @@ def elsewhere(access: Access) -> Iterator[Access]:
             yield Access(access.action, access.resource, {})
 
 
-def test_the_bucket_is_closed_and_clears_up() -> None:
+def test_the_bucket_is_private_and_deletes_old_checkpoints() -> None:
     """By the template, since moto leaves such properties out."""
     resources = decode.decode(str(infra.TEMPLATE))[0]["Resources"]
     bucket = resources["Bucket"]["Properties"]
@@ -267,7 +267,7 @@ def test_the_bucket_is_closed_and_clears_up() -> None:
     assert resources["Bucket"]["DeletionPolicy"] == resources["Key"]["DeletionPolicy"] == "Retain"
 
 
-def test_the_role_serves_sagemaker_for_our_jobs_of_this_account_alone(
+def test_the_role_serves_only_our_sagemaker_jobs(
     account: Emulator, cli: Callable[..., Ran]
 ) -> None:
     assert cli("infra", "deploy", "--yes").code == 0

@@ -25,7 +25,7 @@ def failed(cli: Callable[..., Ran], ran: Ran) -> str:
     return told.out
 
 
-def test_a_hyperparameter_that_only_the_container_can_refuse(
+def test_a_hyperparameter_that_the_container_refuses(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     # It has one GPU, so the launcher expects one process; the emulator shows two.
@@ -173,7 +173,7 @@ def test_a_job_that_outruns_its_time(
     assert f"reason:      {state}" in told
 
 
-def test_a_directory_that_the_console_made_is_no_text(
+def test_a_folder_object_of_the_console_is_ignored(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], text: str
 ) -> None:
     s3.put_object(Bucket=s3.bucket, Key="mine/", Body=b"")

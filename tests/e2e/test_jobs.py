@@ -85,7 +85,7 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
     assert len(sampled.out) >= 50
 
 
-def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
+def test_a_job_falls_back_to_the_next_instance_type(
     aws: Emulator, command: Callable[..., Ran], text_file: Path
 ) -> None:
     aws.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
@@ -108,7 +108,7 @@ def test_a_job_runs_on_the_next_type_if_the_first_has_no_capacity(
     assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
 
 
-def test_a_model_of_subword_tokens_is_trained_and_tuned_on_two_hosts(
+def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
     aws: Emulator, command: Callable[..., Ran], text_file: Path
 ) -> None:
     uploaded = command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
@@ -131,7 +131,7 @@ def test_a_model_of_subword_tokens_is_trained_and_tuned_on_two_hosts(
     assert "step=0/" in log
 
 
-def test_an_edited_model_is_sampled_by_the_script_it_was_launched_with(
+def test_an_edited_model_is_sampled_with_its_own_script(
     aws: Emulator, home: Path, command: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
@@ -214,7 +214,7 @@ def resumed_from(log: str) -> int:
     return int(step)
 
 
-def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
+def test_an_interrupted_spot_job_ends_with_the_same_result(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
 ) -> None:
     two = ("--instance-count", "2")
@@ -239,7 +239,7 @@ def test_a_spot_job_that_lost_its_machines_ends_as_if_undisturbed(
     assert described["billable_seconds"] < described["training_seconds"]
 
 
-def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
+def test_a_stopped_and_resumed_job_ends_with_the_same_result(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
 ) -> None:
     expected = result_of(cli, s3, launch_long(), tmp_path / "undisturbed")
@@ -261,7 +261,7 @@ def test_a_stopped_job_that_is_resumed_ends_as_if_undisturbed(
     assert min(steps_of(log)) > 20
 
 
-def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
+def test_a_spot_job_stopped_while_interrupted_stays_stopped(
     aws: Emulator, s3: Any, launch_long: Callable[..., str], cli: Callable[..., Ran]
 ) -> None:
     spot = launch_long("--spot", *HOLD)
@@ -273,7 +273,7 @@ def test_a_spot_job_that_is_stopped_while_it_lost_its_machines_stays_stopped(
     assert [t["Status"] for t in job.transitions][-2:] == ["Stopping", "Stopped"]
 
 
-def test_after_a_job_s3_holds_the_checkpoints_that_its_container_does(
+def test_s3_and_the_container_hold_the_same_checkpoints(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     slow = (LOOP, SLOWER)  # so that each of them is sent
@@ -296,7 +296,7 @@ def checkpoints_of(aws: Emulator, job_id: str) -> Path:
     return cluster_of(aws, job_id).hosts[0].checkpoints
 
 
-def test_the_log_of_a_job_is_there_while_it_runs(
+def test_a_jobs_log_is_readable_while_it_runs(
     aws: Emulator, launch_long: Callable[..., str], cli: Callable[..., Ran]
 ) -> None:
     job_id = launch_long(*HOLD)

@@ -285,7 +285,7 @@ def test_a_request_is_judged_as_iam_judges_it(case: str) -> None:
     assert allowed([document], action, resource, context) is expected
 
 
-def test_any_of_several_documents_may_allow_and_any_may_deny() -> None:
+def test_each_document_may_allow_and_each_may_deny() -> None:
     one = {"Version": "2012-10-17", "Statement": allow("s3:GetObject")}
     other = {"Version": "2012-10-17", "Statement": allow("s3:PutObject")}
     no = {"Version": "2012-10-17", "Statement": [deny("s3:*")]}
@@ -304,6 +304,6 @@ def test_any_of_several_documents_may_allow_and_any_may_deny() -> None:
     ],
     ids=["an old version", "a principal", "a number", "a date", "a list without a quantifier"],
 )
-def test_what_is_not_known_is_refused_and_not_guessed(document: dict[str, Any]) -> None:
+def test_an_unknown_policy_element_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError):
         allowed([document], "s3:ListBucket", BUCKET, {"s3:max-keys": "5", **TAGS})
