@@ -215,7 +215,9 @@ def write_gguf(
         # llama.cpp keeps the weights of norms in float32.
         kind = gguf.GGMLQuantizationType.F32 if tensor.dim() == 1 else tensor_type
         values = gguf.quants.quantize(tensor.float().numpy(), kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        assert theirs is not None
+        writer.add_tensor(theirs, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

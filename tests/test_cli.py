@@ -236,9 +236,12 @@ def test_wrong_arguments_name_the_help_to_read(
             for command in ["", *COMMANDS]
             for option in word_options(command)
             for rest in [
-                {"": ["jobs"], "fetch-and-sample": ["some-job"], "track": ["some-job"]}.get(
-                    command, []
-                )
+                {
+                    "": ["jobs"],
+                    "fetch-and-sample": ["some-job"],
+                    "track": ["some-job"],
+                    "export": ["some-job", "--to", "x"],
+                }.get(command, [])
             ]
         ],
     ],
