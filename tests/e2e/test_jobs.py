@@ -201,7 +201,9 @@ def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tup
         file = tar.extractfile("metrics.jsonl")
         assert file is not None
         rows = [json.loads(line) for line in file.read().splitlines()]
-    return weights, [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+    return weights, [
+        {k: v for k, v in row.items() if k not in ("tokens_per_second", "time")} for row in rows
+    ]
 
 
 def steps_of(log: str) -> list[int]:
