@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import warm
+
 from entry_point import train
 
 SCRIPT = Path(train.__file__).resolve()
@@ -116,10 +118,13 @@ def started(
     stderr: int = subprocess.STDOUT,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running training, whose processes are all gone afterwards."""
-    process = subprocess.Popen(
+    env = dict(env or environment())
+    start = warm.Process if warm.serves(command, env) else subprocess.Popen
+    process = start(
         [*command, *arguments],
         cwd=cwd,
-        env=dict(env or environment()),
+        env=env,
+        stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         text=True,
