@@ -3637,8 +3637,10 @@ def log(line: str) -> None:
             raise
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        with suppress(OSError):  # it may be the same reader's
-            sys.stderr.write("the reader of the log is gone; stopping the run\n")
+            try:
+                sys.stderr.write("the reader of the log is gone; stopping the run\n")
+            except OSError:  # the same reader's; Python would try again at the end, and exit by 120
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())
         signal.raise_signal(signal.SIGTERM)
 
 

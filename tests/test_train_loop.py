@@ -164,6 +164,7 @@ def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> 
         "group = train.Group(ranks, torch.device('cpu'), container)\n"
         f"{probe}"
         "group.close()\n"
+        "sys.stdout.flush()\n"
         "os._exit(0)\n"
     )
     port = str(free_port())
