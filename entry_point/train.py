@@ -1510,6 +1510,20 @@ CHECKPOINT_SHARE = 0.02
 LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
 
 
+def read_drill(words: str | None) -> tuple[int, int, str] | None:
+    """Rank, step and deed (raise, kill, hang) of NANOGPT_FAULT=RANK:STEP:DEED.
+
+    It shows what a failure looks like, without waiting for one. Only a run that begins at step 0
+    fails so: what resumes it goes on.
+    """
+    if words is None:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+):(raise|kill|hang)", words)
+    if match is None:
+        raise ConfigError(f"NANOGPT_FAULT={words}: set RANK:STEP:raise, kill or hang")
+    return int(match[1]), int(match[2]), match[3]
+
+
 class Trainer:
     """One run: the model, its optimizer, its data, and its progress."""
 
@@ -1775,6 +1789,14 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
+    def fail_on_purpose(self, deed: str) -> None:
+        if deed == "raise":
+            raise OSError("NANOGPT_FAULT asked for this error")
+        if deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not self.stop_signal:  # hang
+            time.sleep(0.1)
+
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
@@ -1790,11 +1812,14 @@ class Trainer:
             self.log_sample("before training", config.sample_length // 3)
         if self.container.init_from is not None and self.step == 0:
             self.log_metrics(True, 0.0, 0.0)  # of the model as it was
+        drill = read_drill(os.environ.get("NANOGPT_FAULT")) if self.step == 0 else None
         steps_timed, started = 0, time.perf_counter()
         while self.step < config.max_steps:
             now = time.monotonic()
             group.expect(5 * (now - began))  # of the last step, so that long ones have their time
             began = now
+            if drill and drill[:2] == (group.rank, self.step):
+                self.fail_on_purpose(drill[2])
             agreement = group.largest_soon(self.wish())
             self.loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)

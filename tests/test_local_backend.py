@@ -59,12 +59,6 @@ def wait_for_end(job: Finished) -> str:
     )
 
 
-def failing(path: Path, at_step: int, on_rank: int, what: str) -> Path:
-    """A copy of train.py that does something else on one rank before one step."""
-    wrong = f"        if (step, self.group.rank) == ({at_step}, {on_rank}):\n            {what}\n"
-    return launching.edited(path, (STEP, STEP + wrong))
-
-
 def write_job(directory: Path, text_file: Path, hosts: int = 1) -> None:
     """What a launch writes down of a job."""
     job = TrainingJob(instance="local", instance_count=hosts, data=text_file.as_uri())
@@ -394,21 +388,19 @@ def test_job_ids_of_one_second_differ_and_suit_sagemaker() -> None:
 def test_a_rank_that_raises_ends_the_job_with_its_reason(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    copy = failing(tmp_path / "mine.py", 3, 1, 'raise ValueError("the first cause")')
-    words = launching.launching(
-        *("--entry-point", str(copy), "--processes-per-instance", "2"), data=text_file, **ENDLESS
-    )
-    ran = launching.command(*words, home=home)
+    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
+    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:3:raise"})
     assert ran.code == 1
     job = Finished(home, ran.out.strip())
-    assert f"job {job.job_id} failed: ValueError: the first cause" in ran.error
+    reason = "OSError: NANOGPT_FAULT asked for this error"
+    assert f"job {job.job_id} failed: {reason}" in ran.error
     assert f"`sm-nanogpt logs {job.job_id}`" in ran.error
     told = launching.command("status", job.job_id, home=home)
     assert re.search(r"^state: +Failed$", told.out, re.MULTILINE)
-    assert re.search(r"^reason: +ValueError: the first cause$", told.out, re.MULTILINE)
+    assert re.search(rf"^reason: +{reason}$", told.out, re.MULTILINE)
     assert told.err == f"it left no checkpoint; read its log: `sm-nanogpt logs {job.job_id}`\n"
     failure = (job.directory / "hosts/algo-1/output/failure").read_text()
-    assert failure == "ValueError: the first cause"
+    assert failure == reason
     assert not launching.ranks_of(job.directory)
 
 
@@ -429,9 +421,8 @@ def test_a_killed_rank_fails_the_job_in_seconds(
 def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(
     home: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    copy = failing(tmp_path / "mine.py", 60, 0, "os.kill(os.getpid(), signal.SIGKILL)")
-    words = launching.launching("--entry-point", str(copy), data=text_file, **ENDLESS)
-    ran = launching.command(*words, home=home)
+    words = launching.launching(data=text_file, **ENDLESS)
+    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "0:60:kill"})
     assert ran.code == 1
     goes_on = f"`sm-nanogpt launch --resume {ran.out.strip()}`"
     assert goes_on in ran.error
@@ -658,7 +649,7 @@ def test_a_clock_set_back_hides_no_checkpoint(job: Finished) -> None:
 def test_a_resumed_jobs_first_checkpoint_is_not_its_own(
     home: Path, text_file: Path, job: Finished, tmp_path: Path
 ) -> None:
-    script = failing(tmp_path / "mine.py", 11, 0, "raise ValueError('early')")
+    script = launching.edited(tmp_path / "mine.py", (STEP, STEP + "        raise OSError\n"))
     words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
     ran = launching.command("launch", *words, home=home)
     assert ran.code == 1

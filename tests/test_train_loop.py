@@ -1202,18 +1202,20 @@ def test_a_run_on_a_gpu_names_its_operations(
 
 
 def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) -> None:
-    line = "            self.step += 1\n"
-    failing = "            assert self.step < 5 or group.rank < 1, 'that is enough'\n"
-    command = edited_script(tmp_path / "train.py", (line, line + failing))
-    env = make_hosts(tmp_path / "ml", text)[0]
+    env = {**make_hosts(tmp_path / "ml", text)[0], "NANOGPT_FAULT": "1:4:raise"}
     how = {**SMALL, "max_steps": 10**6, "log_interval": 1}
-    with started(words(**how, processes=2), cwd=tmp_path, env=env, command=command) as process:
+    with started(words(**how, processes=2), cwd=tmp_path, env=env) as process:
         wait_for_line(process, "step=4/")
         before = time.monotonic()
         end = ended(process, limit=60)
         assert time.monotonic() - before < 30
     assert end.status == 1
-    assert end.last_line == "AssertionError: that is enough"
+    assert end.last_line == "OSError: NANOGPT_FAULT asked for this error"
+
+
+def test_a_fault_that_is_misspelled_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"NANOGPT_FAULT=1:raise: set RANK:STEP:raise, kill"):
+        train.read_drill("1:raise")
 
 
 @pytest.mark.parametrize(

@@ -522,17 +522,16 @@ def test_ranks_train_without_local_world_size(tmp_path: Path, text_file: Path) -
 def test_a_run_that_torchrun_restarts_resumes(
     text: str, text_file: Path, tmp_path: Path, container: bool
 ) -> None:
-    step = "            wish = agreement()\n"
-    once = "            if self.step == 7 and 'TORCHELASTIC_RUN_ID' in os.environ:\n"
-    once += "                if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n"
-    _, script = edited_script(tmp_path / "dies.py", (step, step + once))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
     places = {} if container else {"data": text_file, "out": tmp_path / "ml/algo-1"}
     end = run(
         words(**SMALL, checkpoint_seconds=1e-6, **places),
         cwd=tmp_path,
-        env=make_hosts(tmp_path / "ml", text)[0] if container else environment(),
-        command=(*torchrun, "--nproc_per_node=2", script),
+        env={
+            **(make_hosts(tmp_path / "ml", text)[0] if container else environment()),
+            "NANOGPT_FAULT": "1:7:kill",
+        },
+        command=(*torchrun, "--nproc_per_node=2", str(SCRIPT)),
     )
     assert end.status == 0, end.output
     assert "resumed from the checkpoint of step " in end.output
@@ -751,12 +750,9 @@ def test_all_hosts_end_if_a_hosts_only_rank_hangs(tmp_path: Path, text: str, ran
 
 
 def test_a_live_rank_without_progress_is_named(text: str, tmp_path: Path) -> None:
-    step = "            self.step += 1\n"
-    stuck = "            if (self.step, group.rank) == (7, 2): time.sleep(1000)\n"
-    command = edited_script(tmp_path / "stuck.py", (step, step + stuck))
-    envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
-    arguments = words(**ENDLESS, processes=2)
-    for end in run_hosts(arguments, cwd=tmp_path, envs=envs, command=command):
+    hosts = make_hosts(tmp_path / "ml", text, n_hosts=2)
+    envs = [{**host, "NANOGPT_FAULT": "2:7:hang"} for host in hosts]
+    for end in run_hosts(words(**ENDLESS, processes=2), cwd=tmp_path, envs=envs):
         assert end.status == 1
         assert end.last_line.startswith(
             "HangError: rank 2 on algo-2 made no progress while the others waited for "

@@ -544,6 +544,7 @@ class Job(Cluster):
         script: Path = SCRIPT,
         smddprun: bool = False,
         second_environment_sed: str = "",
+        variables: Mapping[str, str] | None = None,
         new_image: bool = False,
     ) -> None:
         super().__init__(
@@ -554,6 +555,7 @@ class Job(Cluster):
             threads=threads,
             smddprun=smddprun,
             second_environment_sed=second_environment_sed,
+            variables=variables,
             new_image=new_image,
         )
         hyperparameters = {

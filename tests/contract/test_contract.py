@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import runs
 from container import Host, Job
+from launching import until
 from runs import SMALL, edited_script, words
 
 from entry_point import train
@@ -228,31 +229,21 @@ def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> N
 
 # -- failures --------------------------------------------------------------------------------------
 
-DIE = (
-    "            agreement = group.largest_soon(self.wish())\n",
-    """\
-            if group.rank == 3 and self.step == 3:
-                log(f"rank 3 dies at {time.time()}")
-                raise OSError("the disk is on fire")
-            agreement = group.largest_soon(self.wish())
-""",
-)
-
 
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
 def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     launcher: str, excerpt: str, tmp_path: Path
 ) -> None:
-    edited_script(tmp_path / "train.py", DIE)
-    options: dict[str, Any] = dict(launcher=launcher, hosts=2, script=tmp_path / "train.py")
+    fault = {"NANOGPT_FAULT": "3:3:raise"}
+    options: dict[str, Any] = dict(launcher=launcher, hosts=2, variables=fault)
     with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
+        until(lambda: "OSError: NANOGPT_FAULT" in job.log)
+        died = time.time()
         job.wait()
     # Of several hosts, SageMaker takes the reason of the one that failed first.
     assert job.failed_first is not None, job.log
-    assert 'ErrorMessage "OSError: the disk is on fire' in job.failed_first.failure
-    died = re.search(r"rank 3 dies at (\S+)", job.log)
-    assert died is not None
-    assert job.failed_at - float(died[1]) < 20
+    assert 'ErrorMessage "OSError: NANOGPT_FAULT asked' in job.failed_first.failure
+    assert job.failed_at - died < 20
     assert all(list(host.model.iterdir()) == [] for host in job.hosts)
 
 

@@ -21,7 +21,7 @@ from launcher import artefacts, storage
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 
-# A job that writes checkpoints after steps 20, 40 and 60, and with HOLD in its environment waits
+# A job that writes checkpoints after steps 20, 40 and 60, and with HOLD waits
 # after step 30 until its machines are gone, so that the same steps are always lost and done again.
 STEPS, HELD_AT = 60, 30
 LONG: dict[str, Any] = {
@@ -32,14 +32,8 @@ LONG: dict[str, Any] = {
     "eval_interval": 20,
     "dropout": 0.1,
 }
-HOLD = ("--environment", "HOLD=1")
+HOLD = ("--environment", f"NANOGPT_FAULT=0:{HELD_AT}:hang")
 LOOP = "        while self.step < config.max_steps:\n"
-HOLDING = f"""\
-        held = "HOLD" in os.environ and self.step == 0
-{LOOP}\
-            while held and self.step == {HELD_AT} and not self.stop_signal:
-                time.sleep(0.1)
-"""
 SLOWER = f"{LOOP}            time.sleep(0.03)\n"
 ALL_CHECKPOINTS = ("CHECKPOINT_SHARE = 0.02", "CHECKPOINT_SHARE = 1")
 
@@ -172,7 +166,7 @@ def launch_long(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> Callable[..., str]:
     """Launches the job, with some words more; returns its id."""
-    script = launching.edited(tmp_path / "train.py", (LOOP, HOLDING), ALL_CHECKPOINTS)
+    script = launching.edited(tmp_path / "train.py", ALL_CHECKPOINTS)
     fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
 
     def launch(*words: str) -> str:
