@@ -1,0 +1,65 @@
+"""The commands that the manual shows run in their order, page by page, and succeed."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import TINY, Finished, Ran, sets
+from test_docs import ROOT, shown_commands
+
+PAGES = (
+    "README",
+    "docs/changing-the-model",
+    "docs/export",
+    "docs/fine-tuning",
+    "docs/hyperparameters",
+    "docs/report",
+    "docs/runs",
+    "docs/tokens",
+    "docs/trackers",
+    "docs/troubleshooting",
+)
+# AWS, servers, compilers, and models of gigabytes have tests of their own.
+ELSEWHERE = {
+    *("doctor", "infra", "ml.g5.12xlarge", "play", "--interactive", "--mlflow"),
+    *("compile=on", "gguf", "./Qwen3-0.6B"),
+}
+
+
+def smaller(words: list[str]) -> list[str]:
+    """A launch as it is shown, but for the size of the model and of the run."""
+    if words[0] != "launch" or "SWEEP" in words:
+        return words
+    pairs = itertools.pairwise(["", *words, ""])
+    size = {"--preset", "--seeds", "--set"}
+    kept = [word for before, word in pairs if word not in size and before not in size][:-1]
+    if "--resume" in words:
+        return [*kept, *sets(max_steps=20)]
+    swept = {word.partition("=")[0] for word in words}
+    return [*kept, *sets(**{name: value for name, value in TINY.items() if name not in swept})]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_succeed(
+    page: str,
+    cli: Callable[..., Ran],
+    job: Finished,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
+    for name in ("input.txt", "letters.txt"):
+        shutil.copy(text_file, name)
+    Path("my.toml").write_text("max_steps = 10\n")
+    cli("upload-data", "input.txt")
+    for shown in shown_commands(ROOT / f"{page}.md"):
+        if ELSEWHERE.isdisjoint(shown):
+            deletes = shown[0] == "delete"
+            names = {"JOB-ID": "latest" if deletes else job.job_id, "SWEEP": "latest"}
+            words = smaller([names.get(word, word) for word in shown])
+            ran = cli(*words, *["--yes"] * deletes)
+            assert ran.code == 0, (words, ran.err)
