@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, ServiceError
 
@@ -68,6 +68,17 @@ def load_words(content: str) -> Tokenizer:
     return tokenizer
 
 
+def splits_as_gpt2(document: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json finds the words in a text as WORD does."""
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    found = {"use_regex": True, **(document.get("pre_tokenizer") or {})}
+    return (
+        document.get("normalizer") is None
+        and all(token["special"] for token in document["added_tokens"])
+        and {name: found.get(name) for name in plain} == plain
+    )
+
+
 class Encoder:
     """Turns text into ids, as bytes of the type `code`.
 
@@ -77,14 +88,7 @@ class Encoder:
 
     def __init__(self, content: str, code: str) -> None:
         self.tokenizer, self.code = load_words(content), code
-        document = json.loads(content)
-        plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        found = document["pre_tokenizer"] or {}
-        self.finds_words = (
-            document["normalizer"] is None
-            and not any(not token["special"] for token in document["added_tokens"])
-            and {name: found.get(name) for name in plain} == plain
-        )
+        self.finds_words = splits_as_gpt2(json.loads(content))
         self.known: dict[str, bytes] = {}
         self.size = 0
 

@@ -7,9 +7,11 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from entry_point import train
 from launcher import storage
+from launcher.encoder import splits_as_gpt2
 from launcher.errors import InputError
 from launcher.model import FindScript, load_artefact
 
+KINDS = ("hf", "gguf")
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 COPIED = ("tokenizer.json", "tokenizer_config.json", "training.json")
 
@@ -39,15 +43,16 @@ def export(
     it one file. dtype is a key of DTYPES. The target is written whole or not at all.
 
     Raises:
-        InputError: the target exists, or the model has no such form.
+        InputError: as check_request, or the model has no such form.
         TrainingError: the model is damaged.
     """
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise InputError(f"{target} exists; name another place")
+    check_request(target, kind, dtype)
     config = json.loads((directory / "config.json").read_bytes())
     if config.get("model_type") != "qwen3":
         raise InputError(f"the model's architecture is that of an edited script: {config['why']}")
     load_artefact(directory, find_script)  # which checks everything
+    if kind == "gguf":
+        check_words(directory)
     tensors, _ = train.read_safetensors(directory / "model.safetensors")
     tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
     with storage.reported(str(target)), made(target) as temporary:
@@ -56,6 +61,35 @@ def export(
         else:
             write_hugging_face(temporary, directory, config, tensors, license)
     return target
+
+
+def check_request(target: Path, kind: str, dtype: str) -> None:
+    """Raise InputError if no model can be written like this; asks nothing of the model."""
+    if kind not in KINDS:
+        raise InputError(f"format {kind!r}: must be one of {', '.join(KINDS)}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    empty = kind == "hf" and target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not empty:
+        raise InputError(f"{target} exists; name another place")
+    if kind == "gguf" and find_spec("gguf") is None:
+        raise InputError("GGUF needs a package: pip install 'sm-nanogpt[gguf]'")
+
+
+def check_words(directory: Path) -> None:
+    """Raise InputError unless llama.cpp's `gpt-2` gives the ids of a model's tokenizer."""
+    document = json.loads((directory / "tokenizer.json").read_bytes())
+    model = document["model"]
+    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+    if (
+        model["type"] != "BPE"
+        or not splits_as_gpt2(document)
+        or any(model.get(name) for name in others)
+    ):
+        raise InputError(
+            "llama.cpp has no tokenizer like this model's; for GGUF, train on text that"
+            " `upload-data --tokenizer bpe` encoded"
+        )
 
 
 @contextmanager
@@ -152,18 +186,9 @@ def write_gguf(
 
     The tokenizer splits words as GPT-2's does, which is llama.cpp's `gpt-2`.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise InputError("GGUF needs a package: pip install 'sm-nanogpt[gguf]'") from None
+    import gguf
 
     tokenizer = json.loads((directory / "tokenizer.json").read_bytes())
-    own_split = (tokenizer.get("pre_tokenizer") or {}).get("type") == "ByteLevel"
-    if tokenizer["model"]["type"] != "BPE" or not own_split:
-        raise InputError(
-            "llama.cpp has no tokenizer like this model's; for GGUF, train on text that"
-            " `upload-data --tokenizer bpe` encoded"
-        )
     writer = gguf.GGUFWriter(place, "qwen3")
     writer.add_name("sm-nanogpt")
     writer.add_context_length(config["max_position_embeddings"])

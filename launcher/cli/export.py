@@ -61,13 +61,16 @@ def export_command(
       sm-nanogpt export JOB-ID --to my-model --dtype bf16
       sm-nanogpt export JOB-ID --to my-model.gguf --format gguf
     """
+    from launcher.export import check_request, export
+
+    target = target.expanduser()
+    check_request(target, kind, dtype)
     settings = settings_of(context)
     directory = locate(model, settings, entry_point)
     from entry_point.train import TrainingError
-    from launcher.export import export
 
     try:
         find = finder(directory, settings, entry_point)
-        click.echo(export(directory, target.expanduser(), kind, dtype, license, find))
+        click.echo(export(directory, target, kind, dtype, license, find))
     except TrainingError as error:
         raise ServiceError(f"{directory}: {error}") from None
