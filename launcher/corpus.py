@@ -251,6 +251,7 @@ def send(
     if not upload.uploaded:
         return
     files = list(zip(upload.files, sources, strict=True))
+    storage.expect(progress, upload.size)
     for name, source in files:
         storage.write_file(source, storage.join(upload.uri, name), progress, settings)
     if digest_of(files) != upload.sha256:  # leave it without a manifest
@@ -485,6 +486,7 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
     content = bytearray()
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
+            storage.expect(progress, response.length or 0)
             while chunk := response.read(1 << 16):
                 content += chunk
                 progress(len(chunk))

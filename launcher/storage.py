@@ -36,6 +36,11 @@ TEMPORARY = ".tmp"  # suffix of files that are being written
 Progress = Callable[[int], object]  # gets the number of bytes since the last call
 
 
+def expect(progress: Progress, n: int) -> None:
+    """Tell a progress hook that has a method `expect` that n more bytes will come."""
+    getattr(progress, "expect", lambda n: None)(n)
+
+
 def to_uri(location: str | Path) -> str:
     """The URI of a location. Raises InputError as local_path."""
     path = local_path(str(location))
@@ -361,6 +366,7 @@ def fetch(
     files = list_files(uri, settings)
     if not files:
         raise ServiceError(f"{uri}: nothing is there")
+    expect(progress, sum(files.values()))
     copied = []
     with reported(uri):
         single = fs.isfile(path)

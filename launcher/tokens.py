@@ -33,7 +33,7 @@ from launcher.backends.cpu import cores
 from launcher.encoder import Batch, encoded
 from launcher.errors import InputError
 from launcher.model import LARGEST_TOKENIZER
-from launcher.storage import Progress
+from launcher.storage import Progress, expect
 
 SUFFIXES = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst")
@@ -286,6 +286,7 @@ def encode(
     if source.documents == 1:
         cut = int(source.characters * (1 - VALIDATION_FRACTION))
         whole = (part for document in whole for part in halves(document, cut))
+    expect(progress, source.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
         processes = cores() if source.size > PARALLEL_FROM else 1

@@ -28,7 +28,7 @@ from launching import Finished, Ran
 
 import launcher
 from entry_point import train
-from launcher import ServiceError, TrainingJob
+from launcher import ServiceError, TrainingJob, storage
 from launcher import cli as commands
 from launcher.cli.show import byte_progress
 from launcher.job import LOCAL_FIELDS, option
@@ -564,7 +564,8 @@ class Terminal(io.StringIO):
 
 def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with byte_progress("upload", 2_000_000) as progress:
+    with byte_progress("upload") as progress:
+        storage.expect(progress, 2_000_000)
         time.sleep(0.25)
         progress(1_000_000)
         progress(1_000_000)

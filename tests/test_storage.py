@@ -85,6 +85,33 @@ def test_progress_adds_up_to_the_size_of_the_file(
     assert steps == [1000, 1000, 1000, 500]
 
 
+class Expecting(list[int]):
+    """A progress hook that records what it is told to expect, and what then came."""
+
+    def __call__(self, n: int) -> None:
+        self.append(n)
+
+    def expect(self, n: int) -> None:
+        assert not self, "it was told too late"
+        self.expected = n
+
+
+def test_a_fetch_first_tells_the_size_of_all_files(tmp_path: Path) -> None:
+    for name, size in (("a", 10), ("b/c", 5)):
+        storage.write_bytes(str(tmp_path / "there" / name), b"x" * size)
+    hook = Expecting()
+    storage.fetch(storage.to_uri(tmp_path / "there"), tmp_path / "here", hook)
+    assert (hook.expected, hook) == (15, [10, 5])
+
+
+def test_an_upload_first_tells_the_size_of_all_files(home: Path, text: str, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        storage.write_text(str(tmp_path / "texts" / name), text[:5000])
+    hook = Expecting()
+    upload = upload_data(tmp_path / "texts", progress=hook)
+    assert hook.expected == sum(hook) == upload.size
+
+
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"content")
     with pytest.raises(Interrupted):

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from launcher.curves import Curve
     from launcher.settings import Settings
 
@@ -65,13 +67,26 @@ def logs_shown() -> Iterator[None]:
 
 
 @contextmanager
-def byte_progress(label: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
+def byte_progress(label: str) -> Iterator[Bytes]:
     """A progress bar on stderr, in bytes."""
     from tqdm import tqdm
 
     quiet = not sys.stderr.isatty()
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
-        yield bar.update
+    with tqdm(desc=label, unit="B", unit_scale=True, disable=quiet, delay=0.2) as bar:
+        yield Bytes(bar)
+
+
+class Bytes:
+    """A progress hook that moves a bar; its total is what storage.expect told so far."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self.bar = bar
+
+    def __call__(self, n: int) -> None:
+        self.bar.update(n)
+
+    def expect(self, n: int) -> None:
+        self.bar.total = (self.bar.total or 0) + n
 
 
 def print_curve(curve: Curve, err: bool = False) -> None:

@@ -72,9 +72,8 @@ def upload_data_command(
         from launcher.tokens import is_text as wanted
     elif source.suffix in (".jsonl", ".gz", ".zst"):
         raise InputError(f"{path}: needs --tokenizer; without it, give plain text")
-    files = find_text(source, wanted)
-    total = None if tokenizer else sum(file.stat().st_size for _, file in files)
-    with byte_progress("tokenize and upload" if tokenizer else "upload", total) as progress:
+    find_text(source, wanted)  # a wrong path is told before AWS is asked
+    with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
     count = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes"
     if tokens := upload.train_tokens + upload.val_tokens:
