@@ -1,0 +1,205 @@
+"""The report and the page of play in a real browser: Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Finished, Ran
+from playwright.sync_api import Browser, Page, sync_playwright
+from test_curves import file_rows
+from test_play import Site, site
+from test_report import sibling
+
+__all__ = ["site"]  # a fixture
+
+Visit = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def chromium(pytestconfig: pytest.Config) -> Iterator[Browser]:
+    """A browser that is installed here; where tests must be complete, it may not be missing."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None and os.environ.get("CI"):
+        pytest.fail("no Chromium: apt-get install chromium", pytrace=False)
+    if path is None or pytestconfig.getoption("--quick"):
+        pytest.skip("no Chromium" if path is None else "it starts a process")
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Browser) -> Iterator[Visit]:
+    """Opens a page, which may request what `within` matches, and must log no error."""
+    contexts, wrong = [], list[str]()
+
+    def go(url: str, within: str = "", **options: Any) -> Page:
+        contexts.append(chromium.new_context(**options))
+        page = contexts[-1].new_page()
+        allowed = re.compile(within or re.escape(url))
+
+        def requested(address: str) -> None:
+            if not allowed.fullmatch(address) and not address.startswith("data:"):
+                wrong.append(f"requests {address}")
+
+        page.on("request", lambda request: requested(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.goto(url)
+        return page
+
+    yield go
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+@pytest.fixture
+def report(job: Finished, cli: Callable[..., Ran]) -> str:
+    """The address of a report of two runs, of which the second is better."""
+    ran = cli("report", job.job_id, sibling(job, 1, 1.25, n_embd=64))
+    assert ran.code == 0, ran.err
+    return Path(ran.out.strip()).absolute().as_uri()
+
+
+def drawn(page: Page) -> Page:
+    page.wait_for_selector("#rate svg")  # the last of the plots
+    return page
+
+
+def focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+
+
+def tab_to(page: Page, name: str) -> None:
+    """Press Tab until an element has the focus; it must come within a few."""
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if focused(page) == name:
+            return
+    pytest.fail(f"Tab does not reach {name}")
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def test_a_report_draws_without_errors_or_requests(report: str, visit: Visit) -> None:
+    page = drawn(visit(report))
+    for plot in ("loss", "speed", "rate"):
+        assert page.locator(f"#{plot} svg path[aria-roledescription='line mark']").count() >= 2
+
+
+def test_the_table_shows_the_values_of_the_metrics(
+    report: str, job: Finished, visit: Visit
+) -> None:
+    page = drawn(visit(report))
+    page.get_by_text("The evaluations as a table").click()
+    caption = page.locator("caption", has_text=f"{job.job_id[-6:]}, n_embd 32")
+    table = page.locator("table", has=caption).locator("tbody").inner_text()
+    names = ("train_loss", "val_loss", "bits_per_byte")
+    assert [row.split("\t") for row in table.splitlines()] == [
+        [f"{row['step']:,}", *(f"{row[name]:.4f}" for name in names)]
+        for row in file_rows(job)
+        if "val_loss" in row
+    ]
+
+
+def test_pointing_at_a_line_shows_its_values(report: str, job: Finished, visit: Visit) -> None:
+    page = drawn(visit(report))
+    box = page.locator("#loss svg").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] / 4)
+    tip = page.locator("#tip")
+    tip.wait_for()
+    _, series, *facts = tip.inner_text().splitlines()
+    told = dict(fact.split(": ") for fact in facts)
+    (row,) = [row for row in file_rows(job) if str(row["step"]) == told["step"]]
+    assert series == "training"  # the validation losses of the other run are lower
+    assert told["loss (nats per character)"] == f"{row['train_loss']:.5f}"
+    assert told["tokens/s"] == f"{row['tokens_per_second']:,.0f}"
+
+
+def test_a_report_fits_a_phone(report: str, visit: Visit) -> None:
+    page = drawn(visit(report, viewport={"width": 390, "height": 800}))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_keyboard_reaches_what_a_report_offers(report: str, visit: Visit) -> None:
+    page = drawn(visit(report))
+    tab_to(page, "axis")
+    page.keyboard.press("ArrowDown")
+    page.locator("#loss svg", has_text="tokens").wait_for()
+    tab_to(page, "smoothing")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#weight").inner_text() == "0.02"
+    tab_to(page, "log")
+    page.keyboard.press("Space")
+    assert page.locator("#log").is_checked()
+    tab_to(page, "SUMMARY")
+    page.keyboard.press("Enter")
+    assert page.locator("caption").first.is_visible()
+
+
+# -- play -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def play(site: Site, visit: Visit) -> Page:
+    here = f"http://127.0.0.1:{site.port}/"
+    page = visit(f"{here}?token=secret", within=f"{here}.*")
+    page.wait_for_selector("article")
+    return page
+
+
+def ended(page: Page) -> None:
+    page.locator(".status.end").first.wait_for()
+
+
+def test_text_streams_into_the_page(play: Page, site: Site) -> None:
+    play.evaluate("""() => {
+        window.lengths = new Set();
+        const out = document.querySelector(".out");
+        const note = new MutationObserver(() => lengths.add(out.textContent.length));
+        note.observe(out, {childList: true});
+    }""")
+    assert focused(play) == "prompt"
+    play.keyboard.type("abc")
+    play.fill("#seed", "7")
+    play.keyboard.press("Control+Enter")
+    status = play.locator(".status").first
+    ended(play)
+    assert re.fullmatch(r"500 tokens, [\d,.]+ tokens/s, seed 7", status.inner_text())
+    assert len(play.evaluate("[...lengths]")) > 3
+    text = site.text(prompt="abc", max_new_tokens=500)
+    assert play.locator(".out").first.text_content() == f"abc{text}"
+
+
+def test_the_button_answers_to_enter(play: Page) -> None:
+    play.fill("#max_new_tokens", "5")
+    tab_to(play, "generate")
+    play.keyboard.press("Enter")
+    ended(play)
+    assert play.locator(".status").first.inner_text().startswith("5 tokens, ")
+
+
+def test_arrow_keys_show_what_was_likely(play: Page) -> None:
+    play.fill("#max_new_tokens", "5")
+    play.keyboard.press("Control+Enter")
+    ended(play)
+    tab_to(play, "DIV")
+    play.keyboard.press("ArrowRight")
+    assert play.locator("#likely").is_visible()
+    assert play.locator("#likely .chosen").count() == 1
+
+
+def test_the_page_of_play_fits_a_phone(play: Page) -> None:
+    play.set_viewport_size({"width": 390, "height": 800})
+    assert play.evaluate("document.documentElement.scrollWidth") <= 390
