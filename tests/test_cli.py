@@ -89,16 +89,26 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["jobs", "status {job}", "logs {job}", "wait {job}", "upload-data {text}"]
+    "words",
+    [
+        "jobs",
+        "status {job}",
+        "metrics {job}",
+        "logs {job}",
+        "wait {job}",
+        "du",
+        "upload-data {text}",
+    ],
 )
-def test_light_commands_import_neither_torch_nor_aws(
+def test_light_commands_import_no_torch_aws_or_extra(
     finished: Finished, tmp_path: Path, text_file: Path, words: str
 ) -> None:
     home = tmp_path / "home"
     shutil.copytree(finished.home, home)
     said = words.format(job=finished.job_id, text=text_file).split()
     loaded = modules_after(f"from launcher.cli import run\nassert run({said}) == 0", home)
-    assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker"}
+    extras = {"altair", "vl_convert", "tensorboard", "mlflow", "gguf"}
+    assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
 
 
 def test_the_launcher_has_no_circular_imports() -> None:
