@@ -47,10 +47,10 @@ def export(
         TrainingError: the model is damaged.
     """
     check_request(target, kind, dtype)
-    config = json.loads((directory / "config.json").read_bytes())
-    if config.get("model_type") != "qwen3":
-        raise InputError(f"the model's architecture is that of an edited script: {config['why']}")
     load_artefact(directory, find_script)  # which checks everything
+    config = json.loads((directory / "config.json").read_bytes())
+    if config["model_type"] != "qwen3":
+        raise InputError(f"the model's architecture is that of an edited script: {config['why']}")
     if kind == "gguf":
         check_words(directory)
     tensors, _ = train.read_safetensors(directory / "model.safetensors")

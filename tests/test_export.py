@@ -90,6 +90,11 @@ def test_an_export_replaces_nothing(job: Finished, cli: Callable[..., Ran]) -> N
     assert not (job.home / "models").exists()  # it is refused before a download
 
 
+def test_a_directory_without_a_model_is_one_line(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = cli("export", str(tmp_path), "--to", "out")
+    assert (ran.code, ran.error) == (1, f"{tmp_path}: SHA256SUMS: No such file or directory")
+
+
 def test_gguf_does_not_take_an_empty_directory(cli: Callable[..., Ran]) -> None:
     Path("out").mkdir()
     assert "exists" in cli("export", "some-job", "--to", "out", "--format", "gguf").error
