@@ -17,8 +17,8 @@ import torch
 from launching import Finished, Ran, tree
 from test_docs import blocks
 
-from launcher import InputError, load_model, sample
-from launcher.export import check_words, export
+from launcher import InputError, load_model, sample, stream_samples
+from launcher.export import DTYPES, check_words, export
 from launcher.sampling import encode
 
 
@@ -231,16 +231,20 @@ def test_llama_cpp_computes_what_we_do(
         assert torch.allclose(found, expected, rtol=0, atol=error)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_llama_cpp_continues_as_ours_does(
-    llama: Callable[[str], Any], of_tokens: str, cli: Callable[..., Ran]
+    llama: Callable[[str], Any], of_tokens: str, cli: Callable[..., Ran], dtype: str
 ) -> None:
-    theirs = llama("float32")
-    _, tokenizer = load_model(directory_of(of_tokens, cli))
+    theirs = llama(dtype)
+    ours, tokenizer = load_model(directory_of(of_tokens, cli))
+    for weight in ours.parameters():
+        if weight.dim() > 1:  # rounded as in the file
+            weight.data = weight.data.to(DTYPES[dtype]).float()
     for prompt in PROMPTS:
         # Ids, since llama-cpp-python takes the end of a text for a token where it is typed.
         told = theirs.create_completion(encode(tokenizer, prompt), max_tokens=100, temperature=0)
-        (text,) = sample(of_tokens, prompt, max_new_tokens=100, temperature=0)
-        assert prompt + told["choices"][0]["text"] == text
+        columns = stream_samples(ours, tokenizer, prompt, 100, temperature=0)
+        assert told["choices"][0]["text"] == "".join(piece for (piece,) in columns)
 
 
 # -- servers --------------------------------------------------------------------------------------
