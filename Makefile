@@ -11,6 +11,9 @@ UV := $(shell uv --version 2>/dev/null)
 pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
 	--disable-pip-version-check) --quiet
 
+# With these, each process of the tests would compile anew all that it imports.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
+
 .PHONY: demo test check test-image emulator lint clean
 
 # Two processes, so that what it shows is DistributedDataParallel.
@@ -20,7 +23,7 @@ demo: .venv/installed
 	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
 	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
 
-pytest := $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
+pytest := $(BIN)/pytest -n auto --dist worksteal
 
 test: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml

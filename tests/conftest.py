@@ -35,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=words)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Three workers for two cores: tests wait for a third of their time."""
+    return min(8, (3 * (os.cpu_count() or 1) + 1) // 2)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     slow = collection_path.name in ("contract", "e2e") and collection_path.is_dir()
     return True if slow and config.getoption("--quick") else None

@@ -80,69 +80,68 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
 
 
 def test_a_job_falls_back_to_the_next_instance_type(
-    aws: Emulator, command: Callable[..., Ran], text_file: Path
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     aws.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     aws.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge", "--max-cost", "5")
     values = {**launching.TINY, "batch_size": 8}
-    launched = command("launch", *types, "--data", str(text_file), *sets(**values))
+    launched = cli("launch", *types, "--data", str(text_file), *sets(**values))
     assert launched.code == 0, launched.err
     assert "(ml.g5.12xlarge, the most expensive)" in launched.err
     assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in launched.err  # at 7.09 an hour
     job_id = launched.out.strip()
-    assert command("wait", job_id).code == 0
+    assert cli("wait", job_id).code == 0
 
     (sent,) = [body for operation, body in aws.calls if operation == "CreateTrainingJob"]
     assert "InstanceType" not in sent["ResourceConfig"]
-    status = json.loads(command("status", job_id, "--json").out)
+    status = json.loads(cli("status", job_id, "--json").out)
     assert status["instance"] == "ml.g6.12xlarge"
     assert status["cost"] == pytest.approx(status["billable_seconds"] * 5.752 / 3600)
     # The toolkit sets up the network by the type that the job runs on.
-    assert "instance type: ml.g6.12xlarge" in command("logs", job_id, "--raw").out
+    assert "instance type: ml.g6.12xlarge" in cli("logs", job_id, "--raw").out
 
 
 def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
-    aws: Emulator, command: Callable[..., Ran], text_file: Path
+    aws: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    uploaded = command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
+    uploaded = cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
     assert uploaded.code == 0, uploaded.err
     values = {**launching.TINY, "batch_size": 8}
-    launched = command("launch", *INSTANCE, "--instance-count", "2", *sets(**values))
+    launched = cli("launch", *INSTANCE, "--instance-count", "2", *sets(**values))
     job_id = launched.out.strip()
-    assert command("wait", job_id).code == 0
-    assert " tokens to train on, " in command("logs", job_id).out
-    assert "bits/byte: " in command("status", job_id).out
-    sampled = command("fetch-and-sample", job_id, "--prompt", "The 🙂")
+    assert cli("wait", job_id).code == 0
+    assert " tokens to train on, " in cli("logs", job_id).out
+    assert "bits/byte: " in cli("status", job_id).out
+    sampled = cli("fetch-and-sample", job_id, "--prompt", "The 🙂")
     assert sampled.out.startswith("The 🙂"), sampled.err
     shape = {name: launching.TINY[name] for name in launching.TINY if name.startswith("n_")}
     recipe = {name: value for name, value in values.items() if name not in shape}
-    words = ("--init-from", job_id, "--instance-count", "2", *sets(**recipe))
-    tuned = command("launch", *INSTANCE, *words)
-    assert command("wait", tuned.out.strip()).code == 0, tuned.err
-    log = command("logs", tuned.out.strip()).out
+    tuned = cli("launch", *INSTANCE, "--init-from", job_id, *sets(**recipe))
+    assert cli("wait", tuned.out.strip()).code == 0, tuned.err
+    log = cli("logs", tuned.out.strip()).out
     assert "started from the weights in /opt/ml/input/data/model" in log
     assert "step=0/" in log
 
 
 def test_an_edited_model_is_sampled_with_its_own_script(
-    aws: Emulator, home: Path, command: Callable[..., Ran], text_file: Path, tmp_path: Path
+    aws: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
     values = {**launching.TINY, "batch_size": 8}
     words = ("--entry-point", str(mine), "--data", str(text_file), *sets(**values))
-    job_id = command("launch", *INSTANCE, *words).out.strip()
-    assert command("wait", job_id).code == 0
-    sampled = command("fetch-and-sample", job_id)
+    job_id = cli("launch", *INSTANCE, *words).out.strip()
+    assert cli("wait", job_id).code == 0
+    sampled = cli("fetch-and-sample", job_id)
     assert sampled.code == 0, sampled.err
     assert "sampling with the edited or older script that trained" in sampled.err
     kept = mine.rename(tmp_path / "kept.py")
-    assert command("fetch-and-sample", job_id).out == sampled.out  # the launch kept a copy
+    assert cli("fetch-and-sample", job_id).out == sampled.out  # the launch kept a copy
     shutil.rmtree(home / "scripts")  # as on another machine
-    refused = command("fetch-and-sample", job_id)
+    refused = cli("fetch-and-sample", job_id)
     assert (refused.code, refused.out) == (2, "")
     assert "name it with --entry-point FILE" in refused.error
-    again = command("fetch-and-sample", job_id, "--entry-point", str(kept))
+    again = cli("fetch-and-sample", job_id, "--entry-point", str(kept))
     assert again.out == sampled.out
 
 

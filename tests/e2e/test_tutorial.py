@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def shell(aws: Emulator, user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell of a user who makes the tutorial's first try."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    first_try = {"INSTANCE_COUNT": "2", "PRESET": "cpu", "MAX_STEPS": "10", "BATCH_SIZE": "16"}
+    first_try = {"INSTANCE_COUNT": "1", "PRESET": "cpu", "MAX_STEPS": "10", "BATCH_SIZE": "16"}
     for name, value in first_try.items():
         monkeypatch.setenv(name, value)
 
@@ -35,7 +35,7 @@ def test_the_script_of_the_tutorial_runs(shell: None, text_file: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "step:        10/10" in done.stdout
     assert len(done.stdout.rpartition("billable:")[2]) > 600  # the two samples
-    assert '"InstanceCount": 2' in done.stdout  # of the dry run
+    assert '"InstanceCount": 1' in done.stdout  # of the dry run
 
 
 def test_the_notebook_of_the_tutorial_runs(shell: None, tmp_path: Path) -> None:
