@@ -61,9 +61,10 @@ if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # which torch reads when it is loaded
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
-    # program has taken a core, the spinning holds up the very thread that is waited for. A
-    # hundredth of it is as fast on a quiet machine. OpenMP reads this when torch loads it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    # program has taken a core, the spinning holds up the very thread that is waited for. `cpu` on
+    # two cores, quiet and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
+    # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 # A signal in the middle of the import of torch can get lost there, or abort the process.
 _unblocked = signal.pthread_sigmask(

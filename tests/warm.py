@@ -73,7 +73,7 @@ def server() -> socket.socket:
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "GOMP_SPINCOUNT": "3000",
+            "GOMP_SPINCOUNT": "5000",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         },
         stdin=subprocess.DEVNULL,
