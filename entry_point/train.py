@@ -1565,6 +1565,8 @@ class Trainer:
             self.compiled = can_compile()
             if not self.compiled and self.chief:
                 log("note: not compiled: that needs Triton, a C compiler and Python.h")
+        if config.compile == "auto":
+            self.compiled = group.every(self.compiled)  # hosts may differ
         # Evaluations run the model itself: to compile it for them too takes longer than they do.
         # A graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
@@ -1773,20 +1775,44 @@ class Trainer:
             for cut in range(4)
         }
         first_steps = [step for step in found if step in steps]  # some lengths may never come
+        if self.compiled:
+            self.compile(sorted(first_steps))
         for step in sorted(2 * first_steps):
-            try:
-                self.forward_backward(step)
-                self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
-            except Exception as error:
-                if not type(error).__module__.startswith(
-                    ("torch._dynamo", "torch._inductor", "triton")
-                ):
-                    raise
-                first = str(error).strip().splitlines()[0]
-                raise ConfigError(
-                    f"torch.compile does not work here ({first}); set compile=off"
-                ) from None
+            self.forward_backward(step)
+            self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             self.optimizer.zero_grad()
+
+    def compile(self, steps: Sequence[int]) -> None:
+        """Compiles for the windows of these steps; if that fails on any rank, all go on eager.
+
+        Each rank does it by itself: in DDP the others would wait for one that fails.
+
+        Raises:
+            ConfigError: it fails, and compile=on asks for it.
+        """
+        ddp, why = self.ddp if isinstance(self.ddp, DistributedDataParallel) else None, ""
+        try:
+            with ddp.no_sync() if ddp else nullcontext():
+                for step in steps:
+                    self.forward_backward(step)
+        except Exception as error:  # one that is not of the compiler comes again without it
+            first = (str(error).strip() or repr(error)).replace(":\n", ": ").splitlines()[0]
+            why = f"torch.compile does not work here ({first})"
+            if self.config.compile == "on":
+                modules = ("torch._dynamo", "torch._inductor", "triton", "subprocess")
+                if not type(error).__module__.startswith(modules):
+                    raise
+                raise ConfigError(f"{why}; set compile=off") from None
+        self.optimizer.zero_grad()
+        if self.config.compile == "on" or self.group.every(not why):
+            return
+        self.compiled = False
+        if ddp:
+            ddp.module = self.model
+        else:
+            self.ddp = self.model
+        if self.chief:
+            log(f"note: not compiled: {why or 'torch.compile does not work on another rank'}")
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -3360,6 +3386,11 @@ class Group:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def every(self, value: bool) -> bool:
+        """Whether the value is true on every rank."""
+        true = torch.tensor(float(value), device=self.device)
+        return int(self.sum_(true)) == self.world_size
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors [n] of all ranks, by rank: [world_size, n]."""

@@ -890,10 +890,58 @@ def test_a_compiler_error_is_one_line_that_names_compile_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     failure = type("Failure", (Exception,), {"__module__": module})
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, compile="on")
     monkeypatch.setattr(trainer, "forward_backward", Mock(side_effect=failure("out of\nroom")))
     with pytest.raises(train.ConfigError, match=r"does not work here \(out of\); set compile=off"):
         trainer.warm_up()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "/bin/false")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+
+
+TRIES = (  # to compile, on a CPU without Triton
+    ("pays = compiling_pays(self.model, config, device, group.world_size)", "pays = True"),
+    ("self.compiled = can_compile()", "self.compiled = True"),
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_compiler_fails_goes_on_eager(
+    tmp_path: Path, text_file: Path, no_compiler: None, ranks: int
+) -> None:
+    command = edited_script(tmp_path / "train.py", *TRIES)
+    how = {**SMALL, "data": text_file, "processes": ranks}
+    end = run(words(**how, out=tmp_path / "run"), cwd=tmp_path, command=command)
+    assert end.status == 0, end.output
+    assert end.output.count("note: not compiled: torch.compile does not work here (") == 1
+    eager = run(words(**how, out=tmp_path / "eager", compile="off"), cwd=tmp_path)
+    assert printed_losses(end) == printed_losses(eager)
+
+
+def test_ranks_go_on_eager_together_if_one_cannot_compile(
+    tmp_path: Path, text_file: Path
+) -> None:
+    broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
+    command = edited_script(tmp_path / "train.py", ("dynamic=False", broken), *TRIES)
+    how = {**SMALL, "data": text_file, "processes": 2, "short_windows": 0.5}
+    end = run(words(**how, out=tmp_path / "run"), cwd=tmp_path, command=command)
+    assert end.status == 0, end.output
+    assert "note: not compiled: torch.compile does not work on another rank" in end.output
+
+
+def test_compile_on_without_a_compiler_is_one_line(
+    tmp_path: Path, text_file: Path, no_compiler: None
+) -> None:
+    how = {**SMALL, "data": text_file, "out": tmp_path / "run", "compile": "on"}
+    end = run(words(**how), cwd=tmp_path)
+    assert end.status == 2
+    assert end.last_line.startswith("ConfigError: torch.compile does not work here (")
+    assert end.last_line.endswith("; set compile=off")
 
 
 def test_compiling_does_not_change_the_losses_of_ranks(tmp_path: Path, text: str) -> None:
