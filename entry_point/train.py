@@ -3123,6 +3123,22 @@ def is_loopback(address: str) -> bool:
     return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
+def interface_towards(host: str) -> str | None:
+    """The network interface whose address this host has on its way to another (Linux, IPv4).
+
+    gloo would take the address that this host's name has, which on Debian is 127.0.1.1.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # which sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface may have no address
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == own and not is_loopback(own):
+                    return name
+    return None
+
+
 def listen(address: str, port: int) -> socket.socket:
     """The socket at which the store of the ranks is served; port 0 takes any that is free.
 
@@ -3295,6 +3311,8 @@ class Group:
         if not served and (address == "localhost" or (alone and container.inside)):
             address = "127.0.0.1"
         interface = LOOPBACK if alone else container.interface
+        if not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys():
+            interface = interface or interface_towards(address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if interface == LOOPBACK:  # which NCCL takes only where it is named

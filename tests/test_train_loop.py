@@ -923,9 +923,7 @@ def test_a_run_whose_compiler_fails_goes_on_eager(
     assert printed_losses(end) == printed_losses(eager)
 
 
-def test_ranks_go_on_eager_together_if_one_cannot_compile(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_ranks_go_on_eager_together_if_one_cannot_compile(tmp_path: Path, text_file: Path) -> None:
     broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
     command = edited_script(tmp_path / "train.py", ("dynamic=False", broken), *TRIES)
     how = {**SMALL, "data": text_file, "processes": 2, "short_windows": 0.5}

@@ -32,6 +32,7 @@ from runs import (
     run,
     run_hosts,
     started,
+    wait_for_file,
     wait_for_line,
     words,
 )
@@ -827,3 +828,66 @@ def test_out_of_memory_has_one_name_on_every_device(
     monkeypatch.setattr(train, "train", Mock(side_effect=error))
     with pytest.raises(train.OutOfMemoryError, match="a larger gradient_accumulation_steps"):
         train.main(words(**SMALL, data=text_file, processes=1))
+
+
+# Host $1 of two, each in a network of its own; as on Debian, its name has a loopback address.
+HOST = """
+echo $$ > new-$1 && mv new-$1 pid-$1
+until [ -e plugged ]; do sleep 0.05; done
+hostname host$1
+echo 127.0.1.1 host$1 > hosts-$1
+mount --bind hosts-$1 /etc/hosts
+ip link set lo up
+ip address add 10.77.0.$1/24 dev eth7
+ip link set eth7 up
+export RANK=$(($1 - 1)) LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 WORLD_SIZE=2
+export MASTER_ADDR=10.77.0.1 MASTER_PORT=29500
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def networks() -> list[str]:
+    """The command that puts another in new namespaces."""
+    command = ["unshare", "--net", "--uts", "--mount"]
+    cable = ["ip", "link", "add", "eth7", "type", "veth", "peer", "name", "eth8"]
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("there is no unshare or no ip")
+    if subprocess.run([*command, *cable], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+    return command
+
+
+def test_hosts_meet_though_their_names_are_loopback(
+    tmp_path: Path, text_file: Path, networks: list[str]
+) -> None:
+    arguments = words(**SMALL, data=text_file, out="mine")
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                started(
+                    arguments,
+                    cwd=tmp_path,
+                    command=(
+                        *networks,
+                        "sh",
+                        "-c",
+                        HOST,
+                        "sh",
+                        number,
+                        sys.executable,
+                        str(SCRIPT),
+                    ),
+                )
+            )
+            for number in ("1", "2")
+        ]
+        pids = [wait_for_file(tmp_path, f"pid-{number}").read_text().strip() for number in (1, 2)]
+        cable = ["ip", "link", "add", "eth7", "type", "veth", "peer", "name", "eth7"]
+        enter = ["nsenter", f"--net=/proc/{pids[0]}/ns/net"]
+        subprocess.run([*enter, *cable, "netns", pids[1]], check=True)
+        (tmp_path / "plugged").touch()
+        ends = [ended(host) for host in hosts]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "running on 2 hosts x 1 CPU = 2 processes in one group" in ends[0].output
