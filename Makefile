@@ -1,6 +1,7 @@
 # make demo: set up, then upload, train for about a minute, sample.
 # make test: set up, then lint, types, tests.
 # make check: the same, but for tests that start a process, a server or a container.
+# make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip in
 # With these, each process of the tests would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: demo test check test-image emulator lint clean
+.PHONY: demo test check test-image emulator gpu lint clean
 
 # Two processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
@@ -39,6 +40,11 @@ lint: .venv/installed-for-tests
 
 emulator: .venv/installed-for-tests .venv-contract/installed
 	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/aws/emulator.py
+
+# It takes the machine's own torch, and nothing is installed. STAGES, TEXT and NANOGPT are optional.
+gpu:
+	$(PYTHON) examples/benchmarks/gpu.py $(STAGES) --out $(or $(OUT),runs/gpu) \
+		$(if $(TEXT),--text $(TEXT)) $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 .venv/installed: pyproject.toml constraints.txt | .venv
 	@echo "installing sm-nanogpt and torch into .venv; this takes a minute or two" >&2

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +30,8 @@ NAMES = (
     "tutorials/ladder",
     "tutorials/processes",
 )
+
+GPU_STAGES = ("right", "nccl", "ladder", "against", "loss", "profile", "sampling")
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
 STUB_TRAIN = """
@@ -90,6 +97,82 @@ def test_a_smoke_run_writes_the_same_table_and_json(
 def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
     ran = run(name, "--help")
     assert f"python examples/{name}.py --text input.txt" in ran.stdout
+
+
+def gpu(out: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run("benchmarks/gpu", "--smoke", "--out", out, *words)
+
+
+def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path: Path, text_file: Path) -> None:
+    ran = gpu(tmp_path, "--text", text_file)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert summary in ran.stdout
+    for stage in GPU_STAGES:
+        assert f"\n| {stage} " in summary
+        rows = json.loads((tmp_path / f"{stage}.json").read_text(encoding="utf-8"))["rows"]
+        assert rows
+        assert {row.get("check", "pass") for row in rows} == {"pass"}
+
+
+def test_a_failed_stage_does_not_stop_the_next(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("too short")
+    ran = gpu(tmp_path / "out", "--text", text, "ladder", "sampling")
+    assert ran.returncode == 1
+    assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["ladder", "sampling"]
+
+
+def test_a_stage_ends_when_its_time_is_over(
+    measure: ModuleType, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+
+    stage = dataclasses.replace(gpu.STAGES["right"], minutes=0.1)
+    monkeypatch.setitem(gpu.STAGES, "right", stage)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--smoke", "--out", str(tmp_path)])
+    row = gpu.run("right", gpu.arguments())
+    assert row["state"].startswith("FAILED: out of time")
+    ran = subprocess.check_output(["ps", "-A", "-o", "args="], text=True)
+    assert str(tmp_path) not in ran
+
+
+@pytest.mark.parametrize("stage", ["right", "nccl", "ladder", "profile"])
+def test_the_runs_of_a_stage_for_a_gpu_are_valid(
+    stage: str,
+    measure: ModuleType,
+    tmp_path: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gpu
+    import gpu_checks
+    import gpu_speed
+
+    from entry_point import train
+
+    runs = []
+
+    def started(args: Any, scratch: Path, name: str, variant: Any) -> list[dict[str, Any]]:
+        command = gpu_checks.started(args, scratch, name, variant)[0].command
+        runs.append(train.parse_argv(command[command.index("--data") :])[0])
+        if name == "large":
+            raise measure.Failed("OutOfMemoryError: too large")
+        return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
+
+    def profiled(name: str, text: Path, out: Path, words: Any, steps: int, found: Any) -> None:
+        runs.append(train.Config(**words))
+
+    for module in (gpu_checks, gpu_speed):
+        monkeypatch.setattr(module, "trained", started)
+    for part in ("resumed", "parts", "waits"):
+        monkeypatch.setattr(gpu_checks, part, Mock())
+    monkeypatch.setattr(gpu_speed, "profiled", profiled)
+    monkeypatch.setattr("throughput.many_symbols", Mock())
+    found = gpu_checks.Found(tmp_path / "found.json")
+    gpu.STAGES[stage].run(Namespace(smoke=False, text=text_file), tmp_path, found)
+    assert not found.failed, found.report.rows
+    assert {config.device for config in runs} >= {"cuda"}
 
 
 def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file: Path, nanogpt: Path) -> None:

@@ -10,13 +10,14 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -198,7 +199,7 @@ def cores() -> int:
 def commits(nanogpt: Path | None) -> str:
     found = []
     for name, path in (("sm-nanogpt", ROOT), ("nanoGPT", nanogpt)):
-        if path is not None:
+        if path is not None and shutil.which("git"):
             git = ["git", "-C", str(path), "describe", "--always", "--dirty"]
             done = subprocess.run(git, capture_output=True, text=True)
             found.append(f"{name} {done.stdout.strip() or 'unknown'}")
@@ -218,6 +219,9 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+RUNNING: set[subprocess.Popen[Any]] = set()
+
+
 @contextlib.contextmanager
 def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
     """A running process that is gone afterwards, with all that it started."""
@@ -230,9 +234,11 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
     popen = subprocess.Popen(
         process.command, cwd=process.cwd, env=env, start_new_session=True, **streams
     )
+    RUNNING.add(popen)
     try:
         yield popen
     finally:
+        RUNNING.discard(popen)
         if popen.poll() is None:  # torchrun's workers are in sessions of their own: ask it first
             popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -242,7 +248,7 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
         popen.wait()
 
 
-def lines(process: Process) -> Iterator[tuple[float, str]]:
+def lines(process: Process) -> Generator[tuple[float, str], None, None]:
     """Each line of a process's output with the moment at which it came, in seconds.
 
     Whoever stops listening ends the process.

@@ -32,21 +32,27 @@ from trainers import SHAPES, NanoGPT, our_shape
 
 GENERATE = """
 import sys, time, torch
-checkout, out, samples, length = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+checkout, out, device, samples, length = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
 sys.path.insert(0, checkout)
 from model import GPT, GPTConfig
 checkpoint = torch.load(out + "/ckpt.pt", map_location="cpu")
-model = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+model = GPT(GPTConfig(**checkpoint["model_args"])).eval().to(device)
 model.load_state_dict(checkpoint["model"])
-prompt = torch.zeros(samples, 1, dtype=torch.long)
-with torch.no_grad():
+prompt = torch.zeros(samples, 1, dtype=torch.long, device=device)
+settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+    if device == "cuda":  # its libraries load with the first operations
+        model.generate(prompt, 3, temperature=0.8, top_k=200)
+        settle()
     started = time.perf_counter()
     context = min(length, model.config.block_size)
     text = model.generate(prompt, context, temperature=0.8, top_k=200)
+    settle()
     seconds = time.perf_counter() - started
     if length > context:  # from here on each character costs the same
         started = time.perf_counter()
         model.generate(text, 20, temperature=0.8, top_k=200)
+        settle()
         seconds += (time.perf_counter() - started) * (length - context) / 20
     print("seconds", seconds)
 """
@@ -149,26 +155,24 @@ def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callab
     """Each way to sample, as a function from a length to characters per second in all."""
     ways: dict[str, Callable[[int], float]] = {}
     for threads in (1,) if args.quick else sorted({1, 2, measure.cores()}):
-        env = {"OMP_NUM_THREADS": str(threads)}
+        env = {**nanogpt.env, "OMP_NUM_THREADS": str(threads)}
         for compiled in (False,) if args.quick else (False, True):
             how = f"{threads} thread{'s' * (threads > 1)}, {'compiled' if compiled else 'eager'}"
             words = {"out_dir": out, "device": "cpu", "compile": compiled}
             command = [sys.executable, str(nanogpt.checkout / "sample.py"), *told(words)]
             process = Process(command, nanogpt.place, env)
             ways[f"nanoGPT {how}"] = partial(their_rate, process, 2 if compiled else 1)
-        command = [
-            sys.executable,
-            "-c",
-            GENERATE,
-            str(nanogpt.checkout),
-            str(out),
-            str(args.samples),
-        ]
-        process = Process(command, nanogpt.place, env)
+        process = replace(their_batch(nanogpt, out, "cpu", args.samples), env=env)
         ways[f"nanoGPT {args.samples} at once, {threads} thread{'s' * (threads > 1)}, eager"] = (
             partial(their_batch_rate, process, args.samples)
         )
     return ways
+
+
+def their_batch(nanogpt: NanoGPT, out: Path, device: str, samples: int) -> Process:
+    """The process that makes many at once, less the length."""
+    words = [str(nanogpt.checkout), str(out), device, str(samples)]
+    return Process([sys.executable, "-c", GENERATE, *words], nanogpt.place, nanogpt.env)
 
 
 def their_rate(process: Process, samples: int, length: int) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 import measure
 from measure import Failed, Report
-from trainers import NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
+from trainers import GPT2_PASSES, NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
 # Dense operations per second in 16-bit types, in units of 10**12, as their maker gives them.
 PEAKS = {
@@ -50,7 +50,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     top = peak(gpu, args.peak) if gpu else None
     seconds = 0.2 if args.quick else args.seconds
     text = many_symbols(scratch) if name == "gpt2" else args.text
-    log_interval = 10 if gpu or name == "cpu" else 1
+    log_interval = 10 if (gpu or name == "cpu") and name != "gpt2" else 1
     rare = {"log_interval": log_interval, "eval_interval": NEVER}
     words = {**our_shape(size), **rare, "max_steps": NEVER}
     words |= {"tie_embeddings": True} if name == "gpt2" else {}
@@ -65,6 +65,9 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
         theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
+        if size == "gpt2":  # it counts the sequences of a pass
+            theirs["gradient_accumulation_steps"] = GPT2_PASSES
+            theirs["batch_size"] //= GPT2_PASSES
         looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
         best = looks[0][0]
         sides[best.name] = lambda index: pace(best, shape, seconds)

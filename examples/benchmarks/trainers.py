@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ from measure import ROOT, Failed, Process, cores, lines, note, output, told, tor
 Words = Mapping[str, Any]
 
 # nanoGPT's shapes, in words that ours understands too. cpu is the one for a CPU, baby its
-# train_shakespeare_char, gpt2 its train_gpt2.
+# train_shakespeare_char, gpt2 its train_gpt2, half a million tokens a step, by GPT2_PASSES passes.
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": dict(
         n_layer=4,
@@ -32,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         device="cpu",
     ),
     "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2),
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=12, dropout=0.0),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=480, dropout=0.0),
     "smoke": dict(
         n_layer=1,
         n_head=2,
@@ -43,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         device="cpu",
     ),
 }
+GPT2_PASSES = 40
 NEVER = 10**9  # steps
 
 
@@ -84,12 +86,22 @@ def our_seconds(out: Path) -> float:
     return seconds
 
 
+def our_model(out: Path) -> tuple[Any, Any]:
+    """The model (CPU, float32) and the tokenizer of a training that is done, by train.py alone."""
+    sys.path.insert(0, str(ROOT))
+    from entry_point import train
+
+    directory = out / "model"
+    tokenizer = train.read_tokenizer(directory)
+    config = json.loads((directory / "training.json").read_text())["config"]
+    model = train.GPT(train.Config(**config), len(tokenizer))
+    train.load_pretrained(model, directory)
+    return model.eval(), tokenizer
+
+
 def our_result(out: Path, text: Path) -> tuple[float, int]:
     """Nats per character of the artefact over the whole validation part; its parameters."""
-    sys.path.insert(0, str(ROOT))
-    from launcher.model import load_artefact
-
-    model, tokenizer = load_artefact(out / "model")
+    model, tokenizer = our_model(out)
     vocabulary = tokenizer.decode(range(len(tokenizer)))
     characters = text.read_bytes().decode()
     part = characters[int(len(characters) * 0.9) :]
@@ -116,6 +128,14 @@ class NanoGPT:
             (self.place / name).symlink_to(checkout / name)
         source = checkout / "data" / "shakespeare_char" / "prepare.py"
         (self.data / "prepare.py").write_text(source.read_text())
+        # What its scripts import beside torch and NumPy, and do not use for characters.
+        stubs = self.place / "stubs"
+        stubs.mkdir()
+        for name in ("requests", "tiktoken"):
+            if importlib.util.find_spec(name) is None:
+                (stubs / f"{name}.py").touch()
+        paths = [str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.env = {"PYTHONPATH": os.pathsep.join(paths)}
         output(self.prepare(text))
 
     def prepare(self, text: Path) -> Process:
@@ -124,7 +144,7 @@ class NanoGPT:
         link.unlink(missing_ok=True)
         link.symlink_to(text)
         command = [sys.executable, str(self.data / "prepare.py")]
-        return Process(command, self.place, {"PYTHONUTF8": "1"})
+        return Process(command, self.place, {**self.env, "PYTHONUTF8": "1"})
 
     def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
         """Each way to run its train.py on this machine; in a smoke run, one."""
@@ -161,7 +181,7 @@ class NanoGPT:
             python += [f"--nproc_per_node={processes}", str(Path(__file__).with_name("ddp_cpu.py"))]
             threads = 1
         command = [*python, script, "config/train_shakespeare_char.py", *told(words)]
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        env = {**self.env, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
 
     def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float, int]:

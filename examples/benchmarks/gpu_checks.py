@@ -1,0 +1,363 @@
+"""The stages of gpu.py that check: is train.py right on a GPU, and with NCCL."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import ROOT, Failed, Process, Report
+from trainers import SHAPES, ours
+
+sys.path += [str(ROOT), str(ROOT / "examples" / "tutorials")]
+from ladder import with_switches
+
+SCRIPT = ROOT / "entry_point" / "train.py"
+TOGETHER = 4  # runs at once, where nothing is timed
+Edits = Sequence[tuple[str, str]]  # what a copy of train.py has in place of what
+
+
+class Found:
+    """What a stage has found so far, in a file that is whole at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.report, self.failed = path, Report(), False
+        self.write()
+
+    def write(self) -> None:
+        document = {"rows": self.report.rows, "findings": self.report.findings}
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.replace(self.path)
+
+    def row(self, what: str, **cells: Any) -> None:
+        self.report.rows.append({"": what, **cells})
+        print(self.report.rows[-1], flush=True)
+        self.write()
+
+    def check(self, what: str, value: float, limit: float) -> None:
+        """A check that passes if the value is at most the limit, which NaN is not."""
+        passed = value <= limit
+        self.failed |= not passed
+        cells = {"found": f"{value:.2g}", "at most": f"{limit:g}"}
+        self.row(what, **cells, check="pass" if passed else "FAIL")
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """A part of the stage, whose failure does not end the others."""
+        try:
+            yield
+        except Exception as error:  # torch raises classes of all kinds
+            self.failed = True
+            self.row(what, found=f"{type(error).__name__}: {error}"[:300], check="FAIL")
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs of train.py
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run of train.py, and how far its losses may be from those of another one (relative)."""
+
+    words: Mapping[str, Any]
+    edits: Edits = ()
+    other: str = ""
+    limit: float = 0.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    switches: str = ""  # of torch's, as in ladder.py
+
+
+def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tuple[Process, Path]:
+    """The process of a variant, and the directory of its results."""
+    out = scratch / re.sub(r"\W+", "-", name)
+    training = with_switches(ours(args.text, out, variant.words), variant.switches)
+    command = list(training.process.command)
+    if variant.edits:
+        source = SCRIPT.read_text("utf-8")
+        for old, new in variant.edits:
+            if old not in source:
+                raise Failed(f"train.py has no {old!r} to replace")
+            source = source.replace(old, new)
+        copy = out.with_suffix(".py")
+        copy.write_text(source, "utf-8")
+        command[command.index(str(SCRIPT))] = str(copy)
+    return Process(command, env=variant.env), out
+
+
+def trained(args: Namespace, scratch: Path, name: str, variant: Variant) -> list[dict[str, Any]]:
+    """Runs a variant to its end, its output in the log; returns the rows of its metrics."""
+    process, out = started(args, scratch, name, variant)
+    for _, line in measure.lines(process):
+        print(f"[{name}] {line}", end="")
+    return metrics(out)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (out / "output/metrics.jsonl").read_text().splitlines()]
+
+
+def losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["train_loss"] for row in rows]
+
+
+def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference; infinite where one has more steps."""
+    same = len(mine) == len(other)
+    return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)) if same else math.inf
+
+
+def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str, Variant]) -> None:
+    """Runs the variants, some at once; checks each against another, or that its loss falls."""
+    curves: dict[str, list[float]] = {}
+    waiting = dict(variants)
+    pool = ThreadPoolExecutor(TOGETHER)
+    try:
+        futures = {pool.submit(trained, args, scratch, n, v): n for n, v in variants.items()}
+        for done in as_completed(futures):
+            with found.part(futures[done]):
+                curves[futures[done]] = losses(done.result())
+            for name, variant in list(waiting.items()):
+                if name not in curves or variant.other not in ("", *curves):
+                    continue
+                mine = curves[name]
+                if variant.other:
+                    far = furthest(mine, curves[variant.other])
+                    found.check(f"{name}: loss against {variant.other}", far, variant.limit)
+                else:
+                    found.check(f"{name}: last loss over first", mine[-1] / mine[0], 0.98)
+                del waiting[name]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+SHORT = dict(eval_windows=16, eval_interval=10**9, sample_length=0, compile="off")
+FULL, HALF, COMPILED = {"precision": "float32"}, {"precision": "bfloat16"}, {"compile": "on"}
+# Between devices and kernels float32 differs by its rounding, which Muon makes larger step by step.
+SAME, CLOSE = 5e-3, 3e-2
+# As with a torch that has no kernel for norms.
+PLAIN_NORMS: Edits = (('hasattr(torch.ops.aten, "_fused_rms_norm_backward")', "False"),)
+
+
+def small(args: Namespace) -> dict[str, Any]:
+    """A model whose curves are compared; its heads are 128 wide, as in the presets for GPUs."""
+    if args.smoke:
+        return {**SHAPES["smoke"], **SHORT, "log_interval": 1, "max_steps": 20}
+    size = dict(n_layer=4, n_head=2, n_embd=256, block_size=256, batch_size=32, max_steps=40)
+    return {**size, **SHORT, "log_interval": 1, "device": "cuda"}
+
+
+def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
+    """A train.Trainer of one process."""
+    from entry_point import train
+
+    config = train.Config(**words)
+    container = train.read_container({}, train.Options(data=str(text), out=str(out)))
+    ranks = train.Ranks(0, 1, 0, 1, "hand")
+    group = train.Group(ranks, train.rank_device(config, container, ranks), container)
+    corpus = train.load_corpus(container, config, group)
+    return train.Trainer(config, container, group, corpus)
+
+
+def step(trainer: Any) -> None:
+    trainer.forward_backward(trainer.step)
+    trainer.optimizer.step(1.0)
+    trainer.optimizer.zero_grad()
+    trainer.step += 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Is it right
+
+
+def right(args: Namespace, scratch: Path, found: Found) -> None:
+    """Losses by each device, precision and kernel; then resuming, single parts, memory, waiting."""
+    base = small(args)
+    full, half = {**base, **FULL}, {**base, **HALF}
+    no_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    four, windows = {"gradient_accumulation_steps": 4}, {"short_windows": 0.5}
+    drop, adamw = {"dropout": 0.2}, {"optimizer": "adamw"}
+    variants = {
+        "CPU": Variant({**full, "device": "cpu"}),
+        "float32": Variant(full, (), "CPU", SAME),
+        "bfloat16": Variant(half, (), "CPU", CLOSE),
+        "float32, 4 passes": Variant({**full, **four}, (), "CPU", SAME),
+    }
+    if not args.smoke:
+        variants |= {
+            "tf32": Variant({**base, "precision": "tf32"}, (), "CPU", CLOSE),
+            # It leaves its first steps out, until its gradients are finite.
+            "float16": Variant({**base, "precision": "float16"}, (), "CPU", 0.3),
+            "float32, plain norms": Variant(full, PLAIN_NORMS, "CPU", SAME),
+            "bfloat16, plain norms": Variant(half, PLAIN_NORMS, "CPU", CLOSE),
+            "bfloat16, not cuDNN's attention": Variant(half, (), "CPU", CLOSE, no_cudnn),
+            "AdamW, CPU": Variant({**full, **adamw, "device": "cpu"}),
+            "AdamW": Variant({**full, **adamw}, (), "AdamW, CPU", SAME),
+            "float32, compiled": Variant({**full, **COMPILED}, (), "CPU", SAME),
+            "bfloat16, compiled": Variant({**half, **COMPILED}, (), "CPU", CLOSE),
+            "windows": Variant({**half, **windows}),
+            "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
+            "dropout": Variant({**half, **drop}),
+            "dropout again": Variant({**half, **drop}, (), "dropout", CLOSE),
+            # Other masks, so other losses, by as much as a seed makes.
+            "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
+        }
+    compare(args, scratch, found, variants)
+    with found.part("resumed"):
+        resumed(args, scratch, found, {**full, **adamw, "learning_rate": 1e-4, "max_steps": 1000})
+    with found.part("parts"):
+        parts(args, found)
+    if not args.smoke:
+        with found.part("a step does not wait for the GPU"):
+            waits(args, scratch, found, half)
+        large = {**half, "n_embd": 2048, "n_head": 16, "batch_size": 1 << 15}
+        large |= {"gradient_accumulation_steps": 1}
+        with found.part("too large a batch"):
+            try:
+                trained(args, scratch, "large", Variant(large))
+            except Failed as error:
+                found.check("too large: not said so", "OutOfMemoryError" not in str(error), 0)
+            else:
+                raise Failed("it fits")
+
+
+def resumed(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]) -> None:
+    """A run that SIGTERM stopped, and that then went on, against one that ran through."""
+    whole = losses(trained(args, scratch, "whole", Variant(words)))
+    process, out = started(args, scratch, "stopped", Variant(words))
+    with closing(measure.lines(process)) as said:  # closing sends SIGTERM
+        next(line for _, line in said if line.startswith("step="))
+    printed = measure.output(Process([*process.command[:2], "--resume", str(out)]))
+    print(printed)
+    if not (at := re.search(r"resumed from the checkpoint of step (\d+)", printed)):
+        raise Failed("it began anew")
+    far = furthest(losses(metrics(out)), whole)
+    found.check(f"resumed at step {at[1]}: loss against an uninterrupted run", far, SAME)
+
+
+def parts(args: Namespace, found: Found) -> None:
+    """Gradients, the loss in chunks and sampling, in float32."""
+    import torch
+
+    from entry_point import train
+    from launcher import engine
+
+    device = torch.device("cpu" if args.smoke else "cuda:0")
+    config = train.Config(n_layer=2, n_head=2, n_embd=256, block_size=128, norm_weights=True)
+    model = train.GPT(config, 300)
+    model.init_weights(1)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():  # those that begin at zero would hide others
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    ids = torch.randint(300, (4, 129), generator=generator)
+
+    def gradients(where: torch.device, end: int | None = None) -> torch.Tensor:
+        model.to(where).zero_grad()
+        model(ids[:, :-1].to(where), ids[:, 1:].to(where), end=end).backward()
+        return torch.cat([train.gradient_of(p).flatten().cpu() for p in model.parameters()])
+
+    def far(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b).norm() / b.norm())
+
+    for name, end in (("gradients", None), ("gradients within documents", 7)):
+        on_cpu = gradients(torch.device("cpu"), end)
+        found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
+    whole, most = gradients(device), train.LOGITS_AT_ONCE
+    train.LOGITS_AT_ONCE = 1 << 15
+    found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)
+    train.LOGITS_AT_ONCE = most
+
+    kept: list[torch.Tensor] = []
+    prompt = ids[:2, :10].to(device)
+    with no_cudnn_attention(), torch.no_grad():
+        made = engine.generate(
+            model, prompt, 60, temperature=0, watch=lambda logits, _: kept.append(logits)
+        )
+        text = torch.cat((prompt, torch.stack(list(made), dim=1)), dim=1)
+        at_once = model(text)[:, 9:-1]
+    found.check(
+        "logits, sampled by a cache against at once", far(torch.stack(kept, 1), at_once), 5e-4
+    )
+
+
+def no_cudnn_attention() -> Any:
+    """As in train.sample_text, which says why."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels)
+
+
+def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]) -> None:
+    """Nothing in a step may wait for the GPU."""
+    import torch
+
+    trainer = trainer_of(args.text, scratch / "waits", words)
+    step(trainer)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(trainer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found.check("operations of a step that wait for the GPU", 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# NCCL
+
+# A group of one goes the ways of a larger one.
+GROUP: Edits = (
+    ("world_size > 1", "world_size > 0"),
+    ("self.world_size == 1:", "self.world_size == 0:"),
+    ("        if ranks.world_size == 1:\n            return\n", ""),
+    ("if n_local * len(container.hosts) > 1:", "if True:"),
+)
+SHARED: Edits = (
+    ("return max(stack.size(2) for stack in stacks) >= 768", "return True"),
+    ("for stack in stacks) >= SHARED_FROM", "for stack in stacks) >= 0"),
+)
+# NCCL refuses two ranks on one GPU. gloo does not, but is right in float32 alone.
+TWO: Edits = (
+    ("if ranks.local_world_size != gpus:", "if False:"),
+    ('torch.device("cuda", ranks.local_rank)', 'torch.device("cuda", 0)'),
+    ("    return gpus\n", "    return 2\n"),
+    ('"nccl" if cuda else "gloo"', '"gloo"'),
+    ("device_id=device if cuda else None", "device_id=None"),
+)
+
+
+def nccl(args: Namespace, scratch: Path, found: Found) -> None:
+    """A group of one on NCCL, and two ranks on one GPU by gloo, against one process."""
+    base = small(args)
+    full, half, one = {**base, **FULL}, {**base, **HALF}, "one process"
+    shared, compiled = (*GROUP, *SHARED), {**half, **COMPILED}
+    four = {"gradient_accumulation_steps": 4}
+    two = Variant({**full, "processes": 2}) if args.smoke else Variant(full, TWO)
+    variants = {
+        one: Variant(full),
+        "group of one, float32": Variant(full, GROUP, one, SAME),
+        "group of one, bfloat16": Variant(half, GROUP, one, CLOSE),
+        "two ranks by gloo, float32": replace(two, other=one, limit=SAME),
+    }
+    if not args.smoke:
+        wide = {**half, "n_embd": 1024, "n_head": 8, "max_steps": 15}  # gradients in many buckets
+        variants |= {
+            "Muon shared out, float32": Variant(full, shared, one, SAME),
+            "Muon shared out, bfloat16": Variant(half, shared, one, CLOSE),
+            "4 passes": Variant({**full, **four}, GROUP, one, SAME),
+            "compiled": Variant(compiled, GROUP, one, CLOSE),
+            "compiled, 4 passes": Variant({**compiled, **four}, GROUP, one, CLOSE),
+            "wide, one process": Variant(wide),
+            "wide": Variant(wide, GROUP, "wide, one process", CLOSE),
+            "wide, compiled": Variant({**wide, **COMPILED}, GROUP, "wide, one process", CLOSE),
+        }
+    compare(args, scratch, found, variants)
