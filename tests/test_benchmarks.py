@@ -76,7 +76,8 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The tutorials run in their notebook: tests/test_examples.py.
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tutorials/")])
 def test_a_smoke_run_writes_the_same_table_and_json(
     name: str, tmp_path: Path, text_file: Path
 ) -> None:

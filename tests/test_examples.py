@@ -55,8 +55,25 @@ def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[s
     assert any("'model.safetensors'" in each for each in printed)
 
 
+def test_the_notebook_of_the_tutorials_shows_tables_and_plots(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICK", "1")
+    monkeypatch.setenv("TUTORIALS", str(ROOT / "examples/tutorials"))
+    notebook = nbformat.read(ROOT / "examples/tutorials/tutorials.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", [])]
+    tables = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    for table, row in zip(
+        tables, ("2 hosts x 1 process", "as shipped", "dropout 0.2"), strict=True
+    ):
+        assert f"\n| {row} " in table
+    assert len([data for data in shown if "image/png" in data]) == 2
+
+
 def test_committed_notebooks_hold_no_output() -> None:
-    for path in (ROOT / "examples").glob("*.ipynb"):
+    for path in (ROOT / "examples").rglob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
         assert not any(cell.get("outputs") for cell in cells)
 
