@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 1 << 20  # bytes of a request, which holds the environment
+# Taken before any test changes the environment: the server may start at any of them.
+STARTING = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Process(subprocess.Popen[str]):
@@ -50,9 +52,9 @@ class Process(subprocess.Popen[str]):
 def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether a start may be replaced: of a script by this Python, with nothing that Python, torch,
     or OpenMP reads when it starts."""
-    starting = ("PYTHON", "LC_", "TORCH", "OMP", "GOMP")
-    ours = {**os.environ, "OMP_NUM_THREADS": "1"}
-    usual = all(env.get(n) == ours.get(n) for n in {*env, *ours} if n.startswith(starting))
+    starting = ("PYTHON", "LC_", "TORCH", "TRITON", "CC", "CXX", "OMP", "GOMP")
+    names = {name for name in {*env, *STARTING} if name.startswith(starting)}
+    usual = all(env.get(name) == STARTING.get(name) for name in names)
     return usual and command[0] == sys.executable and command[1].endswith(".py")
 
 
@@ -70,12 +72,7 @@ def server() -> socket.socket:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
     subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GOMP_SPINCOUNT": "5000",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        },
+        env={**STARTING, "GOMP_SPINCOUNT": "5000", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,
