@@ -419,7 +419,9 @@ class Linear(nn.Linear):
         self.n_fused = n_fused
 
     def reset_parameters(self) -> None:
-        """Leaves the values to GPT.init_weights."""
+        """Leaves the weight to GPT.init_weights; a bias, which an edit may add, begins at 0."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))

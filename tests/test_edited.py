@@ -309,6 +309,17 @@ def test_a_frozen_parameter_is_left_as_it_is() -> None:
     assert "head.weight" not in same
 
 
+def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path: Path) -> None:
+    script = launching.edited(tmp_path / "mine.py", *EDITS["bias"])
+    module = load_script(script, script.read_bytes())
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        layer = module.Linear(3, 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(layer.bias, torch.zeros(2))
+
+
 def test_a_parameter_without_a_gradient_is_named(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
