@@ -97,6 +97,7 @@ class TrainingJob(BaseModel):
     max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run, up to 28 days
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
     volume_size: int = Field(default=50, ge=1, le=16_384)  # GiB
+    input_mode: Literal["File", "FastFile"] = "File"  # of the text; a model is always copied
     environment: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     kms_key: str | None = None

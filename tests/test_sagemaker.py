@@ -170,6 +170,7 @@ def test_a_dry_run_shows_the_request_that_a_launch_sends(
             "key",
         ),
         (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
+        (("--input-mode", "FastFile"), ("InputDataConfig", 0, "InputMode"), "FastFile"),
         (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
         (("--network-isolation",), ("EnableNetworkIsolation",), True),
         (("--encrypt-traffic",), ("EnableInterContainerTrafficEncryption",), True),
@@ -184,7 +185,7 @@ def test_a_dry_run_shows_the_request_that_a_launch_sends(
 def test_each_option_is_in_the_request(
     dry: Callable[..., dict[str, Any]],
     words: tuple[str, ...],
-    where: tuple[str, ...],
+    where: tuple[str | int, ...],
     expected: Any,
 ) -> None:
     value: Any = dry(*words)

@@ -275,7 +275,12 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
             debugger_hook_config=False,
             sagemaker_session=session,
         )
-        inputs = {name: TrainingInput(uri) for name, uri in channels_of(job).items()}
+        inputs = {
+            name: TrainingInput(
+                uri, input_mode=None if name == "model" or job.input_mode == "File" else "FastFile"
+            )
+            for name, uri in channels_of(job).items()
+        }
         estimator.fit(inputs, job_name=job_id, wait=False)
     except ValueError as error:  # the SDK's table of supported combinations
         raise InputError(

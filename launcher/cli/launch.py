@@ -154,6 +154,12 @@ class LaunchCommand(Command):
     help="Disk per host, for instance types without local disks (default: 50).",
 )
 @cloud_option(
+    "--input-mode",
+    type=click.Choice(["File", "FastFile"]),
+    help="Copy the text to each host before the job starts (File, the default), or read it from S3"
+    " as the job goes (FastFile).",
+)
+@cloud_option(
     "--environment",
     metavar="KEY=VALUE",
     multiple=True,
