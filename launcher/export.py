@@ -73,7 +73,9 @@ def check_request(target: Path, kind: str, dtype: str) -> None:
     if os.path.lexists(target) and not empty:
         raise InputError(f"{target} exists; name another place")
     if kind == "gguf" and find_spec("gguf") is None:
-        raise InputError("GGUF needs a package: pip install 'sm-nanogpt[gguf]'")
+        raise InputError(
+            "GGUF needs a package; install it in the clone of sm-nanogpt: pip install '.[gguf]'"
+        )
 
 
 def check_words(directory: Path) -> None:

@@ -61,8 +61,8 @@ def check_packages() -> None:
         import vl_convert  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"reports need a package that is missing ({error.name}): pip install"
-            " 'sm-nanogpt[report]'"
+            f"reports need a package that is missing ({error.name}); install it in the clone of"
+            " sm-nanogpt: pip install '.[report]'"
         ) from None
 
 

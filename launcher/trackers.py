@@ -71,8 +71,8 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise InputError(
-            f"--{name} needs a library that is not installed ({error.name}): `pip install"
-            f" 'sm-nanogpt[{name}]'` installs it"
+            f"--{name} needs a package that is missing ({error.name}); install it in the clone of"
+            f" sm-nanogpt: pip install '.[{name}]'"
         ) from None
 
 

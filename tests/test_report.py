@@ -163,4 +163,4 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     ran = cli("report", "latest")
     assert ran.code == 2
-    assert ran.error.endswith("pip install 'sm-nanogpt[report]'")
+    assert ran.error.endswith("pip install '.[report]'")

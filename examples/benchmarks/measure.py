@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -145,6 +146,18 @@ def words(text: str) -> dict[str, str]:
     if len(names) != len(values) or not all(name.startswith("--") for name in names):
         raise argparse.ArgumentTypeError(f"{text!r}: must be pairs of --name value")
     return dict(zip((name[2:].replace("-", "_") for name in names), values, strict=True))
+
+
+def picture(text: str) -> Path:
+    """The file of a plot, refused now if it could not be drawn after the measuring."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text}: must end in .png or .svg")
+    if importlib.util.find_spec("altair") is None or importlib.util.find_spec("vl_convert") is None:
+        raise argparse.ArgumentTypeError(
+            "plots need two more packages: pip install -c constraints.txt '.[report]'"
+        )
+    return path
 
 
 # ------------------------------------------------------------------------------------------------

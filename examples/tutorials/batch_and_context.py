@@ -5,7 +5,7 @@ Example:
 
 Each row is a run of train.py with one change to the first row. Sequences per second are what the
 throughput tutorial calls QPS; tokens per second are those times block_size. --heat-map draws batch
-size against context; it needs `pip install 'sm-nanogpt[report]'`.
+size against context; it needs `pip install -c constraints.txt '.[report]'`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import measure
-from measure import Failed, Report
+from measure import Report
 from trainers import NEVER, SHAPES, ours, pace
 
 BATCHES, CONTEXTS = (4, 16, 64), (32, 64, 128, 256)
@@ -79,10 +79,8 @@ def row(name: str, block_size: int, found: list[float], first: list[float]) -> d
 
 def draw(cells: list[dict[str, Any]], path: Path) -> None:
     """Write a heat map of batch size against context, as PNG or SVG by the suffix."""
-    try:
-        import altair as alt
-    except ImportError:
-        raise Failed("--heat-map needs `pip install 'sm-nanogpt[report]'`") from None
+    import altair as alt
+
     base = alt.Chart(alt.Data(values=cells)).encode(
         x=alt.X("batch_size:O", title="batch_size", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("block_size:O", title="block_size", sort="descending"),
@@ -101,5 +99,7 @@ if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=3, nanogpt=False)
     parser.add_argument("--seconds", type=float, default=4, help="of each run (default 4)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
-    parser.add_argument("--heat-map", type=Path, metavar="FILE", help="a PNG or SVG to write")
+    parser.add_argument(
+        "--heat-map", type=measure.picture, metavar="FILE", help="a PNG or SVG to write"
+    )
     measure.run(parser, benchmark)

@@ -7,7 +7,7 @@ Each row is a job of the launcher on this machine, trained by DistributedDataPar
 global batches. The table shows how far each loss curve is from that of one process, the time, and
 the efficiency: the speed over that of one process, by the number of processes (more processes than
 cores cannot gain). The last row is stopped in the middle and resumed. --plot draws the curves; it
-needs `pip install 'sm-nanogpt[report]'`.
+needs `pip install -c constraints.txt '.[report]'`.
 """
 
 from __future__ import annotations
@@ -113,10 +113,8 @@ def farthest(curve: Curve, other: Curve) -> float:
 
 def draw(curves: dict[str, Curve], path: Path) -> None:
     """Write the training losses as PNG or SVG, by the suffix."""
-    try:
-        import altair as alt
-    except ImportError:
-        raise Failed("--plot needs `pip install 'sm-nanogpt[report]'`") from None
+    import altair as alt
+
     values = [
         {"run": name, "step": step, "train_loss": loss}
         for name, curve in curves.items()
@@ -139,5 +137,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 if __name__ == "__main__":
     parser = measure.parser(__doc__, rounds=1, nanogpt=False)
     parser.add_argument("--steps", type=int, default=500, help="of each run (default 500)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG or SVG to write")
+    parser.add_argument(
+        "--plot", type=measure.picture, metavar="FILE", help="a PNG or SVG to write"
+    )
     measure.run(parser, benchmark)
