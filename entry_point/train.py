@@ -104,7 +104,7 @@ def hyperparameter(
     return field(default=default, metadata=metadata)
 
 
-# Of a pass: enough for a GPU to be busy, and `gpt2` fits the 24 GB of an A10G.
+# Of one pass: enough to keep a GPU busy, and `gpt2` still fits the 24 GB of an A10G.
 TOKENS_PER_PASS = 1 << 14
 
 
@@ -186,8 +186,10 @@ class Config:
     head_learning_rate: float = hyperparameter(
         0.02, "peak, of the head with muon, also of a tied one", 0, 1e37
     )
-    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak", 0)
-    decay_fraction: float = hyperparameter(0.8, "last part of the steps, of linear fall", 0, 1)
+    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak rate", 0)
+    decay_fraction: float = hyperparameter(
+        0.8, "last part of the steps, in which the rate falls linearly", 0, 1
+    )
     final_learning_rate: float = hyperparameter(
         0.0, "at the last step, as a fraction of the peak", 0, 1
     )
@@ -323,7 +325,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
                    weight_decay=0.1, short_windows=0.9, eval_interval=500, device="cpu"),
     # As large as nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU. Its
-    # values are for a megabyte of text, which it learns by heart without weight decay.
+    # values are for a megabyte of text, which it memorizes without weight decay.
     "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
                  learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
     # For subword tokens, 300 million of them and more, and about an hour on one A10G.
@@ -974,7 +976,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads((directory / "config.json").read_bytes())
         rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
-        said = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
         computed = {
             "model_type": "qwen3",
             "hidden_act": MLP.activation.__name__,
@@ -984,9 +986,9 @@ def read_shape(directory: Path) -> dict[str, Any]:
             "rope_type": "default",
         }
         for name, value in computed.items():
-            if said.get(name, None if name == "model_type" else value) != value:
+            if stated.get(name, None if name == "model_type" else value) != value:
                 raise ConfigError(
-                    f"the model to start from has {name}={said.get(name)!r}; this script computes"
+                    f"the model to start from has {name}={stated.get(name)!r}; this script computes"
                     f" {value!r} alone (if an edited script trained the model, use that script)"
                 )
         # Ours has norms without weights, which config.json cannot say.
@@ -1549,7 +1551,7 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
-        # Since the last metric line: this rank's losses, and the steps they are of. In float64
+        # Since the last metric line: the sum of this rank's losses, and its steps. In float64
         # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
@@ -1928,9 +1930,9 @@ class Trainer:
         self.steps_summed = 0
 
     def wish(self) -> int:
-        """What this rank wants to come after the step: nothing, a checkpoint, or the end with one.
+        """What this rank wants after the step: nothing, a checkpoint, or a checkpoint and the end.
 
-        The ranks then do the greatest wish together; the timer is rank 0's.
+        All ranks then act on the largest wish. Rank 0 keeps the timer.
         """
         if self.stop_signal:
             return STOP
@@ -2014,9 +2016,9 @@ class Trainer:
 
 
 # ------------------------------------------------------------------------------------------------
-# Choices by device: where to compute, in how many processes and threads, how precisely, compiled or
-# not, by which operations, with the text where, and what the ranks share. A run says what it chose;
-# device, precision, compile, --processes and OMP_NUM_THREADS override it.
+# Choices by device: where to compute, in how many processes and threads, in which precision,
+# compiled or not, with which operations, where to keep the text, and what the ranks share. A run
+# logs its choices; device, precision, compile, --processes and OMP_NUM_THREADS override them.
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
@@ -2148,8 +2150,8 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
             " this device has"
         )
     if config.precision != "auto":
-        said = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-        return said.get(config.precision, torch.float32)
+        known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(config.precision, torch.float32)
     if has_fast_bfloat16(device):
         return torch.bfloat16
     # The tensor cores of Volta (V100) and Turing (T4) support no other float than float16.
@@ -3115,10 +3117,10 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 def master_port() -> int:
     """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
-    said = os.environ.get("MASTER_PORT", "7777")
-    if not said.isdecimal() or int(said) >= 1 << 16:
-        raise TopologyError(f"MASTER_PORT={said!r}: must be a port, up to 65535")
-    return int(said)
+    port = os.environ.get("MASTER_PORT", "7777")
+    if not port.isdecimal() or int(port) >= 1 << 16:
+        raise TopologyError(f"MASTER_PORT={port!r}: must be a port, up to 65535")
+    return int(port)
 
 
 def is_loopback(address: str) -> bool:
@@ -3230,9 +3232,9 @@ class Watch:
             while not self.ended.is_set():
                 self.talks += 1
                 if self.rank is not None:
-                    said = [self.talks, self.beats, self.patience, self.host]
-                    store.set(keys[self.rank], json.dumps(said))
-                self.heard = [json.loads(said) for said in store.multi_get(keys)]
+                    report = [self.talks, self.beats, self.patience, self.host]
+                    store.set(keys[self.rank], json.dumps(report))
+                self.heard = [json.loads(report) for report in store.multi_get(keys)]
                 self.ended.wait(1)
 
     def judge(self) -> None:
@@ -3242,13 +3244,13 @@ class Watch:
         while not self.ended.wait(1):
             unheard = unheard + 1 if 0 < talks == self.talks else 0
             talks, now = self.talks, self.heard
-            for rank, (was, said) in enumerate(zip(before, now, strict=True)):
-                quiet[rank] = quiet[rank] + 1 if said == was else 0
-                still[rank] = still[rank] + 1 if said[1] == was[1] else 0
-            before, names = now, [f"rank {rank} on {said[3]}" for rank, said in enumerate(now)]
-            limits = [self.hang_seconds if said[0] else said[2] for said in now]
+            for rank, (was, report) in enumerate(zip(before, now, strict=True)):
+                quiet[rank] = quiet[rank] + 1 if report == was else 0
+                still[rank] = still[rank] + 1 if report[1] == was[1] else 0
+            before, names = now, [f"rank {rank} on {report[3]}" for rank, report in enumerate(now)]
+            limits = [self.hang_seconds if report[0] else report[2] for report in now]
             silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
-            last = [rank for rank, said in enumerate(now) if said[1] == min(s[1] for s in now)]
+            last = [rank for rank, report in enumerate(now) if report[1] == min(s[1] for s in now)]
             if unheard > self.hang_seconds + more:
                 hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
             elif silent:
@@ -3297,7 +3299,7 @@ class Group:
         self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
         self.device = device
         self.store: dist.Store | None = None
-        self.said = 0
+        self.shared = 0
         self.watch: Watch | None = None
         if ranks.world_size == 1:
             return
@@ -3468,8 +3470,8 @@ class Group:
         if self.store is None:
             return value
         self.beat()
-        self.said += 1
-        key = f"sm-nanogpt/{within}/{self.said}"
+        self.shared += 1
+        key = f"sm-nanogpt/{within}/{self.shared}"
         if source:
             self.store.set(key, json.dumps(value))
             return value
@@ -3896,11 +3898,11 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
             a checkpoint that this script can go on from.
     """
     given = read_words(argv)
-    said: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
-    processes = said.pop("processes")
+    words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
+    processes = words.pop("processes")
     if processes and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-    options = Options(**said, processes=int(processes or 0))
+    options = Options(**words, processes=int(processes or 0))
     if options.resume and options.out:
         raise ConfigError(
             f"--out {options.out}: --resume continues in its own directory; to keep that"

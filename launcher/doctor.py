@@ -132,10 +132,10 @@ def asking(operation: str) -> Iterator[None]:
 
 
 def check_python(patient: Patient) -> str:
-    said = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info >= (3, 15):
-        raise Doubt(f"{said}: not supported yet; use Python 3.11 to 3.14")
-    return said
+        raise Doubt(f"{found}: not supported yet; use Python 3.11 to 3.14")
+    return found
 
 
 def check_packages(patient: Patient) -> str:
@@ -257,14 +257,14 @@ def check_clock(patient: Patient) -> str:
     if not patient.answered:
         raise Doubt("not checked: AWS has not answered")
     skew = patient.answered_at - parsedate_to_datetime(patient.answered).timestamp()
-    said = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} AWS"
+    offset = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} AWS"
     if abs(skew) > MAX_SKEW_SECONDS:
         raise ServiceError(
-            f"this machine's clock is {said}, and AWS allows {MAX_SKEW_SECONDS} s: correct it"
+            f"this machine's clock is {offset}, and AWS allows {MAX_SKEW_SECONDS} s: correct it"
         )
     if abs(skew) > MAX_SKEW_SECONDS / 5:
-        raise Doubt(f"this machine's clock is {said}; AWS allows {MAX_SKEW_SECONDS} s")
-    return said
+        raise Doubt(f"this machine's clock is {offset}; AWS allows {MAX_SKEW_SECONDS} s")
+    return offset
 
 
 def check_stack(patient: Patient) -> str:
@@ -461,10 +461,10 @@ def check_data(patient: Patient) -> str:
 
 
 def check_instance_type(patient: Patient) -> str:
-    said = describe_instance(patient.instance)
+    description = describe_instance(patient.instance)
     if gpus_of(patient.instance) is None:
-        raise Doubt(said)
-    return said
+        raise Doubt(description)
+    return description
 
 
 def check_image(patient: Patient) -> str:
@@ -488,12 +488,12 @@ def default_image(patient: Patient) -> str:
 def check_price(patient: Patient) -> str:
     prices = Prices(patient.settings, patient.region, patient.session)
     price = prices.of(patient.instance)
-    said = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
+    quoted = "" if price is None else f"{usd(price.per_hour)} an hour, by {price.source}"
     if prices.trouble:
-        raise Doubt(f"{prices.trouble}{f'; {said}' if said else ''}")
+        raise Doubt(f"{prices.trouble}{f'; {quoted}' if quoted else ''}")
     if price is None:
         raise Doubt(f"the price of {patient.instance} in {patient.region} is unknown")
-    return said
+    return quoted
 
 
 def check_quota(patient: Patient) -> str:

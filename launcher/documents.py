@@ -48,8 +48,8 @@ class OneError:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        said = "Input should be a number, true, false or text"
-        return custom_error_schema(handler(source), "scalar", custom_error_message=said)
+        message = "Input should be a number, true, false or text"
+        return custom_error_schema(handler(source), "scalar", custom_error_message=message)
 
 
 Scalar = Annotated[bool | Number | str, OneError]

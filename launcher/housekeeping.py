@@ -1,4 +1,4 @@
-"""What jobs take on this machine and on S3, and how it is deleted.
+"""The space that jobs take on this machine and on S3, and how to free it.
 
 Called by the commands `delete` and `du`.
 """

@@ -124,8 +124,8 @@ class TrainingJob(BaseModel):
     def _refuse_what_aws_refuses(self) -> TrainingJob:
         check_instances(self.instances)
         local = self.instance == "local"
-        said = {name for name in self.model_fields_set if getattr(self, name) is not False}
-        cloud = said - LOCAL_FIELDS  # a False needs nothing of SageMaker
+        given = {name for name in self.model_fields_set if getattr(self, name) is not False}
+        cloud = given - LOCAL_FIELDS  # a False needs nothing of SageMaker
         problem = None
         if local and cloud and not self.instance_is_open:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
@@ -133,7 +133,7 @@ class TrainingJob(BaseModel):
             problem = (
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
             )
-        elif self.image_uri is not None and "pytorch_version" in said:
+        elif self.image_uri is not None and "pytorch_version" in given:
             problem = (
                 "give --pytorch-version for the AWS image, or --image-uri for another, but not both"
             )

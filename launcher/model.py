@@ -197,14 +197,14 @@ def fill(
     with torch.device("meta") if script is train else contextlib.nullcontext():
         shapes = exported(script.GPT(config, vocabulary_size))
     for name in sorted(shapes.keys() | tensors.keys()):
-        said, there = (
+        expected, found = (
             f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
             if name in t
             else "nothing"
             for t in (shapes, tensors)
         )
-        if said != there:
-            raise FormatError(f"model.safetensors: {name} should be {said} and is {there}")
+        if expected != found:
+            raise FormatError(f"model.safetensors: {name} should be {expected} and is {found}")
     model: GPT = script.GPT(config, vocabulary_size)
     for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
         ones = not edited and name.endswith("norm.weight") and not config.norm_weights

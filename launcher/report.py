@@ -140,7 +140,7 @@ class Run:
         for name, value in job.model_dump(exclude_defaults=True, exclude=given).items():
             if isinstance(value, dict):
                 secret = name == "environment"
-                pairs = [f"{key}={'...' if secret else said}" for key, said in value.items()]
+                pairs = [f"{key}={'...' if secret else text}" for key, text in value.items()]
                 options += [(option(name), pair) for pair in pairs]
             elif isinstance(value, tuple):
                 options += [(option(name), each) for each in value]

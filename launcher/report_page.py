@@ -142,7 +142,7 @@ def styles(report: Report) -> list[tuple[str, str, list[int]]]:
 def line_plot(
     report: Report, y: str, title: str, series: Sequence[str], legend: bool = False
 ) -> dict[str, Any]:
-    """A line for each run and series. The page tells the values of the point near the pointer."""
+    """A line for each run and series. The page shows the values of the point near the pointer."""
     import altair as alt
 
     labels, colors, dashes = zip(*styles(report), strict=True)
@@ -172,7 +172,7 @@ def line_plot(
         if name in series
     ]
     near = alt.selection_point("near", on="pointerover", nearest=True, empty=False)
-    told = (
+    hover = (
         base.transform_filter(alt.FieldOneOfPredicate(field="series", oneOf=list(SERIES)))
         .mark_point(filled=True, size=70)
         .encode(
@@ -180,7 +180,7 @@ def line_plot(
         )
         .add_params(near)
     )
-    return finished(alt.layer(*layers, told))
+    return finished(alt.layer(*layers, hover))
 
 
 def result_plot(report: Report, name: str) -> dict[str, Any]:
@@ -284,14 +284,14 @@ def page(report: Report) -> str:
         "rate": line_plot(report, "rate", "learning rate", ["training"]),
         **{f"by-{name}": result_plot(report, name) for name in report.varied},
     }
-    told = {"loss": report.unit, "rate": "learning rate", "speed": "tokens/s"}
-    told |= {name: axis["title"] for name, axis in axes(report).items()}
+    titles = {"loss": report.unit, "rate": "learning rate", "speed": "tokens/s"}
+    titles |= {name: axis["title"] for name, axis in axes(report).items()}
     document = {
         "plots": plots,
         "axes": axes(report),
         "points": list(points(report)),
         "results": results(report),
-        "told": told,
+        "titles": titles,
     }
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     encrypt_traffic: bool = False
     tags: dict[str, str] = Field(default_factory=dict)
 
-    _said: dict[str, str] = PrivateAttr(default_factory=dict)  # options given before the command
+    _given: dict[str, str] = PrivateAttr(default_factory=dict)  # options given before the command
 
     @field_validator("store")
     @classmethod
@@ -135,13 +135,13 @@ class Settings(BaseSettings):
         Without --region, for example, it would look for a job in another place.
         """
         name = words.partition(" ")[0]
-        said = [
+        options = [
             word
             for option, matters in OPTIONS.items()
-            if option in self._said and (not matters or name in matters)
-            for word in (f"--{option}", self._said[option])
+            if option in self._given and (not matters or name in matters)
+            for word in (f"--{option}", self._given[option])
         ]
-        return " ".join(["sm-nanogpt", *map(shlex.quote, said), words])
+        return " ".join(["sm-nanogpt", *map(shlex.quote, options), words])
 
     @property
     def aws_region(self) -> str:
@@ -224,7 +224,7 @@ def check_location(location: str) -> None:
         raise ValueError(f"use s3://bucket/prefix or a local directory or file{how}")
 
 
-def load_settings(**said: str | None) -> Settings:
+def load_settings(**given: str | None) -> Settings:
     """Load the settings; arguments override the environment and the config file.
 
     Raises:
@@ -232,12 +232,12 @@ def load_settings(**said: str | None) -> Settings:
             no setting, or home cannot be written.
     """
     check_variables()
-    words = {name: value for name, value in said.items() if value}
+    words = {name: value for name, value in given.items() if value}
     if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
         settings = Settings(**words)  # type: ignore[arg-type]
-        settings._said = words
+        settings._given = words
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -245,7 +245,7 @@ def load_settings(**said: str | None) -> Settings:
         unknown = first["type"] == "extra_forbidden"
         meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
         reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
-        raise InputError(f"{said_by(name, words)}={first['input']!r}: {reason}") from None
+        raise InputError(f"{source_of(name, words)}={first['input']!r}: {reason}") from None
     except SettingsError as error:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
@@ -259,7 +259,7 @@ def load_settings(**said: str | None) -> Settings:
     return settings
 
 
-def said_by(name: str, words: Mapping[str, str]) -> str:
+def source_of(name: str, words: Mapping[str, str]) -> str:
     """The option, variable or file that a setting comes from."""
     if name in words:
         return f"--{name}"

@@ -81,7 +81,7 @@ def check_readings(job: TrainingJob, tokens: int) -> None:
     readings = seen / tokens
     if readings > MOST_READINGS and seen > SHORT_RUN:
         logger.warning(
-            f"the run reads the text {readings:.0f} times, and will learn it by heart; use more"
+            f"the run reads the text {readings:.0f} times, and will memorize it; use more"
             " text, a smaller max_steps or --preset auto"
         )
 

@@ -103,7 +103,7 @@ def with_values(job: TrainingJob, directory: Path) -> tuple[TrainingJob, Tokeniz
 def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, model: str) -> None:
     """Raise InputError if the model has no ids for the text; `model` is its name.
 
-    Of text that `upload-data` did not put there, the run finds it out.
+    For text that `upload-data` did not put there, the run itself checks.
     """
     if upload is None:
         return

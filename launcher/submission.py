@@ -192,14 +192,14 @@ def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
         InputError: the settings hold something that no job may have.
     """
     prescribed = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
-    said = {name: getattr(job, name) for name in job.model_fields_set}
-    added = sorted(prescribed.keys() - said.keys() | prescribed.keys() & {"tags"})
+    given = {name: getattr(job, name) for name in job.model_fields_set}
+    added = sorted(prescribed.keys() - given.keys() | prescribed.keys() & {"tags"})
     if not added:
         return job
     logger.info(f"configured: {', '.join(added)}")
     tags = {**settings.tags, **job.tags}
     try:
-        ready = TrainingJob(**{**prescribed, **said, "tags": tags})
+        ready = TrainingJob(**{**prescribed, **given, "tags": tags})
     except InputError as error:
         raise InputError(f"from the settings: {error}") from None
     ready._taken_over = job._taken_over
@@ -225,8 +225,8 @@ def ready_to_resume(
     if job.instance_is_open:
         # A new TrainingJob, so that it is validated for this instance; with all types that the
         # earlier job named, not only the one that it ran on.
-        said = {name: getattr(job, name) for name in job.model_fields_set}
-        return TrainingJob(**said, instance=home.job(earlier.job_id).instance)
+        given = {name: getattr(job, name) for name in job.model_fields_set}
+        return TrainingJob(**given, instance=home.job(earlier.job_id).instance)
     if (earlier.instance == "local") != (job.instance == "local"):
         raise InputError(
             f"job {job.resume} ran on {earlier.instance}, and --instance {job.instance} cannot read"
@@ -248,7 +248,7 @@ def take_over(
     """
     assert job.resume is not None
     before = home.job(job.resume)
-    said = {
+    given = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
     if job.entry_point is None:  # whose presets the words of this job mean
@@ -265,23 +265,23 @@ def take_over(
     hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
     own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
-    if said.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
+    if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)
     if any(map(has_local_storage, job.instances)):
         kept.pop("volume_size", None)
     for name, other in permutations(("image_uri", "pytorch_version")):
-        if name in said:
+        if name in given:
             kept.pop(other, None)
-    for name in said.keys() & kept.keys() & {"environment", "tags"}:
-        said[name] = {**kept[name], **said[name]}
-    after = TrainingJob(**{**kept, **said, "preset": None, "hyperparameters": hyperparameters})
-    after._taken_over = frozenset(kept) - frozenset(said)
+    for name in given.keys() & kept.keys() & {"environment", "tags"}:
+        given[name] = {**kept[name], **given[name]}
+    after = TrainingJob(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
+    after._taken_over = frozenset(kept) - frozenset(given)
     return after, before
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The text, or model, of one channel: its name by the user, its URI, the files to upload.
+    """The text or model of one channel: the name that the user gave, its URI, files to upload.
 
     upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
     """

@@ -47,11 +47,11 @@ class Sweep(Document):
         USD that it has spent on earlier tries."""
         ceiling = self.job.max_cost
         share = None if ceiling is None else ceiling / len(self.members) - spent
-        said = {name: getattr(self.job, name) for name in self.job.model_fields_set}
+        given = {name: getattr(self.job, name) for name in self.job.model_fields_set}
         values = {**self.job.hyperparameters, **self.members[index]}
         if share is not None:
-            said["max_cost"] = share
-        job = TrainingJob(**{**said, "hyperparameters": values})
+            given["max_cost"] = share
+        job = TrainingJob(**{**given, "hyperparameters": values})
         return prepare(job, settings, dry_run)
 
 

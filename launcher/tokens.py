@@ -45,13 +45,13 @@ BATCH = 1 << 20  # characters encoded at once
 PARALLEL_FROM = 1 << 25  # bytes: to start processes takes a second
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
-# The part kept for validation: a tenth, or as many tokens as no evaluation needs more of.
+# The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
 
 
 def is_text(path: Path) -> bool:
-    """Whether a directory's file is one of documents: *.txt or *.jsonl, perhaps compressed."""
+    """Whether a file in a directory holds documents: *.txt or *.jsonl, perhaps compressed."""
     return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
 
 
@@ -112,7 +112,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def pieces_of(path: Path) -> Iterator[str]:
-    """A text in pieces that end with a line, where one ends in the second half."""
+    """Yield a text in pieces, which end at a line break if their second half has one."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text, position = "", 0
     with opened(path) as file:

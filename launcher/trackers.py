@@ -168,7 +168,7 @@ def hparams(description: JobDescription) -> Iterator[Summary]:
     yield columns
     yield start
     if not description.is_running:
-        # torch's end always tells of success.
+        # torch's own end of a run always reports success.
         well = description.status == "Completed"
         status = api_pb2.STATUS_SUCCESS if well else api_pb2.STATUS_FAILURE
         info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=description.ended)

@@ -159,7 +159,7 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     session = aws_session(settings)
     prices = Prices(settings, check_region(session), session)
     known: dict[str, Price | None] = {"local": None}
-    told = []
+    priced = []
     for description in found:
         if description.is_placed and description.instance not in known:
             known[description.instance] = prices.of(description.instance)
@@ -167,13 +167,13 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
         if price is not None:
             cost = money.cost_of(description, price, time.time())
             description = replace(description, cost=cost, price=price)
-        told.append(description)
+        priced.append(description)
     if prices.trouble:
         logger.info(prices.trouble)
     unknown = sorted(name for name, price in known.items() if price is None and name != "local")
     if unknown:
         logger.info(f"what {' and '.join(unknown)} costs in {prices.region} is not known")
-    return told
+    return priced
 
 
 def logs(
@@ -256,8 +256,8 @@ def wait(
 def explain(description: JobDescription, settings: Settings) -> str:
     """How a job ended, why, and what to do next, in one line."""
     reason = reason_of(description)
-    told = f"job {description.job_id} {description.status.lower()}"
-    return f"{told}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
+    outcome = f"job {description.job_id} {description.status.lower()}"
+    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
 
 
 def reason_of(description: JobDescription) -> str | None:

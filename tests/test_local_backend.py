@@ -797,12 +797,12 @@ def test_a_failure_reason_is_written_though_the_disk_is_full(
 
     write_job(tmp_path, text_file)
     run = LocalRun(tmp_path)
-    run.tell(secondary="Training")
+    run.update(secondary="Training")
     monkeypatch.setattr("launcher.storage.replacing", full)
-    run.tell(status="Failed", reason="a reason")
+    run.update(status="Failed", reason="a reason")
     told = json.loads((tmp_path / "state.json").read_text())
     assert (told["status"], told["reason"]) == ("Failed", "a reason")
-    run.tell(reason="")  # which is shorter
+    run.update(reason="")  # which is shorter
     assert json.loads((tmp_path / "state.json").read_text())["reason"] == ""
 
 

@@ -77,7 +77,7 @@ def test_a_text_that_is_read_too_often_is_warned_about(
     steps: int, tokens: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizing.check_readings(job("local", max_steps=steps), tokens)
-    assert ("learn it by heart" in caplog.text) is warned
+    assert ("will memorize it" in caplog.text) is warned
 
 
 @pytest.mark.parametrize(

@@ -1194,7 +1194,7 @@ def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file
 
 
 def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path: Path, text: str) -> None:
-    """A text of a few lines is soon learnt by heart, and the validation loss rises again."""
+    """A run soon memorizes a text of a few lines, and then its validation loss rises."""
     (tmp_path / "small.txt").write_text(text[:1500], encoding="utf-8")
     (tmp_path / "other.txt").write_text(text[200_000:210_000], encoding="utf-8")
     how = {**SMALL, "n_embd": 64, "max_steps": 100, "eval_interval": 10, "precision": "float32"}

@@ -67,7 +67,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             },
         ],
         {
-            "words of the tuned run": shlex.join(measure.told(tuning)),
+            "words of the tuned run": shlex.join(measure.as_options(tuning)),
             "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
             "loss from a model minus from scratch": measure.plus_minus(differences),
         },

@@ -146,8 +146,8 @@ def main() -> int:
     rows = []
     for name in args.stages:
         rows.append(run(name, args))
-        told = "\n".join(f"{what}: {value}" for what, value in about.items())
-        text = f"{measure.table(rows)}\n\n{told}\n"
+        summary = "\n".join(f"{what}: {value}" for what, value in about.items())
+        text = f"{measure.table(rows)}\n\n{summary}\n"
         (args.out / "summary.md").write_text(text, "utf-8")
     print(f"\n## Stages of {shlex.join(sys.argv[1:])}\n\n{text}", end="")
     return 0 if all(row["state"] == "ok" for row in rows) else 1

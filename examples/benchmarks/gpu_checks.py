@@ -225,7 +225,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             try:
                 trained(args, scratch, "large", Variant(large))
             except Failed as error:
-                found.check("too large: not said so", "OutOfMemoryError" not in str(error), 0)
+                found.check("too large: not named", "OutOfMemoryError" not in str(error), 0)
             else:
                 raise Failed("it fits")
 
@@ -234,8 +234,8 @@ def resumed(args: Namespace, scratch: Path, found: Found, words: Mapping[str, An
     """A run that SIGTERM stopped, and that then went on, against one that ran through."""
     whole = losses(trained(args, scratch, "whole", Variant(words)))
     process, out = started(args, scratch, "stopped", Variant(words))
-    with closing(measure.lines(process)) as said:  # closing sends SIGTERM
-        next(line for _, line in said if line.startswith("step="))
+    with closing(measure.lines(process)) as output:  # closing sends SIGTERM
+        next(line for _, line in output if line.startswith("step="))
     printed = measure.output(Process([*process.command[:2], "--resume", str(out)]))
     print(printed)
     if not (at := re.search(r"resumed from the checkpoint of step (\d+)", printed)):

@@ -198,7 +198,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     for side, generate in (("with a cache", engine.generate), ("train.py's own", train.generate)):
         for samples in (1, many):
             with found.part(side):
-                found.row(f"ours {side}, {samples} at once", **told(rate(generate, samples)))
+                found.row(f"ours {side}, {samples} at once", **row_of(rate(generate, samples)))
     if not args.nanogpt:
         return
     nanogpt = NanoGPT(args.nanogpt, args.text, scratch)
@@ -207,16 +207,16 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     with found.part("nanoGPT at once"):
         found.row(
             f"nanoGPT, {many} at once",
-            **told(sampling_benchmark.their_batch_rate(batch, many, length)),
+            **row_of(sampling_benchmark.their_batch_rate(batch, many, length)),
         )
     script = [sys.executable, str(nanogpt.checkout / "sample.py")]
     for compiled in (False,) if args.smoke else (False, True):
         way = f"nanoGPT, 1 at once, {'compiled' if compiled else 'eager'}"
         words = {"out_dir": out, "device": device, "compile": compiled}
-        process = Process([*script, *measure.told(words)], nanogpt.place, nanogpt.env)
+        process = Process([*script, *measure.as_options(words)], nanogpt.place, nanogpt.env)
         with found.part(way):
-            found.row(way, **told(sampling_benchmark.their_rate(process, 2, length)))
+            found.row(way, **row_of(sampling_benchmark.their_rate(process, 2, length)))
 
 
-def told(characters: float) -> dict[str, Any]:
+def row_of(characters: float) -> dict[str, Any]:
     return {"characters/s in all": round(characters)}

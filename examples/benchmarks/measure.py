@@ -77,7 +77,7 @@ def parser(
     return made
 
 
-def told(words: Mapping[str, Any]) -> list[str]:
+def as_options(words: Mapping[str, Any]) -> list[str]:
     """Names and values as words of a command line."""
     return [f"--{name}={value}" for name, value in words.items()]
 
@@ -141,8 +141,8 @@ def check_paths(args: argparse.Namespace) -> None:
 
 def words(text: str) -> dict[str, str]:
     """`--name value --name=value` as names and values."""
-    said = shlex.split(text.replace("=", " "))
-    names, values = said[::2], said[1::2]
+    parts = shlex.split(text.replace("=", " "))
+    names, values = parts[::2], parts[1::2]
     if len(names) != len(values) or not all(name.startswith("--") for name in names):
         raise argparse.ArgumentTypeError(f"{text!r}: must be pairs of --name value")
     return dict(zip((name[2:].replace("-", "_") for name in names), values, strict=True))
@@ -166,13 +166,13 @@ def picture(text: str) -> Path:
 
 def wait_until_quiet(seconds: float) -> float:
     """The load average, once it is under QUIET."""
-    deadline, told = time.monotonic() + seconds, False
+    deadline, noted = time.monotonic() + seconds, False
     while (load := os.getloadavg()[0]) >= QUIET:
         if time.monotonic() > deadline:
             stop(f"the load average is {load:.2f}, not under {QUIET:g}; wait, or say --anyway", 2)
-        if not told:
+        if not noted:
             note(f"load average {load:.2f}: waiting until it is under {QUIET:g}")
-            told = True
+            noted = True
         time.sleep(5)
     return load
 
@@ -276,8 +276,8 @@ def lines(process: Process) -> Generator[tuple[float, str], None, None]:
             yield time.perf_counter(), line
             last = [*last[-20:], line.rstrip()] if line.strip() else last
         if popen.wait():
-            said = next((at for at in reversed(last) if re.match(r"\w*Error\b", at)), last[-1])
-            raise Failed(f"{shlex.join(process.command)}: {said}")
+            cause = next((at for at in reversed(last) if re.match(r"\w*Error\b", at)), last[-1])
+            raise Failed(f"{shlex.join(process.command)}: {cause}")
 
 
 def output(process: Process) -> str:

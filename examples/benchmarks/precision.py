@@ -27,7 +27,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     words = args.ours or BUDGET
     if args.quick:
         words = SHAPES["smoke"] | dict(max_steps=20, eval_windows=4, sample_length=10) | args.ours
-    plain = shlex.join(measure.told(args.against))
+    plain = shlex.join(measure.as_options(args.against))
 
     def trained(more: dict[str, str], index: int) -> tuple[float, float]:
         out = scratch / f"{index}-{'plain' if more else 'shipped'}"
@@ -52,7 +52,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             {"": plain, "loss": plain_losses, "training s": plain_seconds},
         ],
         {
-            "our words": shlex.join(measure.told(words)),
+            "our words": shlex.join(measure.as_options(words)),
             "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
             f"loss as shipped minus {plain}": measure.plus_minus(differences),
             f"time of {plain} over as shipped": measure.ratio(plain_seconds, seconds),

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import measure
-from measure import CLI, Failed, Process, Report, lines, output, started, told
+from measure import CLI, Failed, Process, Report, as_options, lines, output, started
 from trainers import SHAPES, NanoGPT, our_shape
 
 GENERATE = """
@@ -111,8 +111,8 @@ def our_job(args: Namespace, scratch: Path, name: str) -> Process:
     """The command that samples from a finished job, less the words on what to make."""
     words = {**our_shape(name), "batch_size": 2, "max_steps": 1}
     words |= {"eval_windows": 4, "sample_length": 1, "device": "cpu", **args.ours}
-    preset = told({"preset": words.pop("preset")}) if "preset" in words else []
-    sets = [part for word in told(words) for part in ("--set", word[2:])]
+    preset = as_options({"preset": words.pop("preset")}) if "preset" in words else []
+    sets = [part for word in as_options(words) for part in ("--set", word[2:])]
     launch = [*CLI, "launch", "--instance", "local", "--data", str(args.text), *preset, *sets]
     env = {"SM_NANOGPT_HOME": str(scratch / "home")}
     printed = output(Process(launch, env=env))
@@ -159,7 +159,7 @@ def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callab
         for compiled in (False,) if args.quick else (False, True):
             how = f"{threads} thread{'s' * (threads > 1)}, {'compiled' if compiled else 'eager'}"
             words = {"out_dir": out, "device": "cpu", "compile": compiled}
-            command = [sys.executable, str(nanogpt.checkout / "sample.py"), *told(words)]
+            command = [sys.executable, str(nanogpt.checkout / "sample.py"), *as_options(words)]
             process = Process(command, nanogpt.place, env)
             ways[f"nanoGPT {how}"] = partial(their_rate, process, 2 if compiled else 1)
         process = replace(their_batch(nanogpt, out, "cpu", args.samples), env=env)
@@ -176,7 +176,7 @@ def their_batch(nanogpt: NanoGPT, out: Path, device: str, samples: int) -> Proce
 
 
 def their_rate(process: Process, samples: int, length: int) -> float:
-    more = told({"num_samples": samples, "max_new_tokens": length})
+    more = as_options({"num_samples": samples, "max_new_tokens": length})
     moments = [
         moment
         for moment, line in lines(replace(process, command=[*process.command, *more]))

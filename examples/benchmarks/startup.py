@@ -145,12 +145,12 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
 
     def one(index: int) -> float:
         training = ours(args.text, scratch / f"checkpoints-{index}", words)
-        said = (
+        measured = (
             (moment, float(found[1]))
             for moment, line in measure.lines(training.process)
             if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
         )
-        moments, paces = zip(*list(said)[:-1], strict=True)  # the last holds an evaluation
+        moments, paces = zip(*list(measured)[:-1], strict=True)  # the last holds an evaluation
         in_steps = sum(SHAPES[name]["block_size"] / pace for pace in paces[1:])
         return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
 

@@ -101,9 +101,9 @@ def row(who: str, paces: list[Pace], shape: dict[str, Any], peak: float | None) 
     return found
 
 
-def peak(gpu: str, said: float | None) -> float:
+def peak(gpu: str, given: float | None) -> float:
     known = next((value for part, value in PEAKS.items() if re.search(rf"\b{part}\b", gpu)), None)
-    if found := said or known:
+    if found := given or known:
         return found
     raise Failed(f"the peak of {gpu} is not known; say --peak TFLOPS")
 

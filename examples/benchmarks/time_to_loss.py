@@ -76,7 +76,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         row["parameters"] = row["parameters"][0]
     mine, *others = columns.values()
     seeds = f"{args.first_seed} to {args.first_seed + args.rounds - 1}"
-    report.findings["our words"] = shlex.join(measure.told(words))
+    report.findings["our words"] = shlex.join(measure.as_options(words))
     report.findings["our loss"] = f"{measure.plus_minus(mine['loss'])}, seeds {seeds}"
     target = args.target
     for other in others:

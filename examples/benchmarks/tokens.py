@@ -30,8 +30,8 @@ def encoded(text: Path, vocab_size: int, home: Path) -> Path:
     """The directory of the text's tokens."""
     words = ["upload-data", str(text), "--tokenizer", "bpe", "--vocab-size", str(vocab_size)]
     command = [sys.executable, "-m", "launcher.cli", *words, "--json"]
-    said = measure.output(measure.Process(command, env={"SM_NANOGPT_HOME": str(home)}))
-    (uri,) = re.findall(r'"uri": "file://(.+)"', said)
+    output = measure.output(measure.Process(command, env={"SM_NANOGPT_HOME": str(home)}))
+    (uri,) = re.findall(r'"uri": "file://(.+)"', output)
     return Path(uri)
 
 
@@ -70,7 +70,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     return Report(
         rows,
         {
-            "our words": shlex.join(measure.told(words)),
+            "our words": shlex.join(measure.as_options(words)),
             "seeds": f"{args.first_seed} to {args.first_seed + args.rounds - 1}",
         },
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, Failed, Process, cores, lines, note, output, told, torch_and_gpu
+from measure import ROOT, Failed, Process, as_options, cores, lines, note, output, torch_and_gpu
 
 Words = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class Training:
 def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Training:
     """The shipped command; threads is set from outside only where threads are what is compared."""
     script = str(ROOT / "entry_point" / "train.py")
-    command = [sys.executable, script, "--data", str(text), "--out", str(out), *told(words)]
+    command = [sys.executable, script, "--data", str(text), "--out", str(out), *as_options(words)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return Training("ours", Process(command, env=env), re.compile(r"step=(\d+)/"))
 
@@ -180,7 +180,7 @@ class NanoGPT:
             python += ["-m", "torch.distributed.run", "--standalone"]
             python += [f"--nproc_per_node={processes}", str(Path(__file__).with_name("ddp_cpu.py"))]
             threads = 1
-        command = [*python, script, "config/train_shakespeare_char.py", *told(words)]
+        command = [*python, script, "config/train_shakespeare_char.py", *as_options(words)]
         env = {**self.env, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
 
@@ -192,7 +192,7 @@ class NanoGPT:
         parameters.
         """
         started = time.perf_counter()
-        more = told({**words, "out_dir": out})
+        more = as_options({**words, "out_dir": out})
         process = replace(training.process, command=[*training.process.command, *more])
         each = seconds_of_iteration(lines(process))
         whole = time.perf_counter() - started
@@ -223,14 +223,14 @@ class NanoGPT:
         return loss, sum(p.numel() for p in model.parameters())
 
 
-def seconds_of_iteration(said: Iterable[tuple[float, str]]) -> float:
+def seconds_of_iteration(timed: Iterable[tuple[float, str]]) -> float:
     """The mean of the iterations between two lines of nanoGPT's with no evaluation between them.
 
     Raises:
         Failed: there are none.
     """
     seconds, iterations, before = 0.0, 0, None
-    for moment, line in said:
+    for moment, line in timed:
         if line.startswith("step "):  # an evaluation, which began after the line before
             before = None
         elif found := re.match(r"iter (\d+):", line):

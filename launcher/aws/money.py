@@ -43,7 +43,7 @@ class Ceiling:
     """The most that a job and those it resumes may cost, in USD, and the option that says so."""
 
     amount: float
-    said_by: str
+    source: str
 
 
 def usd(amount: float) -> str:
@@ -81,8 +81,8 @@ def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
     configured = settings.max_cost
     lower = configured is not None and job.max_cost is not None and configured < job.max_cost
     if job.max_cost is None or (lower and job.origin("max_cost")):
-        said_by = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
-        return None if configured is None else Ceiling(configured, said_by)
+        source = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
+        return None if configured is None else Ceiling(configured, source)
     if configured is not None and job.max_cost > configured:
         raise InputError(
             f"--max-cost says {usd(job.max_cost)}, and the configured ceiling (SM_NANOGPT_MAX_COST"
@@ -105,7 +105,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
     if longest < SHORTEST_RUN:
         raise InputError(
-            f"a cost of {usd(ceiling.amount)} ({ceiling.said_by}) is too low: even a run"
+            f"a cost of {usd(ceiling.amount)} ({ceiling.source}) is too low: even a run"
             f" of {SHORTEST_RUN} s may cost {usd(least)} ({', '.join(parts)})"
         )
     if longest >= job.time_limit:
@@ -114,7 +114,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
         raise InputError(
             f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with"
-            f" {', '.join(parts)}, and {usd(ceiling.amount)} is {ceiling.said_by};"
+            f" {', '.join(parts)}, and {usd(ceiling.amount)} is {ceiling.source};"
             f" --max-run {longest} stays below it"
         )
     return job.model_copy(update={"affordable_run": longest})
@@ -139,7 +139,7 @@ def afford(
         unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known"
         if ceiling is not None:
             raise InputError(
-                f"{unknown}, so {usd(ceiling.amount)} ({ceiling.said_by}) cannot be held"
+                f"{unknown}, so {usd(ceiling.amount)} ({ceiling.source}) cannot be held"
             )
         logger.info(f"price: {unknown}")
         return job
@@ -176,12 +176,12 @@ def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
 
 def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
     """What set the time limit of a job below a ceiling; empty for the default limit."""
-    allows = f"{ceiling.said_by} allows {usd(ceiling.amount)}"
+    allows = f"{ceiling.source} allows {usd(ceiling.amount)}"
     if job.time_limit == job.affordable_run:
         return allows
     if job.time_limit == job.max_run:
-        said = "max_run" in job.model_fields_set
-        return f"--max-run{job.origin('max_run')} says; {allows}" if said else ""
+        explicit = "max_run" in job.model_fields_set
+        return f"--max-run{job.origin('max_run')} says; {allows}" if explicit else ""
     return f"--max-wait{job.origin('max_wait')} says; {allows}"
 
 

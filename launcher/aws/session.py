@@ -271,8 +271,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def code_and_message(error: BaseException) -> tuple[str, str]:
-    said = (getattr(error, "response", None) or {}).get("Error", {})
-    return str(said.get("Code", "")), " ".join(str(said.get("Message", "")).split())
+    details = (getattr(error, "response", None) or {}).get("Error", {})
+    return str(details.get("Code", "")), " ".join(str(details.get("Message", "")).split())
 
 
 def why(error: BaseException) -> str:

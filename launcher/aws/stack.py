@@ -88,7 +88,7 @@ def with_stack(
 
 
 def find_stack(settings: Settings, session: Any) -> Stack | None:
-    """The stack of the settings, in one call; None where there is none, and nobody named it.
+    """The stack of the settings, in one call; None if there is none and the user named none.
 
     Raises:
         InputError: no region is known.

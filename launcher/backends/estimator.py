@@ -67,7 +67,7 @@ def quiet_sdk(home: Path) -> Iterator[None]:
     config = str(home / "sagemaker-sdk.yaml")
     if storage.read_bytes(config) != CONFIG.encode():
         storage.write_text(config, CONFIG)
-    said = {
+    ours = {
         "DISABLE_JUMPSTART_LOGGING": "1",  # it warns on import if credentials have expired
         "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
         "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": config,
@@ -78,13 +78,13 @@ def quiet_sdk(home: Path) -> Iterator[None]:
         there = Session().available_profiles
         named = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
         gone = [name for name in named if name in os.environ and os.environ[name] not in there]
-        before = {name: os.environ.get(name) for name in {*said, *gone}}
+        before = {name: os.environ.get(name) for name in {*ours, *gone}}
         loggers = (None, "sagemaker", "sagemaker.config")
         root, *of_sdk = (logging.getLogger(name) for name in loggers)
         levels = {logger: logger.level for logger in (root, *of_sdk)}
         handlers = root.handlers[:]
         try:
-            os.environ.update(said)
+            os.environ.update(ours)
             for name in gone:
                 del os.environ[name]
             for logger in of_sdk:

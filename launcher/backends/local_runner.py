@@ -81,7 +81,7 @@ class LocalRun:
         # A pipe without writers: the hosts see it close when this process ends, however it ends.
         self.lifeline, self.held = os.pipe()
 
-    def tell(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         self.state.update(changes)
         if self.deleted():
             return
@@ -103,15 +103,15 @@ class LocalRun:
     def run(self) -> None:
         """Run the job to its end; its final state says how it ended."""
         try:
-            self.tell(secondary="Downloading")
+            self.update(secondary="Downloading")
             self.lay_out()
-            self.tell(secondary="Training")
+            self.update(secondary="Training")
             failure = self.train()
             if failure is None:
-                self.tell(secondary="Uploading")
+                self.update(secondary="Uploading")
                 failure = self.pack()
         except Stopped:
-            self.tell(status="Stopped", ended=time.time())
+            self.update(status="Stopped", ended=time.time())
             return
         except (InputError, ServiceError, OSError) as error:
             failure = f"{type(error).__name__}: {error}"
@@ -120,10 +120,10 @@ class LocalRun:
             if self.deleted() and not (self.directory / "lock").exists():
                 shutil.rmtree(self.directory, ignore_errors=True)
         if failure is None:
-            self.tell(status="Completed", ended=time.time())
+            self.update(status="Completed", ended=time.time())
         else:
             reason = failure[:FAILURE_REASON_CHARACTERS]
-            self.tell(status="Failed", reason=reason, ended=time.time())
+            self.update(status="Failed", reason=reason, ended=time.time())
 
     def stopping(self) -> bool:
         return self.stop_requested or (self.directory / "stop").exists()
@@ -162,7 +162,7 @@ class LocalRun:
             if not any(source.glob("checkpoint-*.safetensors")):
                 raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
             given = sorted(source.glob("*.safetensors"))
-            self.tell(given={path.name: path.stat().st_mtime_ns for path in given})
+            self.update(given={path.name: path.stat().st_mtime_ns for path in given})
             for path in given:
                 # Atomically: a partial copy would look like a checkpoint that the job wrote.
                 copy = self.base(self.hosts[0]) / "checkpoints" / path.name
@@ -299,7 +299,7 @@ class LocalRun:
                     grace = PEER_GRACE_SECONDS if failed else STOP_GRACE_SECONDS
                     kill_at = time.monotonic() + grace
                     if not failed:
-                        self.tell(status="Stopping", secondary="Stopping")
+                        self.update(status="Stopping", secondary="Stopping")
                     for host in hosts:
                         host.send(signal.SIGTERM)
             elif time.monotonic() > kill_at or self.asked_again():
@@ -409,5 +409,5 @@ def main() -> None:
     try:
         run.run()
     except BaseException as error:
-        run.tell(status="Failed", reason=f"{type(error).__name__}: {error}", ended=time.time())
+        run.update(status="Failed", reason=f"{type(error).__name__}: {error}", ended=time.time())
         raise

@@ -232,8 +232,8 @@ class SageMakerBackend:
                 self.client("sagemaker").create_training_job(**request)
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
-            told = answer.get("ResponseMetadata", {})
-            if told.get("HTTPStatusCode", 500) < 500 and not told.get("RetryAttempts"):
+            metadata = answer.get("ResponseMetadata", {})
+            if metadata.get("HTTPStatusCode", 500) < 500 and not metadata.get("RetryAttempts"):
                 raise  # a refusal
             self.look_for(job_id, error)
 
@@ -426,12 +426,12 @@ def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
     Raises:
         InputError: a value has other characters.
     """
-    values, said = job.all_hyperparameters(), job.explicit_hyperparameters()
+    values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
     harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
     for name, value in list(values.items()):
         if harmless.fullmatch(str(value)):
             continue
-        if name in said:
+        if name in explicit:
             raise InputError(
                 f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
             )

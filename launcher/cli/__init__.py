@@ -145,7 +145,7 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if debug and not isinstance(error, click.ClickException):
             traceback.print_exc()
-        note(f"error: {' '.join(told(error).splitlines())}")
+        note(f"error: {' '.join(message_of(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
 
 
@@ -175,7 +175,7 @@ def signals_as_ctrl_c() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
-def told(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         text = " ".join(error.format_message().split())
         if context := getattr(error, "ctx", None):

@@ -31,7 +31,7 @@ def delete_command(
 ) -> None:
     """Delete jobs: their files here and on S3, their fetched models, and their entries in the list.
 
-    Uploaded text stays. `sm-nanogpt du` shows what there is.
+    Uploaded text stays. `sm-nanogpt du` lists what takes space.
 
     \b
     Example:
@@ -72,7 +72,7 @@ def delete_command(
 @JSON
 @click.pass_context
 def du_command(context: click.Context, as_json: bool) -> None:
-    """Show what jobs, models and texts take, on this machine and in the store on S3.
+    """Show how much space jobs, models and texts take, on this machine and in the store on S3.
 
     \b
     Example:

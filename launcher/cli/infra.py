@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def infra_group() -> None:
     """Create the bucket, role and policy that jobs on SageMaker need.
 
-    They form one CloudFormation stack. The other commands find bucket and role by it.
+    They form one CloudFormation stack. The other commands read the bucket and
+    the role from it.
 
     \b
     Example:

@@ -231,14 +231,14 @@ def launch_command(
     from launcher.submission import naming, new_job_id, prepare
 
     from_file = read_toml(Path(config_file)) if config_file else {}
-    said = {name: value for name, value in fields.items() if value not in (None, (), {})}
+    given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
-    if "resume" not in said:
-        said.setdefault("instance", "ml.g5.12xlarge")
-    elif sweeping.is_sweep(said["resume"], settings):
-        sweeping.go_on(said, settings, parallel, yes)
+    if "resume" not in given:
+        given.setdefault("instance", "ml.g5.12xlarge")
+    elif sweeping.is_sweep(given["resume"], settings):
+        sweeping.go_on(given, settings, parallel, yes)
         return
-    job = TrainingJob(**said, hyperparameters={**from_file, **assignments})
+    job = TrainingJob(**given, hyperparameters={**from_file, **assignments})
     if sweep or seeds > 1:
         if follow is not None:
             raise InputError("--follow and --detach: this command runs until a sweep has ended")
@@ -318,7 +318,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
 
 @click.command("hyperparameters", cls=Command)
-@click.option("--entry-point", metavar="FILE", help="Those of your edited copy of train.py.")
+@click.option("--entry-point", metavar="FILE", help="List those of your edited copy of train.py.")
 def hyperparameters_command(entry_point: str | None) -> None:
     """List the hyperparameters that `launch --set` takes, with their ranges and defaults.
 

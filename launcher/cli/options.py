@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-def settings_of(context: click.Context, **said: str | None) -> Settings:
+def settings_of(context: click.Context, **given: str | None) -> Settings:
     """The settings; a command's own options override those before the command."""
     from launcher.settings import load_settings
 
-    return load_settings(**{**context.obj, **{name: v for name, v in said.items() if v}})
+    return load_settings(**{**context.obj, **{name: v for name, v in given.items() if v}})
 
 
 class Command(click.Command):

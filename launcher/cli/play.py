@@ -35,9 +35,9 @@ def play_command(
     opens: bool | None,
     entry_point: Path | None,
 ) -> None:
-    """Try one model, or two side by side, on a web page of this machine. Ctrl-C ends it.
+    """Try one model, or two side by side, on a local web page. Ctrl-C ends it.
 
-    A model is that of a job, or a directory as `fetch-and-sample` prints it after `model:`.
+    Name a job, or a model directory: `fetch-and-sample` prints it after `model:`.
 
     \b
     Example:

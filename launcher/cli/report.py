@@ -19,7 +19,7 @@ from launcher.errors import InputError
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The page (default: report-JOB-ID.html, or report-N-runs.html).",
+    help="File to write (default: report-JOB-ID.html, or report-N-runs.html).",
 )
 @click.option(
     "--png",

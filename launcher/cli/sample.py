@@ -40,7 +40,7 @@ ENTRY_POINT = click.option(
     type=click.IntRange(min=1),
     default=500,
     show_default=True,
-    help="Number of tokens to generate; of characters, where the model takes text by them.",
+    help="Number of tokens to generate (characters, if the model was trained on characters).",
 )
 @click.option(
     "--num-samples",
@@ -106,7 +106,7 @@ def fetch_and_sample_command(
 ) -> None:
     """Download a job's model and print text as it generates it. `sample` is short for this command.
 
-    DIR is a model that is here already, as `fetch-and-sample` prints it after `model:`.
+    DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`.
 
     \b
     Example:

@@ -77,7 +77,7 @@ def byte_progress(label: str) -> Iterator[Bytes]:
 
 
 class Bytes:
-    """A progress hook that moves a bar; its total is what storage.expect told so far."""
+    """A progress hook that moves a bar; storage.expect adds to its total."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self.bar = bar

@@ -66,12 +66,12 @@ def launch_sweep(
     note(f"sweep: {len(each)} jobs, {parallel} at a time")
     if not local:
         worst = sum(ready.job.worst_cost or math.inf for ready in every)
-        told = "at an unknown price" if worst == math.inf else f"at most {usd(worst)} together"
-        note(f"cost: {told}")
+        limit = "at an unknown price" if worst == math.inf else f"at most {usd(worst)} together"
+        note(f"cost: {limit}")
         if worst > settings.ask_above and sys.stdin.isatty():
             agree("Launch these jobs?", yes)
     first.upload()
-    # What the words mean here and now, for a later --resume from another directory.
+    # Absolute paths, so that a later --resume works from any directory.
     places = {n: getattr(first.job, n) for n in ("data", "validation", "entry_point")}
     fixed = {name: place for name, place in places.items() if place is not None}
     sweep = Sweep(job=job.model_copy(update=fixed), members=each, parallel=parallel)
@@ -81,15 +81,15 @@ def launch_sweep(
     run_sweep(group, sweep, settings)
 
 
-def go_on(said: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
+def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
     from launcher.sweeps import read_record
 
-    group = said.pop("resume")
-    if said:
+    group = given.pop("resume")
+    if given:
         raise InputError(
             f"{group} is a sweep, which continues as it was launched: leave out"
-            f" --{min(said).replace('_', '-')}"
+            f" --{min(given).replace('_', '-')}"
         )
     sweep = read_record(group, settings)
     assert sweep is not None

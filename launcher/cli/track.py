@@ -110,7 +110,7 @@ def add(
 
 
 def state(job_id: str, settings: Settings, again: bool) -> tuple[JobDescription, Curve]:
-    """A job and its curve; asked again, also through an outage of minutes."""
+    """A job and its curve. Retries during an outage of minutes."""
     from launcher.aws.session import patiently
     from launcher.tracking import describe, metrics
 

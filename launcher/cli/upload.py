@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--tokenizer",
     metavar="bpe|PATH|JOB-ID",
     help="Encode the text as tokens: bpe learns them from it; or name a tokenizer.json, a Hugging"
-    " Face directory, or a job (default: a run takes the text by characters).",
+    " Face directory, or a job (default: train on characters).",
 )
 @click.option(
     "--vocab-size",
@@ -72,7 +72,7 @@ def upload_data_command(
         from launcher.tokens import is_text as wanted
     elif source.suffix in (".jsonl", ".gz", ".zst"):
         raise InputError(f"{path}: needs --tokenizer; without it, give plain text")
-    find_text(source, wanted)  # a wrong path is told before AWS is asked
+    find_text(source, wanted)  # report a wrong path before asking AWS
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
     count = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes"
