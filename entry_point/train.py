@@ -1168,10 +1168,10 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Matrices of one shape, up to transposition, are stacked and updated in one go; the parts of a
-    fused matrix count as matrices of their own. Where they are large, each rank orthogonalises its
+    fused matrix count as matrices of their own. Where they are large, each rank orthogonalizes its
     share of them.
     """
 
@@ -1193,7 +1193,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
-        """One update of every matrix from its gradient; dtype is that of the orthogonalisation."""
+        """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
         directions = []
         for members, buffer in self.groups:
             gradient = torch.cat([upright(gradient_of(w), n_fused) for _, w, n_fused in members])
@@ -1209,7 +1209,7 @@ class Muon:
                 upright(weight, n_fused).add_(part, alpha=-learning_rate * scale)
 
     def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Each stack [n, rows, columns] orthogonalised, alone or by all ranks together."""
+        """Each stack [n, rows, columns] orthogonalized, alone or by all ranks together."""
         group = self.group
         if not self.shares:
             return [orthogonalize(stack, dtype) for stack in stacks]
@@ -2234,7 +2234,7 @@ SHARED_FROM = 1 << 22  # parameters
 
 
 def sharing_pays(stacks: Sequence[Tensor]) -> bool:
-    """Whether sending orthogonalised matrices takes less than to compute them on every rank.
+    """Whether sending orthogonalized matrices takes less than to compute them on every rank.
 
     On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
     15 operations for each column of its matrix are saved. An A10G breaks even at about as many

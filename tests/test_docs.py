@@ -23,7 +23,12 @@ from launcher.settings import Settings
 ROOT = Path(__file__).parent.parent
 NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = ("examples/benchmarks/README.md", "examples/tutorials/README.md", "tests/aws/README.md")
+OTHERS = (
+    "examples/benchmarks/README.md",
+    "examples/benchmarks/ideas.md",
+    "examples/tutorials/README.md",
+    "tests/aws/README.md",
+)
 PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
 NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
 HYPERPARAMETERS = {field.name for field in dataclasses.fields(train.Config)}

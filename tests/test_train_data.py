@@ -46,7 +46,7 @@ def text_of(corpus: Corpus, *parts: torch.Tensor) -> str:
     return corpus.tokenizer.decode([i for part in parts for i in part.tolist()])
 
 
-# -- tokenisation ----------------------------------------------------------------------------------
+# -- tokenization ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 5, 64, 1 << 24])

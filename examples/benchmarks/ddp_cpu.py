@@ -1,10 +1,11 @@
-"""Runs nanoGPT's unmodified train.py as one of several processes on a CPU.
+"""Run nanoGPT's unmodified train.py as one of several processes on a CPU.
 
-    torchrun --standalone --nproc_per_node 2 ddp_cpu.py NANOGPT/train.py --backend=gloo ...
+  torchrun --standalone --nproc_per_node 2 ddp_cpu.py NANOGPT/train.py --backend=gloo ...
 
-Under torchrun its train.py names the device cuda:LOCAL_RANK, whatever --device says, and so it
-cannot run without GPUs. Here torch answers these names with the CPU; nothing else is touched, and
-nanoGPT gains a fused optimizer by it, which it takes on CUDA alone.
+Under torchrun, nanoGPT's train.py uses the device cuda:LOCAL_RANK whatever --device is, so it
+cannot run without GPUs. This script makes torch answer such names with the CPU. Nothing else
+changes, except that nanoGPT then also takes its fused optimizer, which it otherwise takes on CUDA
+only.
 """
 
 import runpy

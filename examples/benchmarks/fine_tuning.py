@@ -4,10 +4,10 @@ Examples:
   python examples/benchmarks/fine_tuning.py --text input.txt
   python examples/benchmarks/fine_tuning.py --text input.txt --ours='--optimizer adamw'
 
-In each round a model is trained on the first 70 % of the text. The other 30 % is then learned
-twice: from scratch, in as many steps, and from that model, in a tenth of the steps. The loss is
-that of the finished model over the last tenth of those 30 %, which neither has seen. --ours gives
-words to the second alone. Each round has another seed.
+Each round, with a seed of its own, trains a model on the first 70 % of the text. Two runs then
+train on the other 30 %: one from scratch, and one from that model in a tenth of the steps. The loss
+is that of the finished model over the last tenth of those 30 %, which neither run trained on.
+--ours sets options of the second run.
 """
 
 from __future__ import annotations

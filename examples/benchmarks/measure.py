@@ -1,4 +1,4 @@
-"""What the benchmarks share: a quiet machine, processes with a clock, ratios, a table and JSON."""
+"""Shared by the benchmarks: a quiet machine, timed processes, ratios, a table and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-c", "from launcher.cli import main; main()")  # of this checkout
-QUIET = 1.0  # load average, above which figures are those of somebody else's work too
+QUIET = 1.0  # load average, above which other work disturbs the figures
 SECONDS_TO_STOP = 30.0
 
 Figure = TypeVar("Figure")
@@ -85,7 +85,7 @@ def as_options(words: Mapping[str, Any]) -> list[str]:
 def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
     """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
     args = made.parse_args()
-    # Settings of whoever measures are no part of the shipped command.
+    # The caller's settings are not part of the shipped command.
     for name in [name for name in os.environ if name.startswith(("SM_", "OMP_", "MKL_"))]:
         del os.environ[name]
     if args.quick:
@@ -169,7 +169,7 @@ def wait_until_quiet(seconds: float) -> float:
     deadline, noted = time.monotonic() + seconds, False
     while (load := os.getloadavg()[0]) >= QUIET:
         if time.monotonic() > deadline:
-            stop(f"the load average is {load:.2f}, not under {QUIET:g}; wait, or say --anyway", 2)
+            stop(f"the load average is {load:.2f}, not under {QUIET:g}; wait, or pass --anyway", 2)
         if not noted:
             note(f"load average {load:.2f}: waiting until it is under {QUIET:g}")
             noted = True
@@ -178,7 +178,7 @@ def wait_until_quiet(seconds: float) -> float:
 
 
 def machine(args: argparse.Namespace, load: float) -> dict[str, Any]:
-    """What one has to know of the place and the command to read the figures."""
+    """The machine, the versions and the command that gave the figures."""
     torch_version, gpu = torch_and_gpu()
     cpu = [platform.processor()]
     with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ RUNNING: set[subprocess.Popen[Any]] = set()
 
 @contextlib.contextmanager
 def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A running process that is gone afterwards, with all that it started."""
+    """A running process; it and its children are gone afterwards."""
     # This checkout comes before an installed one.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # One GPU, which is what nanoGPT takes by itself.
@@ -264,7 +264,7 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
 def lines(process: Process) -> Generator[tuple[float, str], None, None]:
     """Each line of a process's output with the moment at which it came, in seconds.
 
-    Whoever stops listening ends the process.
+    The process ends when the caller stops iterating.
 
     Raises:
         Failed: it ended with a status other than 0.

@@ -4,10 +4,10 @@ Examples:
   python examples/benchmarks/precision.py --text input.txt
   python examples/benchmarks/precision.py --text input.txt --against='--compile off'
 
-Without --ours it trains with --preset cpu --max_steps 500. Both trainings of a pair begin with the
-same weights and see the same batches. The loss is of the finished model, computed in float32 over
-the whole validation part. The difference is told as mean and 95 % interval over the pairs
-(Student's t); a speed-up costs nothing if that is narrow and holds 0, or lies below it.
+Without --ours it trains with --preset cpu --max_steps 500. Both runs of a pair start from the same
+weights and see the same batches. The loss is that of the finished model, in float32, over the whole
+validation part. The script prints the mean difference and its 95 % interval over the pairs
+(Student's t). A speed-up costs nothing if the interval is narrow and holds 0, or lies below 0.
 """
 
 from __future__ import annotations

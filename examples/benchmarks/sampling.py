@@ -1,15 +1,15 @@
-"""Characters per second of sampling on the CPU, one sample and many at once.
+"""Characters per second of sampling on the CPU, for one sample and for many at once.
 
 Example:
   python examples/benchmarks/sampling.py --text input.txt --nanogpt ../nanoGPT --characters 2000
 
-Ours is `sm-nanogpt fetch-and-sample` on a job of this machine, from its first character to its
-last. nanoGPT's is sample.py, from loading to its line below a sample (with --compile the second
-sample, so that compiling is not counted); it makes samples one after the other. For many at once
-its model.generate is called on a batch, up to its context and 20 characters beyond, whose cost
-stands for that of the rest. What a model says does not change what it costs, so both are trained
-for a step alone. nanoGPT is looked at once in each way to run it, for as many characters (its ways
-rank otherwise within its context), and the fastest runs in alternation.
+Ours is `sm-nanogpt fetch-and-sample` on a local job, timed from its first character to its last.
+nanoGPT's sample.py is timed from the loaded model to the line below a sample (with --compile, the
+second sample, so that compilation does not count). It makes samples one after the other. For many
+at once, the script also calls nanoGPT's model.generate on a batch, for its context and 20
+characters more, and takes their speed for the rest. The speed does not depend on the text, so both
+models train for one step. nanoGPT first runs once in each way, for as many characters, and the
+fastest way then alternates with ours.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Tokens per second of training with 1, 2, ... processes on the CPU, each of one thread.
+"""Training tokens per second of 1, 2, ... processes on the CPU, with one thread each.
 
 Example:
   python examples/benchmarks/scaling.py --text input.txt --nanogpt ../nanoGPT --processes 1 2
 
-The global batch stays the same, so that every row trains the same model on as many tokens a step.
-One process with as many threads stands beside, since it would use the same cores.
+The global batch stays the same, so every row trains the same model on as many tokens per step. A
+last row has one process with as many threads, which uses the same cores.
 """
 
 from __future__ import annotations

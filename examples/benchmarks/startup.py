@@ -1,16 +1,18 @@
-"""How soon a training begins, and what its checkpoints cost: first step, tokenising, checkpoint.
+"""The time to the first step, the speed of tokenizing, and the time of a checkpoint.
 
 Example:
   python examples/benchmarks/startup.py --text input.txt --nanogpt ../nanoGPT --megabytes 1000
 
-The time to the first step is from the start of the command to its first line about a step;
-nanoGPT's text is prepared by then. Tokenising is what a command takes more, in time and in memory,
-on a large text than on a small one: nanoGPT's prepare.py, and ours by one step of a tiny model. The
-large texts are the given one over and over, as ASCII, and with characters of two to four bytes in
-every line (mixed). prepare.py holds it all in lists, so it gets less (--nanogpt-megabytes).
+The time to the first step is from the start of the command to its first line about a step.
+nanoGPT's text is prepared before. The figures of tokenizing are the differences, in time and in
+memory, between a large and a small text: of nanoGPT's prepare.py, and of one step of a tiny model
+with ours. The large texts repeat the given one, as ASCII, and with characters of two to four bytes
+in every line (mixed). prepare.py keeps everything in lists, so its text is smaller
+(--nanogpt-megabytes).
 
-A checkpoint is what goes by between two steps of `baby`, on batches of one sequence, with a
-checkpoint after each. By default a minute or more goes by between two of them.
+The time of a checkpoint is the time between two steps of `baby`, on batches of one sequence, with a
+checkpoint after each, less the time of a step. By default, a minute or more passes between two
+checkpoints.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     report = Report()
     first_steps(args, scratch, nanogpt, report)
     text = "".join(c for c in args.text.read_bytes().decode() if c.isascii())
-    tokenising("ASCII", text, args, scratch, nanogpt, report)
-    tokenising("mixed", text.translate(MIXED), args, scratch, nanogpt, report)
+    tokenizing("ASCII", text, args, scratch, nanogpt, report)
+    tokenizing("mixed", text.translate(MIXED), args, scratch, nanogpt, report)
     checkpoints(args, scratch, report)
     return report
 
@@ -92,7 +94,7 @@ def first_step(training: Training) -> float:
     raise Failed(f"{training.name}: it ended before its first step")
 
 
-def tokenising(
+def tokenizing(
     kind: str,
     unit: str,
     args: Namespace,
@@ -118,7 +120,7 @@ def tokenising(
             raise Failed("the large text took no longer than the small one; more --megabytes")
         return text.stat().st_size / 1e6 / (large[0] - small[0]), large[1] - small[1]
 
-    mine, other = f"tokenising {kind}, ours", f"tokenising {kind}, nanoGPT"
+    mine, other = f"tokenizing {kind}, ours", f"tokenizing {kind}, nanoGPT"
     (scratch / "small.txt").write_text(unit[:100_000], "utf-8")
     large = repeated(scratch / "large.txt", unit, 1 if args.quick else args.megabytes)
     sides = {mine: lambda index: beyond_small(large, our_cost)}
@@ -131,7 +133,7 @@ def tokenising(
     }
     report.rows += [{"": side, **columns} for side, columns in found.items()]
     if nanogpt:
-        report.findings[f"tokenising {kind} per byte, ours over theirs"] = measure.ratio(
+        report.findings[f"tokenizing {kind} per byte, ours over theirs"] = measure.ratio(
             found[mine]["MB/s"], found[other]["MB/s"]
         )
 

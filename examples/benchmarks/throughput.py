@@ -1,13 +1,13 @@
-"""Tokens per second of training, ours as shipped against nanoGPT at its best.
+"""Training tokens per second, ours as shipped against nanoGPT at its best.
 
 Example:
   python examples/benchmarks/throughput.py --text input.txt --nanogpt ../nanoGPT --shape baby
 
-Both train as many parameters, with the same context, batch and dropout; ours by its preset, and on
-a GPU compiled, as in time_to_loss.py.
-nanoGPT is looked at once in each way to run it; the fastest then runs in alternation with ours, and
-each ratio is of two runs that followed each other. The clock counts data, forward, backward,
-optimizer and communication. On a GPU the share of its peak is shown too (MFU).
+Both models have as many parameters, and the same context, batch and dropout. Ours runs by its
+preset, and compiled on a GPU, as in time_to_loss.py. nanoGPT first runs once in each way; the
+fastest way then alternates with ours, and each ratio is that of two runs in a row. The clock counts
+data, forward, backward, optimizer and communication. On a GPU, the table also shows the share of
+its peak (MFU).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def peak(gpu: str, given: float | None) -> float:
     known = next((value for part, value in PEAKS.items() if re.search(rf"\b{part}\b", gpu)), None)
     if found := given or known:
         return found
-    raise Failed(f"the peak of {gpu} is not known; say --peak TFLOPS")
+    raise Failed(f"the peak of {gpu} is not known; pass --peak TFLOPS")
 
 
 def many_symbols(scratch: Path) -> Path:

@@ -4,12 +4,12 @@ Examples:
   python examples/benchmarks/time_to_loss.py --text input.txt --nanogpt ../nanoGPT
   python examples/benchmarks/time_to_loss.py --text input.txt --target 1.55 --ours='--preset laptop'
 
-Each round trains ours with a new seed, by the words of --ours and no others (without it: BUDGETS
-below), and nanoGPT by the recipe of its README, to the end, in the way to run it that is fastest
-here. Loss is of the finished model over the whole validation part, in windows of its own context.
-The time is of training alone: evaluations, checkpoints, compiling and starting are left out on both
-sides; the whole command's time stands beside it. nanoGPT's seed is fixed in its script; drawing one
-more batch at its first evaluation gives each round other ones.
+Each round trains ours with a new seed and the options of --ours only (default: BUDGETS below), and
+nanoGPT by the recipe of its README, to the end, in the way that is fastest here. The loss is that
+of the finished model over the whole validation part, in windows of its own context. The time
+excludes evaluations, checkpoints, compilation and start, on both sides; the time of the whole
+command stands beside it. nanoGPT's script has a fixed seed, so it draws one more batch at its first
+evaluation in each round.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Examples:
   python examples/benchmarks/tokens.py --text input.txt
   python examples/benchmarks/tokens.py --text other.txt --vocab-sizes 2048,8192
 
-Characters train with --preset cpu. Tokens train with the same words, but as many steps as take the
-same time, by a first look at 100 steps of each. The loss is that of the model that is kept: the
-best of eight evaluations over the whole validation part, which is the last tenth of the text for
-both. --ours gives words to all runs.
+Characters train with --preset cpu. Tokens train with the same options, for as many steps as take
+the same time; a first run of 100 steps of each measures that. The loss is that of the model that is
+kept: the best of eight evaluations over the whole validation part, the last tenth of the text for
+both. --ours sets options of all runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two that are compared: our train.py as it ships, and a checkout of nanoGPT as it is."""
+"""The two sides of a comparison: our train.py as shipped, and an unmodified nanoGPT."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class NanoGPT:
         output(self.prepare(text))
 
     def prepare(self, text: Path) -> Process:
-        """The process that tokenises a text."""
+        """The process that tokenizes a text."""
         link = self.data / "input.txt"
         link.unlink(missing_ok=True)
         link.symlink_to(text)
@@ -272,7 +272,7 @@ def pace(training: Training, words: Words, seconds: float) -> Pace:
     The clock is ours and starts at its second line, so that reading the text, compiling and the
     first evaluation are not counted; the training is ended when it has been seen for long enough.
     """
-    counted = set()  # nanoGPT tells two numbers, which each rank may tell
+    counted = set()  # nanoGPT logs two numbers, and each rank may log them
     began = None
     passed = 0
     for moment, line in lines(training.process):

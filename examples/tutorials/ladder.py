@@ -8,8 +8,8 @@ The tutorial that this follows published, for a model of 10.9 million parameters
 loss, so nobody saw that its last rung had lost the dropout. Each rung here trains the same steps
 from the same seed, so a rung that changes the model shows in its loss. On a CPU there is no TF32.
 
-The kernel of the attention is no setting of train.py: this script runs it with PyTorch's switches
-for attention kernels off, as its rung says.
+The attention kernel is not a setting of train.py: this script runs train.py with PyTorch's switches
+for attention kernels off, as the rung says.
 """
 
 from __future__ import annotations
