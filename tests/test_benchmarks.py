@@ -94,7 +94,7 @@ def test_a_smoke_run_writes_the_same_table_and_json(
     assert found["machine"]["command"] in ran.stdout
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_measuring(text_file: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_is_refused_at_once(text_file: Path) -> None:
     ran = run("tutorials/processes", "--text", text_file, "--quick", "--plot", "curves.pdf")
     assert ran.returncode == 2
     assert ran.stderr == "error: argument --plot: curves.pdf: must end in .png or .svg\n"
