@@ -247,7 +247,7 @@ def check_characters(words: Words, pieces: Sequence[str]) -> None:
     known = {word.decode() for word in words.tokenizer.words}
     if unknown := sorted(set().union(*pieces) - known):
         raise InputError(
-            f"the text has {len(unknown)} characters that the tokenizer lacks:"
+            "the text has characters that the tokenizer lacks:"
             f" {', '.join(map(repr, unknown[:20]))}"
         )
 

@@ -543,11 +543,11 @@ def test_an_ambiguous_part_of_an_id_is_refused(job: Finished, cli: Callable[...,
 
 
 def test_the_list_of_jobs_shows_the_best_loss(job: Finished, cli: Callable[..., Ran]) -> None:
-    rows = [{"step": 5, "val_loss": 3.25, "best_loss": 3.25}]
-    rows += [{"step": 10, "val_loss": 3.5, "best_loss": 3.25}]
+    rows = [{"step": 5, "val_loss": 2.0, "best_loss": 2.0, "bits_per_byte": 1.5}]
+    rows += [{"step": 10, "val_loss": 4.0, "best_loss": 2.0, "bits_per_byte": 3.0}]
     curve = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
     curve.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert " 3.2500 " in cli("jobs").out
+    assert re.search(r" 2\.0000 +1\.5000 ", cli("jobs").out)
 
 
 def test_the_list_of_jobs_shows_model_and_data(job: Finished, cli: Callable[..., Ran]) -> None:

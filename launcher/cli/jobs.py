@@ -79,26 +79,31 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
     width = max(len(d.job_id) for d in found)
-    row = f"{{:<{width}}} {{:<10}} {{:<18}} {{:<16}} {{:>11}} {{:>9}} {{:>7}} {{:>10}}  {{}}"
-    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "MODEL", "COST", "DATA")
-    click.echo(row.format(*heads))
+    row = (
+        f"{{:<{width}}} {{:<10}} {{:<18}} {{:<16}} {{:>11}} {{:>9}} {{:>9}} {{:>7}} {{:>10}}  {{}}"
+    )
+    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "BITS/BYTE")
+    click.echo(row.format(*heads, "MODEL", "COST", "DATA"))
     for d in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
-        step, loss = progress_words(d)
+        step, loss, bits = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
         cost = "-" if d.cost is None else usd(d.cost)
         # layers x width
         model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
         data = d.data.rstrip("/").rpartition("/")[2]
-        cells = (d.job_id, d.status, instance, created, step, loss, model, cost, data)
-        click.echo(shown(row.format(*cells)))
+        cells = (d.job_id, d.status, instance, created, step, loss or "-", bits or "-")
+        click.echo(shown(row.format(*cells, model, cost, data)))
 
 
-def progress_words(description: JobDescription) -> tuple[str, str]:
+def progress_words(description: JobDescription) -> tuple[str, str | None, str | None]:
+    """The step, the best loss, and that loss as bits per byte."""
     metrics = description.metrics or {}
     step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
-    loss = metrics.get("best_loss", metrics.get("val_loss"))
-    return step, "-" if loss is None else f"{loss:.4f}"
+    last, bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
+    best = metrics.get("best_loss", last)
+    best_bits = f"{bits * best / last:.4f}" if bits and best and last else None
+    return step, None if best is None else f"{best:.4f}", best_bits
 
 
 @click.command("status", cls=Command)
@@ -119,7 +124,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     if as_json:
         print_json(d)
         return
-    step, loss = progress_words(d)
+    step, loss, bits = progress_words(d)
     now = d.metrics or {}
     lines = {
         "job": d.job_id,
@@ -131,8 +136,8 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "ended": moment(d.ended),
         "data": d.data,
         "step": step,
-        "best loss": loss,
-        "bits/byte": f"{bits:.4f}" if (bits := now.get("bits_per_byte")) else None,
+        "best loss": loss or "-",
+        "bits/byte": bits,
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
         "time left": time_left(d) if d.is_running else None,
         "model": d.model_uri,
