@@ -131,7 +131,12 @@ def card(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], li
     """A model card: https://huggingface.co/docs/hub/model-cards."""
     training = json.loads((directory / "training.json").read_bytes())
     metrics = training.get("metrics") or {}
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+    # Without norm_weights, those of the export are ones that nothing trained.
+    trained = training["config"]["norm_weights"]
+    parameters = sum(
+        t.numel() for n, t in tensors.items() if trained or not n.endswith("norm.weight")
+    )
+    bits = metrics.get("bits_per_byte")  # of the last evaluation, as metrics["val_loss"] is
     of_bytes = json.loads((directory / "tokenizer.json").read_bytes())["model"]["type"] == "BPE"
     tokens = "subword tokens of bytes" if of_bytes else "single characters"
     facts = {
@@ -143,13 +148,13 @@ def card(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], li
         "Vocabulary": f"{config['vocab_size']:,} {tokens}",
         "Step": training.get("step"),
         "Validation loss": rounded(training.get("val_loss")),
-        "Bits per byte": rounded(metrics.get("bits_per_byte")),
+        "Bits per byte": rounded(bits and bits * training["val_loss"] / metrics["val_loss"]),
         "Training text, SHA-256": training.get("corpus_sha256"),
         "Script, SHA-256": training.get("script_sha256"),
     }
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact is not None)
     return f"""---
-license: {license}
+license: {json.dumps(license)}
 library_name: transformers
 pipeline_tag: text-generation
 tags: [qwen3, sm-nanogpt]

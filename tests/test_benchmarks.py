@@ -254,7 +254,7 @@ def test_a_busy_machine_is_refused_in_one_line(
         measure.wait_until_quiet(-1)
     assert exit.value.code == 2
     assert capsys.readouterr().err == (
-        "error: the load average is 3.50, not under 1; wait, or say --anyway\n"
+        "error: the load average is 3.50, not under 1; wait, or pass --anyway\n"
     )
 
 

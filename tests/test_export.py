@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,9 +77,16 @@ def test_the_card_names_license_data_and_loss(job: Finished, cli: Callable[..., 
     assert cli("export", job.job_id, "--to", "out", "--license", "mit").code == 0
     card = Path("out/README.md").read_text()
     training = json.loads(Path("out/training.json").read_text())
-    assert card.startswith("---\nlicense: mit\n")
+    assert card.startswith('---\nlicense: "mit"\n')
     assert f"| Validation loss | {training['val_loss']:.4f} |" in card
     assert f"| {training['corpus_sha256']} |" in card
+    log = (job.directory / "logs/job.log").read_text()
+    assert f"| Parameters | {re.search(r'([0-9,]+) parameters;', log)[1]} |" in card  # type: ignore[index]
+
+
+def test_a_license_is_one_value_of_the_card(job: Finished, cli: Callable[..., Ran]) -> None:
+    assert cli("export", job.job_id, "--to", "out", "--license", "a: b\nc: d").code == 0
+    assert '\nlicense: "a: b\\nc: d"\n' in Path("out/README.md").read_text()
 
 
 def test_an_export_replaces_nothing(job: Finished, cli: Callable[..., Ran]) -> None:

@@ -186,6 +186,11 @@ def test_the_newest_try_of_a_member_counts() -> None:
     ("words", "error"),
     [
         (("--sweep", "n_layer=1,1"), "--sweep n_layer=1,1: a value is empty or given twice"),
+        (("--sweep", "n_head=1,1e0"), "--sweep n_head=1,1e0: a value is empty or given twice"),
+        (
+            ("--sweep", "n-head=1", "--sweep", "n_head=2"),
+            "--sweep n_head: given twice ('1' and '2')",
+        ),
         (("--sweep", "n_layer=1,"), "--sweep n_layer=1,: a value is empty or given twice"),
         (("--parallel", "2"), "--parallel is for jobs of a sweep; add --sweep or --seeds"),
         (
@@ -243,6 +248,41 @@ def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(
         f"{group}-1",
         f"{group}-2",
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--dry-run",), "--dry-run"),
+        (("--set", "max_steps=9"), "--set"),
+        (("--seeds", "2"), "--seeds"),
+        (("--detach",), "--detach"),
+    ],
+)
+def test_a_sweep_continues_only_as_it_was_launched(
+    words: tuple[str, ...], named: str, home: Path, cli: Callable[..., Ran]
+) -> None:
+    sweeps.write_record(
+        GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), Settings(home=home)
+    )
+    ran = cli("launch", "--resume", GROUP, *words)
+    assert (ran.code, ran.error.rpartition(": ")[2]) == (2, f"leave out {named}")
+    assert not (home / "jobs").exists()
+
+
+def test_a_continued_sweep_says_what_it_costs(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, home: Path
+) -> None:
+    ran = cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4", "--max-cost", "2")
+    group = ran.out.strip()
+    record = sweeps.record_of(group, Settings(home=home))
+    document = json.loads(record.read_text())
+    document["members"].append({"n_layer": 6})
+    record.write_text(json.dumps(document))
+    ran = cli("launch", "--resume", group)
+    assert ran.code == 0, ran.err
+    assert "\ncost: at most 0.67 USD together\n" in ran.err  # a third, for the job left
+    assert ran.err.count("warning: the run reads the text 39 times") == 1
 
 
 def test_a_local_sweep_runs_to_its_end(home: Path, text_file: Path) -> None:

@@ -51,6 +51,8 @@ def jobs_command(
     """
     from launcher.tracking import list_jobs, with_costs
 
+    if group is not None and limit is not None:
+        raise InputError("--group and --limit cannot be combined: a ranking needs all its jobs")
     settings = settings_of(context)
     found, unreadable, failure = list_jobs(settings)
     if group is not None:

@@ -236,6 +236,12 @@ def launch_command(
     if "resume" not in given:
         given.setdefault("instance", "ml.g5.12xlarge")
     elif sweeping.is_sweep(given["resume"], settings):
+        others = {"set": assignments, "config": config_file, "sweep": sweep, "dry-run": dry_run}
+        others |= {
+            "seeds": seeds > 1,
+            "detach" if follow is False else "follow": follow is not None,
+        }
+        given |= {name: value for name, value in others.items() if value}
         sweeping.go_on(given, settings, parallel, yes)
         return
     job = TrainingJob(**given, hyperparameters={**from_file, **assignments})

@@ -100,7 +100,7 @@ def pairs(
             raise InputError(f"{option} is empty; give a value, or leave it out")
         if not equals or not name:
             raise InputError(f"{option} {word}: must be name=value")
-        name = name.replace("-", "_") if option == "--set" else name
+        name = name.replace("-", "_") if option in ("--set", "--sweep") else name
         if name in values:
             raise InputError(f"{option} {name}: given twice ({values[name]!r} and {value!r})")
         values[name] = value
@@ -113,9 +113,17 @@ def lists(
     """Parse ('n_layer=4,6',) to {'n_layer': ['4', '6']}; an option callback."""
     values = {name: value.split(",") for name, value in pairs(context, parameter, words).items()}
     for name, each in values.items():
-        if "" in each or len(set(each)) < len(each):
+        if "" in each or len({as_number(value) for value in each}) < len(each):
             raise InputError(f"--sweep {name}={','.join(each)}: a value is empty or given twice")
-    return {name.replace("-", "_"): each for name, each in values.items()}
+    return values
+
+
+def as_number(word: str) -> float | str:
+    """0.02 and 2e-2 are the same value."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def can_ask(settled: bool) -> None:

@@ -45,11 +45,19 @@ def note(text: str) -> None:
 
 
 class Screen(logging.Handler):
-    """Print log records of the library to stderr."""
+    """Print log records of the library to stderr; a warning once, though many jobs log it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        warning = "warning: " if record.levelno >= logging.WARNING else ""
-        note(f"{warning}{record.getMessage()}")
+        text = record.getMessage()
+        if record.levelno < logging.WARNING:
+            note(text)
+        elif text not in self.warned:
+            self.warned.add(text)
+            note(f"warning: {text}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from launcher.errors import InputError, ServiceError
 if TYPE_CHECKING:
     from launcher.job import JobDescription, TrainingJob
     from launcher.settings import Settings
+    from launcher.submission import Ready
     from launcher.sweeps import Sweep
 
 
@@ -40,7 +41,6 @@ def launch_sweep(
     Raises:
         InputError: a job cannot run; none was started.
     """
-    from launcher.aws.money import usd
     from launcher.submission import new_job_id
     from launcher.sweeps import Sweep, grid, quietly, write_record
 
@@ -65,11 +65,7 @@ def launch_sweep(
         return
     note(f"sweep: {len(each)} jobs, {parallel} at a time")
     if not local:
-        worst = sum(ready.job.worst_cost or math.inf for ready in every)
-        limit = "at an unknown price" if worst == math.inf else f"at most {usd(worst)} together"
-        note(f"cost: {limit}")
-        if worst > settings.ask_above and sys.stdin.isatty():
-            agree("Launch these jobs?", yes)
+        confirm_cost(every, settings, yes)
     first.upload()
     # Absolute paths, so that a later --resume works from any directory.
     places = {n: getattr(first.job, n) for n in ("data", "validation", "entry_point")}
@@ -81,9 +77,22 @@ def launch_sweep(
     run_sweep(group, sweep, settings)
 
 
+def confirm_cost(every: Sequence[Ready], settings: Settings, yes: bool) -> None:
+    """Print what jobs may cost together, and ask if that is much."""
+    from launcher.aws.money import usd
+
+    worst = sum(ready.job.worst_cost or math.inf for ready in every)
+    note(
+        f"cost: {'at an unknown price' if worst == math.inf else f'at most {usd(worst)} together'}"
+    )
+    if worst > settings.ask_above and sys.stdin.isatty():
+        agree("Launch these jobs?", yes)
+
+
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
-    from launcher.sweeps import read_record
+    from launcher.sweeps import members, quietly, read_record
+    from launcher.tracking import list_jobs
 
     group = given.pop("resume")
     if given:
@@ -97,6 +106,13 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
         sweep = sweep.model_copy(update={"parallel": parallel})
     if sweep.job.instance == "local" and sweep.parallel > 1:
         share_cores(sweep.parallel)
+    if sweep.job.instance != "local":
+        tried = members(list_jobs(settings)[0], group)
+        done = {number for number, d in tried.items() if d.status == "Completed"}
+        left = [n for n in range(len(sweep.members)) if n + 1 not in done]
+        with quietly():
+            every = [sweep.ready(n, settings) for n in left]
+        confirm_cost(every, settings, yes)
     click.echo(group)
     sys.stdout.flush()
     run_sweep(group, sweep, settings)
