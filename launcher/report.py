@@ -19,7 +19,7 @@ from launcher.documents import Document
 from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob, option
 from launcher.settings import Settings
-from launcher.sweeps import differences
+from launcher.sweeps import Rank, differences, ranking
 from launcher.tracking import FULL_ID, find, with_costs
 
 SIZE = re.compile(
@@ -126,7 +126,6 @@ class Run:
             "data": data,
             "validation": validation,
             "init_from": start,
-            "resume": self.job.resume or "",
             "script": self.script_sha256[:12],
         }
         return {**d.hyperparameters, **others}
@@ -189,6 +188,15 @@ class Report:
     def validated_alike(self) -> bool:
         """Whether all runs have the same text, which two tokenizers store in two places."""
         return len({run.text for run in self.runs}) == 1
+
+    @property
+    def over_seeds(self) -> list[Rank]:
+        """The configurations with the spread of their losses, if one was run with several seeds."""
+        bests = [{"best_loss": run.best.get("val_loss")} for run in self.runs]
+        runs = zip(self.runs, bests, strict=True)
+        ranks = ranking([replace(run.description, metrics=best) for run, best in runs])
+        several = any(len(rank.losses) > 1 for rank in ranks)
+        return ranks if several and not self.per_byte else []
 
     def score(self, run: Run) -> float:
         return float(run.best.get("bits_per_byte" if self.per_byte else "val_loss", math.inf))

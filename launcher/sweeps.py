@@ -133,6 +133,18 @@ def full_group(word: str, found: Iterable[JobDescription]) -> str:
     return matches[0]
 
 
+def all_tries(word: str, settings: Settings) -> tuple[str, tuple[str, ...]]:
+    """The full id of a sweep, and the ids of all its jobs, earlier tries included.
+
+    Raises:
+        InputError: as full_group.
+    """
+    found = list_jobs(settings)[0]
+    group = full_group(word, found)
+    names = (MEMBER.fullmatch(description.job_id) for description in found)
+    return group, tuple(name[0] for name in names if name and name[1] == group)
+
+
 @dataclass
 class Progress:
     """A job of a sweep that was started (ended: it has ended), for the screen."""

@@ -87,7 +87,9 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
     where = " or ".join(asked)
     if not settings.reaches_aws:
         where += " (SageMaker was not asked: set --region or AWS_REGION to ask it)"
-    raise ServiceError(f"there is no job {job_id!r} {where}: {known}")
+    kept = sorted((settings.models_dir / job_id).glob("*"))  # by `delete --keep-model`
+    model = f"; its model is in {kept[0]}" if kept else ""
+    raise ServiceError(f"there is no job {job_id!r} {where}: {known}{model}")
 
 
 def full_id(word: str, settings: Settings) -> str:

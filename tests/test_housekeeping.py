@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from emulator import Emulator
 from launching import Finished, Ran, tree
 
-from launcher import storage
+from launcher import Settings, TrainingJob, storage
+from launcher.sweeps import Sweep, record_of, write_record
 
 
 def test_delete_removes_job_and_fetched_model(job: Finished, cli: Callable[..., Ran]) -> None:
@@ -28,6 +30,21 @@ def test_keep_model_fetches_it_first(job: Finished, cli: Callable[..., Ran]) -> 
     assert ran.code == 0, ran.err
     assert (Path(ran.out.strip()) / "model.safetensors").exists()
     assert not job.directory.exists()
+    assert cli("sample", job.job_id).error.endswith(f"; its model is in {ran.out.strip()}")
+
+
+def test_delete_of_a_sweep_takes_all_tries_and_its_record(
+    job: Finished, home: Path, cli: Callable[..., Ran]
+) -> None:
+    group = "sm-nanogpt-20260101-000000-abcdef"
+    for name in ("1", "1-2", "2"):
+        shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
+    settings = Settings(home=home)
+    write_record(group, Sweep(job=TrainingJob(), members=[{}, {}], parallel=1), settings)
+    assert cli("delete", "--group", "abcdef", "--yes").code == 0
+    assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
+    assert not record_of(group, settings).exists()
+    assert cli("delete", "--yes").code == 2
 
 
 def test_delete_asks_first(

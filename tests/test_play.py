@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -315,6 +316,17 @@ def test_ctrl_c_stops_a_text_and_not_the_prompts(
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
     converse(stream)
     assert capsys.readouterr().out == "a12\n---\nb123\n"
+
+
+def test_ctrl_c_at_a_prompt_drops_the_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = Mock(side_effect=[KeyboardInterrupt, "b", EOFError])
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    converse(lambda prompt, n: iter([["1"]]))
+    assert capsys.readouterr().out == "\nb1\n\n"
 
 
 @pytest.mark.parametrize("words", ["--prompt a", "--num-samples 2", "--json"])

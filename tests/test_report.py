@@ -114,6 +114,32 @@ def test_three_runs_are_plotted_by_what_varies() -> None:
     assert compare(runs[:2]).varied == []
 
 
+def test_several_seeds_have_a_mean_and_a_spread() -> None:
+    settings = [(0.1, 1, 2.0), (0.1, 2, 3.0), (0.2, 1, 2.25), (0.2, 2, 2.5)]
+    made = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
+    text = page(compare([*made]))
+    table = text[text.index("Over the seeds") :].partition("</table>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
+    assert cells == [
+        "0.2",
+        "2.3750",
+        "2.2500",
+        "2.5000",
+        "2",
+        "0.1",
+        "2.5000",
+        "2.0000",
+        "3.0000",
+        "2",
+    ]
+    assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
+
+
+def test_a_continued_run_differs_in_nothing_by_that() -> None:
+    one = made_up("a", "characters", 1, 1)
+    assert compare([one, replace(one, job=TrainingJob(data="/data", resume="b"))]).differing == []
+
+
 def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
     characters = made_up("c", "characters", 1.5, 2.2)
     report = compare([characters, made_up("t", "tokens", 4.5, 2.1)])

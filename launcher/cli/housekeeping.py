@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.options import JSON, YES, Command, agree, can_ask, complete_job, settings_of
+from launcher.cli.options import (
+    GROUP,
+    JSON,
+    YES,
+    Command,
+    agree,
+    can_ask,
+    complete_job,
+    settings_of,
+)
 from launcher.cli.show import byte_progress, note, print_json, shown
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 
 
 def in_units(size: float) -> str:
@@ -18,16 +27,19 @@ def in_units(size: float) -> str:
 
 
 @click.command("delete", cls=Command)
-@click.argument(
-    "job_ids", metavar="JOB-ID...", nargs=-1, required=True, shell_complete=complete_job
-)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@GROUP
 @click.option(
     "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
 )
 @YES
 @click.pass_context
 def delete_command(
-    context: click.Context, job_ids: tuple[str, ...], keep_model: bool, yes: bool
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    group: str | None,
+    keep_model: bool,
+    yes: bool,
 ) -> None:
     """Delete jobs: their files here and on S3, their fetched models, and their entries in the list.
 
@@ -36,12 +48,18 @@ def delete_command(
     \b
     Example:
       sm-nanogpt delete JOB-ID --keep-model
+      sm-nanogpt delete --group latest
     """
     from launcher.artefacts import fetch_described
     from launcher.housekeeping import delete, places_of
+    from launcher.sweeps import all_tries, record_of, stop_file
 
     settings = settings_of(context)
+    if bool(job_ids) == (group is not None):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
+    if group is not None:
+        group, job_ids = all_tries(group, settings)
     found = []
     for job_id in dict.fromkeys(job_ids):
         description, places = places_of(job_id, settings)
@@ -66,6 +84,9 @@ def delete_command(
         delete(description.job_id, places, settings)
         freed = in_units(sum(place.size for place in places))
         note(f"deleted {description.job_id}: {freed}")
+    if group is not None:
+        for file in (record_of(group, settings), stop_file(group, settings)):
+            file.unlink(missing_ok=True)
 
 
 @click.command("du", cls=Command)

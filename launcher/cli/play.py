@@ -48,11 +48,14 @@ def play_command(
     import webbrowser
 
     from launcher import play
+    from launcher.tracking import full_id
 
     settings = settings_of(context)
     listener = play.listen(port or 0)
     players = [
-        play.Player(word, *load(word, settings, entry_point)) for word in (model, other) if word
+        play.Player(full_id(word, settings), *load(word, settings, entry_point))
+        for word in (model, other)
+        if word
     ]
     at, token = listener.getsockname()[1], secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={token}"

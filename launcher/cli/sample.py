@@ -207,6 +207,11 @@ def converse(stream: Callable[[str | None, int], Iterator[list[str]]]) -> None:
         except EOFError:
             click.echo(nl=terminal)
             return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            click.echo()  # drops the line that was typed
+            continue
         with ctrl_c_noted() as stopped:
             try:
                 columns = stream(prompt or None, n)
