@@ -101,13 +101,18 @@ class Run:
     def times(self) -> list[float]:
         """The time of each row, in seconds since the start of the run; empty if not all have one.
 
-        A run that continues another one starts with its first row.
+        A run that continues another one starts with its first row; the pause between them does not
+        count.
         """
         if not all("time" in row for row in self.curve.rows):
             return []
         times = [float(row["time"]) for row in self.curve.rows]
-        start = min(times[0], self.description.started or math.inf)
-        return [each - start for each in times]
+        started = self.description.started or 0.0
+        before = [each for each in times if each < started]  # of the runs that this one continues
+        if not before:
+            return [each - (started or times[0]) for each in times]
+        pause = started - before[-1]
+        return [each - times[0] - pause * (each >= started) for each in times]
 
     @property
     def seconds(self) -> float | None:

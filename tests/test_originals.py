@@ -61,4 +61,8 @@ def test_attention_without_dropout_p_drops_nothing() -> None:
 
 def test_the_script_prints_a_line_for_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
     SCRIPT["main"]()
-    assert len(capsys.readouterr().out.splitlines()) == len(SCRIPT["FAULTS"]) == 7
+    assert len(capsys.readouterr().out.splitlines()) == len(SCRIPT["FAULTS"]) == 8
+
+
+def test_the_sdk_ignores_a_misspelled_option() -> None:
+    assert numbers("misspelled_option") == {"enabled": 2, "enable": 0}

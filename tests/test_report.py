@@ -140,6 +140,21 @@ def test_a_continued_run_differs_in_nothing_by_that() -> None:
     assert compare([one, replace(one, job=TrainingJob(data="/data", resume="b"))]).differing == []
 
 
+def test_the_pause_before_a_continued_run_is_no_wall_time() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": n, "time": t} for n, t in enumerate((100, 110, 550, 560))
+    ]
+    one = made_up("a", "characters", 1, 1)
+    one = replace(one, curve=Curve("a", "", rows))
+    assert replace(one, description=replace(one.description, started=90)).times == [
+        10,
+        20,
+        460,
+        470,
+    ]
+    assert replace(one, description=replace(one.description, started=540)).times == [0, 10, 20, 30]
+
+
 def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
     characters = made_up("c", "characters", 1.5, 2.2)
     report = compare([characters, made_up("t", "tokens", 4.5, 2.1)])

@@ -192,6 +192,11 @@ def test_the_newest_try_of_a_member_counts() -> None:
             "--sweep n_head: given twice ('1' and '2')",
         ),
         (("--sweep", "n_layer=1,"), "--sweep n_layer=1,: a value is empty or given twice"),
+        (
+            ("--sweep", "seed=1,2", "--resume", "a-job"),
+            "--resume continues one job; to start the jobs of a sweep from its weights, use"
+            " --init-from a-job",
+        ),
         (("--parallel", "2"), "--parallel is for jobs of a sweep; add --sweep or --seeds"),
         (
             ("--sweep", "n_layer=1,2", "--set", "n-layer=3"),

@@ -70,12 +70,13 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     if args.quick:
         ladder = [ladder[0], ladder[-1]]
     losses: dict[str, float] = {}
+    memory: dict[str, float] = {}
 
     def speed(rung: Rung, index: int) -> float:
         name, settings, switches = rung
         out = scratch / f"{index}-{name}"
         training = ours(args.text, out, {**words, **settings, **args.ours})
-        measure.output(with_switches(training, switches).process)
+        _, memory[name] = measure.cost(with_switches(training, switches).process)
         last = json.loads((out / "output/metrics.jsonl").read_text().splitlines()[-1])
         losses[name] = last["val_loss"]
         return steps * shape["batch_size"] * shape["block_size"] / our_seconds(out)
@@ -90,6 +91,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
                 "tokens/s": speeds,
                 "over the rung below": measure.ratio(speeds, before) if before else "",
                 "over float32": measure.ratio(speeds, first),
+                "memory MB": f"{memory[name]:,.0f}",
                 f"val_loss at step {steps}": f"{losses[name]:.4f}",
             }
         )

@@ -2,11 +2,13 @@
 
     python examples/tutorials/originals.py
 
-It needs torch and takes seconds on a CPU. README.md beside it explains each fault.
+It takes seconds on a CPU. README.md beside it explains each fault.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import cache
 from pydoc_data.topics import topics  # Python's language reference: a text that is everywhere
 
@@ -140,6 +142,22 @@ def dropout_lost() -> dict[str, float]:
     return found
 
 
+def misspelled_option() -> dict[str, float]:
+    """h. Settings by which the SageMaker SDK has the container start a rank for each GPU, for
+    `enabled` and for `enable`: without them, train.py starts once on each host."""
+    os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
+    logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
+    from sagemaker.pytorch import PyTorch
+
+    estimator = PyTorch.__new__(PyTorch)  # the constructor would ask AWS
+    estimator.instance_type = "ml.g5.12xlarge"
+    found = {}
+    for word in ("enabled", "enable"):
+        distribution = {"pytorchddp": {word: True}}
+        found[word] = float(len(estimator._pytorch_distribution_configuration(distribution)))
+    return found
+
+
 FAULTS = {
     "scale of attention: entropy": attention_scale,
     "validation on the training text: loss": validation_on_training_text,
@@ -148,6 +166,7 @@ FAULTS = {
     "rank of the host alone: different samples": rank_of_the_host,
     "batches of each rank's own: loss": own_batches,
     "dropout lost: weights dropped": dropout_lost,
+    "misspelled option: settings sent": misspelled_option,
 }
 
 

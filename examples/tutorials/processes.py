@@ -43,7 +43,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     settings = Settings(home=scratch / "home")
     steps = 20 if args.quick else args.steps
     small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32} if args.quick else {}
-    values = {"batch_size": 12, "max_steps": steps, "sample_length": 0, **small, **args.ours}
+    values = {"batch_size": 12, "max_steps": steps, "sample_length": 150, **small, **args.ours}
     values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
 
     def job(hosts: int, processes: int, **more: Any) -> TrainingJob:
@@ -68,7 +68,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     again = TrainingJob(resume=first, processes_per_instance=2)
     curves[RESUMED] = finished(launch(again, settings), settings)
 
-    alone, report = curves["1 process"], Report()
+    alone, report, config = curves["1 process"], Report(), job(1, 1).config(1)
+    tokens = steps * config.batch_size * config.block_size
     for name, curve in curves.items():
         hosts, processes = WAYS.get(name, (1, 2))
         speed = mean_speed(curve)
@@ -76,11 +77,14 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             {
                 "": name,
                 "val_loss": f"{curve.points('val_loss')[-1][1]:.5f}",
-                "farthest from 1 process": f"{farthest(curve, alone):.1e}",
+                "largest difference of train_loss": f"{farthest(curve, alone):.1e}",
+                "training s": f"{tokens / speed:.1f}",
                 "tokens/s": f"{speed:,.0f}",
                 "efficiency": f"{speed / mean_speed(alone) / (hosts * processes):.0%}",
             }
         )
+    for when, text in alone.samples.items():
+        report.findings[f"sample {when}"] = repr(text)
     two = curves["2 processes"].points("val_loss")
     same = two == curves[RESUMED].points("val_loss")
     report.findings["stopped and resumed, against undisturbed"] = (
@@ -94,7 +98,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 def finished(job_id: str, settings: Settings) -> Curve:
     if wait(job_id, settings).status != "Completed":
         raise Failed(f"job {job_id} did not complete")
-    return metrics(job_id, settings)
+    return metrics(job_id, settings, with_samples=True)
 
 
 def mean_speed(curve: Curve) -> float:

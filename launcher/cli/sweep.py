@@ -44,6 +44,11 @@ def launch_sweep(
     from launcher.submission import new_job_id
     from launcher.sweeps import Sweep, grid, quietly, write_record
 
+    if job.resume is not None:
+        raise InputError(
+            "--resume continues one job; to start the jobs of a sweep from its weights, use"
+            f" --init-from {job.resume}"
+        )
     local = job.instance == "local"
     if both := values.keys() & job.hyperparameters.keys():
         raise InputError(f"--sweep {min(both)}: --set or --config gives it too; leave one out")
