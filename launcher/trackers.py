@@ -238,10 +238,9 @@ def to_mlflow(uri: str, curve: Curve, description: JobDescription) -> str:
             client.set_terminated(run_id, STATUS[description.status], ended)
     except (MlflowException, sqlite3.Error) as error:
         silent = isinstance(error.__context__, OSError)  # as those of requests are
-        reason = "does not answer" if silent else f"refuses: {str(error).strip().splitlines()[0]}"
-        raise ServiceError(
-            f"MLflow at {uri} {reason}; the same command later adds what is missing"
-        ) from None
+        later = "does not answer; the same command later adds what is missing"
+        refuses = f"refuses: {str(error).strip().splitlines()[0]}"
+        raise ServiceError(f"MLflow at {uri} {later if silent else refuses}") from None
     page = f"/#/experiments/{run.info.experiment_id}/runs/"
     return f"{uri.rstrip('/')}{page if uri.startswith('http') else ' '}{run_id}"
 
