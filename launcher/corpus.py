@@ -388,7 +388,12 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
     if not found:
-        raise InputError(f"{root}: there is no *.txt file in this directory")
+        tokens = (root / "meta.json").exists()
+        raise InputError(
+            f"{root}: these are tokens; give the URI that `upload-data` printed for them"
+            if tokens
+            else f"{root}: there is no *.txt file in this directory"
+        )
     for name, path in found:
         try:
             name.encode()

@@ -138,6 +138,8 @@ def decoded(path: Path, decoder: codecs.IncrementalDecoder, content: bytes, posi
 def lines_of(path: Path) -> Iterator[Iterator[str]]:
     with opened(path) as file:
         for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
             try:
                 text = json.loads(line)["text"]
                 text.encode()  # which a half surrogate of JSON refuses

@@ -98,6 +98,17 @@ def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Pat
     assert found.characters == sum(map(len, stories(5)))
 
 
+def test_a_blank_line_is_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\r\n \n')
+    assert tokens.survey([("a", tmp_path / "a.jsonl")]).documents == 2
+
+
+def test_a_directory_of_tokens_is_not_taken_for_text(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(InputError, match="these are tokens; give the URI that `upload-data` print"):
+        find_text(tmp_path)
+
+
 def test_each_text_file_of_a_directory_is_a_document(tmp_path: Path) -> None:
     for name in ("a.txt", "deep/b.txt", "c.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
