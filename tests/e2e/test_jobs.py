@@ -108,7 +108,8 @@ def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
     uploaded = cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
     assert uploaded.code == 0, uploaded.err
     values = {**launching.TINY, "batch_size": 8}
-    launched = cli("launch", *INSTANCE, "--instance-count", "2", *sets(**values))
+    two = ("--instance-count", "2", "--input-mode", "FastFile")
+    launched = cli("launch", *INSTANCE, *two, *sets(**values))
     job_id = launched.out.strip()
     assert cli("wait", job_id).code == 0
     assert " tokens to train on, " in cli("logs", job_id).out
