@@ -99,13 +99,18 @@ def made(target: Path) -> Iterator[Path]:
     """A place beside the target, which becomes the target if all goes well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}{storage.TEMPORARY}")
+    remove(temporary)  # what an export that was killed left
     try:
         yield temporary
         temporary.replace(target)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
+
+
+def remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
 
 
 def write_hugging_face(

@@ -126,6 +126,13 @@ def test_a_failed_export_leaves_nothing(
     assert list(Path("sub").iterdir()) == []
 
 
+def test_what_a_killed_export_left_is_replaced(job: Finished, cli: Callable[..., Ran]) -> None:
+    Path(".out.tmp").mkdir()
+    Path(".out.tmp/config.json").touch()
+    assert cli("export", job.job_id, "--to", "out").code == 0
+    assert not Path(".out.tmp").exists()
+
+
 def test_characters_have_no_gguf(job: Finished, cli: Callable[..., Ran]) -> None:
     ran = cli("export", job.job_id, "--to", "sub/out.gguf", "--format", "gguf")
     assert ran.code == 2

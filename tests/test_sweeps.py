@@ -317,6 +317,19 @@ def test_a_sweep_has_one_report(swept: str, cli: Callable[..., Ran]) -> None:
     assert (ran.code, ran.out) == (0, "report-2-runs.html\n")
 
 
+def test_a_report_names_the_jobs_without_a_curve(
+    swept: str, job: Finished, cli: Callable[..., Ran]
+) -> None:
+    curve = "hosts/algo-1/checkpoints/metrics.jsonl"
+    (job.home / "jobs" / f"{swept}-1" / curve).unlink()
+    ran = cli("report", "--group", "latest")
+    assert ran.out == f"report-{swept}-2.html\n"
+    assert f"{swept}-1 is left out: it is Completed and has no curve yet" in ran.err
+    (job.home / "jobs" / f"{swept}-2" / curve).unlink()
+    ran = cli("report", "--group", "latest")
+    assert (ran.code, ran.error.partition(";")[0]) == (1, "no job of this sweep has a curve yet")
+
+
 def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:
     ran = cli("jobs", "--group", "nope")
     assert (ran.code, ran.error.partition(";")[0]) == (2, "'nope' matches no sweeps")

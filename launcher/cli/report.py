@@ -8,7 +8,7 @@ import click
 
 from launcher.cli.options import GROUP, Command, complete_job, settings_of
 from launcher.cli.show import note
-from launcher.errors import InputError
+from launcher.errors import InputError, ServiceError
 
 
 @click.command("report", cls=Command)
@@ -57,8 +57,14 @@ def report_command(
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
-        # A job that has not begun has no curve yet.
-        job_ids = tuple(d.job_id for d in jobs_of(group, list_jobs(settings)[0]) if d.metrics)
+        found = jobs_of(group, list_jobs(settings)[0])
+        job_ids = tuple(d.job_id for d in found if d.metrics)
+        if not job_ids:
+            jobs = settings.command(f"jobs --group {group}")
+            raise ServiceError(f"no job of this sweep has a curve yet; `{jobs}` lists them")
+        for d in found:
+            if not d.metrics:
+                note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")
     report = compare(read_runs(job_ids, settings))
     several = len(report.runs) > 1
     what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
