@@ -32,6 +32,11 @@ class Curve:
     rows: Sequence[Row]
     samples: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def newest(self) -> Row:
+        """The last known value of each name."""
+        return {name: value for row in self.rows for name, value in row.items()}
+
     def points(self, name: str) -> list[tuple[int, float]]:
         """The steps at which a value is known, and the value there."""
         return [(int(row["step"]), float(row[name])) for row in self.rows if name in row]

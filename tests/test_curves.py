@@ -117,6 +117,21 @@ def test_without_a_terminal_nothing_is_added(
     assert capsys.readouterr().err == ""
 
 
+def test_status_takes_the_newest_values_from_the_log(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    lines = ["step=5/10 val_loss=2.5 bits_per_byte=3.5", "step=6/10 tokens_per_second=100"]
+    log = [(-2, "algo-1", f"{TAGGED}{line}") for line in lines]
+    cloud.sagemaker.next_script = {"log": log}
+    words = ("--instance", "ml.g5.xlarge", "--set", "max_steps=10", "--data", str(text_file))
+    job_id = cli("launch", *words).out.strip()
+    told = " ".join(cli("status", job_id).out.split())
+    for field in ("step: 6/10", "best loss: 2.5000", "bits/byte: 3.5", "tokens/s: 100"):
+        assert field in told
+    assert "time left: " in told
+    assert json.loads(cli("status", job_id, "--json").out)["metrics"]["step"] == 6
+
+
 def test_a_curve_on_sagemaker_is_read_from_log_then_file(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:

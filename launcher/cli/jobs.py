@@ -6,6 +6,7 @@ import csv
 import sys
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,14 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
 
     settings = settings_of(context)
     (d,) = with_costs([describe(job_id, settings)], settings)
+    curve, trouble = None, None
+    try:
+        curve = metrics(job_id, settings)
+    except ServiceError as error:
+        trouble = error
+    if d.is_running and curve and curve.rows:  # SageMaker gives the newest values late
+        total = {"max_steps": d.hyperparameters.get("max_steps")}
+        d = replace(d, metrics={**total, **(d.metrics or {}), **curve.newest})
     if as_json:
         print_json(d)
         return
@@ -149,10 +158,10 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "message": d.message if d.is_running else None,
     }
     print_fields(lines)
-    try:
-        print_curve(metrics(job_id, settings))
-    except ServiceError as error:
-        note(f"no curve: {error}")
+    if curve:
+        print_curve(curve)
+    else:
+        note(f"no curve: {trouble}")
     if not d.is_running:
         note(next_step(d, settings))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
@@ -326,9 +335,8 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
         for description in stop_all(group, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
-        note(
-            f"sweep {group} is stopped; {settings.command(f'launch --resume {group}')} continues it"
-        )
+        again = settings.command(f"launch --resume {group}")
+        note(f"sweep {group} is stopped; `{again}` continues it")
         return
     assert job_id is not None
     local = stop(job_id, settings).instance == "local"

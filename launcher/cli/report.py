@@ -50,7 +50,7 @@ def report_command(
     from launcher.report import compare, read_runs
     from launcher.report_page import check_packages, page, png
     from launcher.storage import write_bytes, write_text
-    from launcher.tracking import list_jobs
+    from launcher.tracking import list_jobs, metrics
 
     check_packages()
     settings = settings_of(context)
@@ -58,12 +58,14 @@ def report_command(
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
         found = jobs_of(group, list_jobs(settings)[0])
-        job_ids = tuple(d.job_id for d in found if d.metrics)
+        # SageMaker lists the metrics of a running job late; its log has them.
+        drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
+        job_ids = tuple(d.job_id for d in drawn)
         if not job_ids:
             jobs = settings.command(f"jobs --group {group}")
             raise ServiceError(f"no job of this sweep has a curve yet; `{jobs}` lists them")
         for d in found:
-            if not d.metrics:
+            if d not in drawn:
                 note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")
     report = compare(read_runs(job_ids, settings))
     several = len(report.runs) > 1
