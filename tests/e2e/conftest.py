@@ -22,9 +22,9 @@ RATE = 40.0  # SageMaker's seconds in one of the tests'
 def aws(
     emulator: Emulator, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Emulator]:
-    """SageMaker with two ranks on each host, and a person who may use it."""
+    """SageMaker with one rank on each host, and a person who may use it."""
     container.require()
-    runs = Containers(tmp_path / "machines", gpus=2, rate=RATE, threads=1)
+    runs = Containers(tmp_path / "machines", gpus=1, rate=RATE, threads=1)
     runs.attach(emulator)
     emulator.reset(SageMaker(runs, RATE))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")

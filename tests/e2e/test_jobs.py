@@ -50,6 +50,7 @@ def cluster_of(aws: Emulator, job_id: str) -> Cluster:
 def test_the_three_commands_train_on_two_hosts_and_sample(
     aws: Emulator, command: Callable[..., Ran], text_file: Path
 ) -> None:
+    aws.sagemaker.run.gpus = 2  # type: ignore[attr-defined]
     uploaded = command("upload-data", str(text_file))
     assert uploaded.code == 0, uploaded.err
     values = {**launching.TINY, "batch_size": 8, "max_steps": 60}
