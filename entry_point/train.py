@@ -3081,9 +3081,8 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
 
     mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
-        # smddprun, between mpirun and this script, sets both kinds, but no LOCAL_WORLD_SIZE.
-        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else mpi[3]
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", *([local_size] if local_size in env else [])]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+        names += ["LOCAL_WORLD_SIZE"] if "LOCAL_WORLD_SIZE" in env else []
     elif mpi[1] in env:
         names = mpi
     else:

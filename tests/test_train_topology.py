@@ -218,11 +218,10 @@ def test_torchrun_goes_before_open_mpi() -> None:
     assert ranks is not None and (ranks.rank, ranks.local_rank) == (4, 0)
 
 
-def test_under_smddprun_hosts_have_equally_many_ranks() -> None:
+def test_without_local_world_size_hosts_have_equally_many_ranks() -> None:
     env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ranks = train.read_ranks(env, 2)
     assert ranks is not None and ranks.local_world_size == 4
-    assert train.read_ranks({**env, **OPEN_MPI}, 2) == train.Ranks(5, 8, 1, 4, "mpirun")
 
 
 def test_a_master_address_alone_is_not_a_launcher() -> None:

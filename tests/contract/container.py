@@ -107,14 +107,6 @@ mpi._write_env_vars_to_file = write_and_edit
 trainer.train()
 """
 
-# Of the images 2.0 to 2.5; the later ones have none.
-SMDDPRUN = """\
-#!/bin/sh
-export RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
-export WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
-exec "$@"
-"""
-
 OPEN_MPI = """\
 hwloc_base_binding_policy = none
 rmaps_base_mapping_policy = slot
@@ -255,7 +247,7 @@ class Host:
             (self.ml / place).mkdir(parents=True, exist_ok=True)
 
     def lay_out_image(
-        self, *, hosts: Sequence[str], gpus: int, smddprun: bool, environment_sed: str, keys: Path
+        self, *, hosts: Sequence[str], gpus: int, environment_sed: str, keys: Path
     ) -> None:
         """What the image holds, and what is the host's own outside of /opt/ml."""
         bin = "opt/image/bin"  # before all else on the container's PATH
@@ -272,7 +264,6 @@ class Host:
                 f"files/{bin}/mpirun": '#!/bin/sh\nexec mpirun.real --allow-run-as-root "$@"\n',
                 f"files/{bin}/nvidia-smi": "#!/bin/sh\n"
                 + "".join(f"echo 'GPU {i}: NVIDIA A10G (UUID: GPU-{i})'\n" for i in range(gpus)),
-                **({f"files/{bin}/smddprun": SMDDPRUN} if smddprun else {}),
                 "sshd/sshd_config": SSHD_CONFIG,
                 "ssh/config": SSH_CONFIG,
             },
@@ -347,7 +338,6 @@ class Cluster:
         hosts: int,
         gpus: int,
         threads: int | None,
-        smddprun: bool = False,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
         volume: int | None = None,
@@ -378,7 +368,6 @@ class Cluster:
             host.lay_out_image(
                 hosts=self.names,
                 gpus=gpus,
-                smddprun=smddprun,
                 environment_sed=second_environment_sed if index else "",
                 keys=keys,
             )
@@ -542,7 +531,6 @@ class Job(Cluster):
         gpus: int = 2,
         threads: int | None = 1,  # the cores are those of other tests too
         script: Path = SCRIPT,
-        smddprun: bool = False,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
         new_image: bool = False,
@@ -553,7 +541,6 @@ class Job(Cluster):
             hosts=hosts,
             gpus=gpus,
             threads=threads,
-            smddprun=smddprun,
             second_environment_sed=second_environment_sed,
             variables=variables,
             new_image=new_image,

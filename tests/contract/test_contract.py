@@ -21,12 +21,8 @@ from entry_point import train
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 
-# How the ranks are started, and who says so in the log.
-LAUNCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "pytorchddp": (dict(launcher="pytorchddp"), "mpirun"),
-    "pytorchddp-smddprun": (dict(launcher="pytorchddp", smddprun=True), "mpirun"),
-    "torchrun": (dict(launcher="torchrun"), "torchrun"),
-}
+# The job's launcher, and what starts its ranks by the log.
+LAUNCHERS = {"pytorchddp": "mpirun", "torchrun": "torchrun"}
 
 Finished = Callable[..., list[Host]]
 
@@ -46,23 +42,23 @@ def assert_done(hosts: list[Host]) -> None:
 # -- one group -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_the_ranks_of_one_host_make_one_model(finished: Finished, launch: str) -> None:
-    options, launcher = LAUNCHES[launch]
-    hosts = finished(f"one-{launch}", values=VALUES, **options)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_of_one_host_make_one_model(finished: Finished, launcher: str) -> None:
+    hosts = finished(f"one-{launcher}", values=VALUES, launcher=launcher)
     assert_done(hosts)
-    said = f"running on 1 host x 2 CPU = 2 processes in one group (launched by {launcher};"
+    by = LAUNCHERS[launcher]
+    said = f"running on 1 host x 2 CPU = 2 processes in one group (launched by {by};"
     assert hosts[0].log.count(said) == 1
     assert training_of(hosts[0])["world_size"] == 2
 
 
-@pytest.fixture(scope="session", params=LAUNCHES)
+@pytest.fixture(scope="session", params=LAUNCHERS)
 def two_hosts(request: pytest.FixtureRequest, finished: Finished) -> tuple[list[Host], str]:
-    """The hosts of a job of two hosts with two ranks each, and the launcher's name in the log."""
-    options, launcher = LAUNCHES[request.param]
-    hosts = finished(f"two-{request.param}", hosts=2, values=VALUES, **options)
+    """The hosts of a job of two hosts with two ranks each, and what started the ranks."""
+    launcher = request.param
+    hosts = finished(f"two-{launcher}", hosts=2, values=VALUES, launcher=launcher)
     assert_done(hosts)
-    return hosts, launcher
+    return hosts, LAUNCHERS[launcher]
 
 
 def test_two_hosts_leave_one_model_on_the_first_host(two_hosts: tuple[list[Host], str]) -> None:
@@ -213,8 +209,7 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
 
 
 def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> None:
-    options, _ = LAUNCHES["pytorchddp"]
-    host = finished("one-pytorchddp", values=VALUES, **options)[0]
+    host = finished("one-pytorchddp", values=VALUES, launcher="pytorchddp")[0]
     rows = runs.metrics(host.ml / "output/data")
     assert len(rows) == 2
     tagged = [line for line in host.log.splitlines() if "train_loss=" in line]
@@ -230,7 +225,7 @@ def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> N
 # -- failures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     launcher: str, excerpt: str, tmp_path: Path
 ) -> None:
@@ -247,7 +242,7 @@ def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     assert all(list(host.model.iterdir()) == [] for host in job.hosts)
 
 
-@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher: str, finished: Finished) -> None:
     values = {**VALUES, "batch_size": 7}
     host = finished(f"refused-{launcher}", launcher=launcher, values=values)[0]
