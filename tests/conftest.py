@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import botocore.loaders
 import botocore.session
 import launching
 import pytest
@@ -28,6 +29,7 @@ torch.set_num_threads(1)
 # Each session parses the models of services anew, and tests make thousands of sessions. Here these
 # share them, as the clients of one do; moto has its own, since clients change theirs a little.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+botocore.loaders.create_loader = botocore.session.create_loader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
