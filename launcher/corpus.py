@@ -7,7 +7,6 @@ prefix without one is an incomplete upload. Called by `upload-data` and by `subm
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import http.client
 import logging
@@ -25,7 +24,7 @@ from pydantic import Field
 from launcher import storage
 from launcher.aws.session import Missing
 from launcher.aws.stack import with_stack
-from launcher.documents import Count, Damaged, Document
+from launcher.documents import Count, Damaged, Document, read_text
 from launcher.errors import InputError, ServiceError
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
@@ -280,18 +279,22 @@ def latest_uri(settings: Settings) -> str:
 
 def find_upload(uri: str, settings: Settings) -> Upload | None:
     """The data set at a URI, if it has a manifest and every file is complete."""
-    uri = uri.rstrip("/")
-    if re.fullmatch(r"s3://[^/]+", uri):  # .json would name another bucket
-        return None
-    try:
-        upload = storage.read_document(f"{uri}.json", Upload, settings)
-    except Damaged:
-        return None
+    upload = read_manifest(uri, settings)
     if upload is None:
         return None
-    there = storage.list_files(uri, settings)
+    there = storage.list_files(uri.rstrip("/"), settings)
     complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
     return upload if complete else None
+
+
+def read_manifest(uri: str, settings: Settings) -> Upload | None:
+    """What was uploaded to a URI, whether or not it is still complete."""
+    if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
+        return None
+    try:
+        return storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
+    except Damaged:
+        return None
 
 
 def last_upload(
@@ -416,34 +419,16 @@ def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
     digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
     for name, path in files:
         digest.update(f"{name}\0".encode())
-        decoder = codecs.getincrementaldecoder("utf-8")()
         position = 0
         try:
             with path.open("rb") as file:
-                while chunk := file.read(storage.CHUNK_BYTES):
-                    if not position and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                        raise InputError(f"{path}: is UTF-16 text; save it as UTF-8")
-                    if (zero := chunk.find(0)) >= 0:
-                        raise InputError(
-                            f"{path}: is a binary file (a zero at byte {position + zero}), not text"
-                        )
-                    pending = len(decoder.getstate()[0])
-                    try:
-                        text = decoder.decode(chunk)
-                    except UnicodeDecodeError as error:
-                        at = position - pending + error.start
-                        raise InputError(
-                            f"{path}: is not UTF-8 text (byte {at}); if it is Latin-1, convert it"
-                            " with `iconv -f latin1 -t utf-8`"
-                        ) from None
+                for chunk, text in read_text(file, path, storage.CHUNK_BYTES):
                     digest.update(chunk)
                     vocabulary.update(text)
                     characters += len(text)
                     position += len(chunk)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-        if decoder.getstate()[0]:
-            raise InputError(f"{path}: is not UTF-8 text (it ends inside a character)")
         if not position:
             raise InputError(f"{path}: is empty")
         digest.update(position.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Read JSON and TOML documents that a user, another version or an attacker may have written.
+"""Read documents (JSON, TOML) and text that a user, another version or an attacker wrote.
 
 A document is a regular file or an S3 object of at most LARGEST bytes. It is parsed into a pydantic
 model, a dataclass or a typed dict, which enforces bounds. Pydantic's parser refuses nesting deeper
@@ -7,16 +7,17 @@ than 200 and integers of more than 4,300 digits. Every module that reads a docum
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
 import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -99,6 +100,33 @@ def check_size(content: bytes, largest: int = LARGEST) -> bytes:
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB")
     return content
+
+
+def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
+    """Yield a UTF-8 text by `size` bytes, each with the characters that end in them.
+
+    Raises:
+        InputError: it is not UTF-8, or binary; the message starts with `name`.
+    """
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    while chunk := file.read(size):
+        if not position and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise InputError(f"{name}: is UTF-16 text; save it as UTF-8")
+        if (zero := chunk.find(0)) >= 0:
+            raise InputError(
+                f"{name}: is a binary file (a zero at byte {position + zero}), not text"
+            )
+        pending = len(decoder.getstate()[0])
+        try:
+            yield chunk, decoder.decode(chunk)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name}: is not UTF-8 text (byte {position - pending + error.start}); if it is"
+                " Latin-1, convert it with `iconv -f latin1 -t utf-8`"
+            ) from None
+        position += len(chunk)
+    if decoder.getstate()[0]:
+        raise InputError(f"{name}: is not UTF-8 text (it ends inside a character)")
 
 
 def parse(content: bytes | Mapping[str, Any], kind: type[T], name: object) -> T:

@@ -13,16 +13,19 @@ do not share a batch, and the last of them are those for validation.
 
 from __future__ import annotations
 
-import codecs
+import gzip
 import hashlib
 import io
 import json
 import mmap
 import random
+import sys
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -30,10 +33,16 @@ from typing import IO, Any
 from entry_point import train
 from launcher import documents as door
 from launcher.backends.cpu import cores
+from launcher.documents import read_text
 from launcher.encoder import Batch, encoded
 from launcher.errors import InputError
 from launcher.model import LARGEST_TOKENIZER
 from launcher.storage import Progress, expect
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 SUFFIXES = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst")
@@ -68,7 +77,7 @@ class Source:
 def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
     """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
 
-    A file is a document, or of *.jsonl each line, in its field `text`.
+    A file is a document, or of *.jsonl each line, in its field `text`. Empty ones are left out.
 
     Raises:
         InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON.
@@ -77,8 +86,10 @@ def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iter
     for name, path in files:
         digest.update(f"{name}\0".encode())
         for document in lines_of(path) if ".jsonl" in path.name.lower() else [pieces_of(path)]:
+            if (first := next(document, None)) is None:
+                continue
             found.documents += 1
-            yield counted(document, digest, found)
+            yield counted(chain([first], document), digest, found)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
 
@@ -95,44 +106,29 @@ def counted(pieces: Iterator[str], digest: Any, found: Source) -> Iterator[str]:
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """The file's content, uncompressed. Raises InputError where that or the body fails."""
-    import gzip
-
-    import fsspec
-    from zstandard import ZstdError
-
-    how = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    way: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix.lower(), open)
     try:
-        with fsspec.open(str(path.absolute()), "rb", compression=how) as file:
+        with way(path, "rb") as file:
             yield io.BufferedReader(file)
     except OSError as error:
         damaged = isinstance(error, gzip.BadGzipFile)
         raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
-    except (EOFError, ZstdError) as error:
+    except (EOFError, zlib.error, zstd.ZstdError) as error:
         raise InputError(f"{path}: damaged: {error}") from None
 
 
 def pieces_of(path: Path) -> Iterator[str]:
     """Yield a text in pieces, which end at a line break if their second half has one."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    text, position = "", 0
+    text = ""
     with opened(path) as file:
-        while content := file.read(PIECE):
-            text += decoded(path, decoder, content, position)
-            position += len(content)
+        for _, part in read_text(file, path, PIECE):
+            text += part
             while len(text) > PIECE:
                 end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
                 yield text[:end]
                 text = text[end:]
-    text += decoded(path, decoder, b"", position)
     if text:
         yield text
-
-
-def decoded(path: Path, decoder: codecs.IncrementalDecoder, content: bytes, position: int) -> str:
-    try:
-        return decoder.decode(content, final=not content)
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is not UTF-8 text (near byte {position})") from None
 
 
 def lines_of(path: Path) -> Iterator[Iterator[str]]:
@@ -279,7 +275,8 @@ def encode(
     A single document is cut, its last tenth is the one for validation.
 
     Raises:
-        InputError: the text has changed since it was surveyed, or the tokenizer lacks a character.
+        InputError: the text has changed since it was surveyed, or does not come back from the
+            tokenizer.
     """
     size = len(words.tokenizer)
     code = "H" if size <= 1 << 16 else "I"
@@ -295,14 +292,7 @@ def encode(
         ends = write_documents(whole, words, code, file, progress, processes)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
-    order = list(range(len(ends)))
-    if source.documents > 1:
-        random.Random(SEED).shuffle(order)
-    wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
-    n_val, tokens = 0, 0
-    while n_val < len(order) - 1 and (tokens < wanted or not n_val):
-        n_val += 1
-        tokens += length(ends, order[-n_val])
+    parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
     meta: dict[str, Any] = {
         "dtype": {"H": "uint16", "I": "uint32"}[code],
         "end_of_text": words.end_of_text,
@@ -317,7 +307,7 @@ def encode(
         unsorted.open("rb") as written,
         mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
     ):
-        for name, part in (("train", order[:-n_val]), ("val", order[-n_val:])):
+        for name, part in parts.items():
             shards = write_shards(directory, name, ids, ends, part, array(code).itemsize)
             meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
     unsorted.unlink()
@@ -326,6 +316,26 @@ def encode(
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     names = sorted(path.name for path in directory.iterdir())
     return Tokens(tuple(names), meta["train"]["tokens"], meta["val"]["tokens"], size)
+
+
+def split(ends: array[int]) -> dict[str, list[int]]:
+    """The documents of each part, in random order.
+
+    A document longer than the whole validation part should be is for training, unless all are.
+    """
+    order = list(range(len(ends)))
+    random.Random(SEED).shuffle(order)
+    wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    val, tokens = set[int](), 0
+    for index in reversed(order):
+        if tokens < wanted and length(ends, index) <= wanted:
+            val.add(index)
+            tokens += length(ends, index)
+    val = val or {min(order, key=partial(length, ends))}
+    return {
+        "train": [index for index in order if index not in val],
+        "val": [index for index in order if index in val],
+    }
 
 
 def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
@@ -356,8 +366,9 @@ def write_documents(
 ) -> array[int]:
     """Write the ids of each document and of its end; returns where each ends, counted in ids."""
     end = array(code, [] if words.tokenizer.end is None else [words.tokenizer.end])
+    how = (words.content, words.tokenizer.words, code)
     ends, position = array("Q"), 0
-    for batch, found in encoded(checked(batches(whole), words), words.content, code, processes):
+    for batch, found in encoded(checked(batches(whole), words), how, processes):
         each = iter(found)
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import launching
 import pytest
 import torch
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import Ran
@@ -26,9 +27,11 @@ from launcher.encoder import Encoder, encoded, load_words, start
 from launcher.sampling import encode, pieces
 from launcher.settings import Settings
 from launcher.storage import local_path
+from launcher.tokens import zstd
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
+NUMBERS = " ".join(map(str, range(9000))).encode()
 
 
 def stories(count: int) -> list[str]:
@@ -90,9 +93,9 @@ def documents_of(corpus: train.Corpus, part: Any) -> list[str]:
 @pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
 def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": text}) + "\n" for text in stories(5)).encode()
-    squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compressed]
+    squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
     path = tmp_path / f"a.jsonl{compressed}"
-    path.write_bytes(squeeze(content))
+    path.write_bytes(squeeze(content[:200]) + squeeze(content[200:]))  # as pzstd and cat make
     found = tokens.survey([("a", path)])
     assert found.documents == 5
     assert found.characters == sum(map(len, stories(5)))
@@ -101,6 +104,12 @@ def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Pat
 def test_a_blank_line_is_no_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\r\n \n')
     assert tokens.survey([("a", tmp_path / "a.jsonl")]).documents == 2
+
+
+def test_an_empty_document_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
+    (tmp_path / "b.txt").touch()
+    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 1
 
 
 def test_a_directory_of_tokens_is_not_taken_for_text(tmp_path: Path) -> None:
@@ -134,7 +143,11 @@ def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
         ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(FOX.encode() * 99, mtime=0)[:60], "a.txt.gz: damaged"),
+        ("a.txt.gz", gzip.compress(NUMBERS)[:40] + b"x" * 40, "a.txt.gz: damaged"),
         ("a.txt.zst", b"none", "a.txt.zst: damaged"),
+        ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
+        ("a.txt", FOX.encode("utf-16"), "a.txt: is UTF-16 text; save it as UTF-8"),
+        ("a.txt.gz", gzip.compress(FOX.encode() + b"\0"), "a.txt.gz: is a binary file (a zero at"),
     ],
 )
 def test_a_file_that_is_not_text_is_named(
@@ -203,6 +216,35 @@ def test_characters_missing_from_a_tokenizer_are_listed(tmp_path: Path) -> None:
         tokens.encode(files, tokens.survey(files), words, tmp_path / "made")
 
 
+def lowercase(document: dict[str, Any]) -> None:
+    document["normalizer"] = {"type": "Lowercase"}
+
+
+def without_z(document: dict[str, Any]) -> None:
+    vocabulary = document["model"]["vocab"]
+    vocabulary["unused"] = vocabulary.pop("z")
+    document["model"]["merges"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lowercase, "'The quick brown fox ' comes back as 'the quick brown fox '"),
+        (without_z, "'zy' comes back as 'y'"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tokenizer_that_loses_text_is_refused(
+    change: Any, reason: str, processes: int, words_of: tokens.Words
+) -> None:
+    document = json.loads(words_of.content)
+    change(document)
+    words = tokens.Words(json.dumps(document), words_of.end_of_text)
+    with pytest.raises(InputError) as raised:
+        list(encoded(iter([[FOX]]), (words.content, words.tokenizer.words, "H"), processes))
+    assert f"the tokenizer does not keep the text: {reason}; use another" in str(raised.value)
+
+
 # -- shards ----------------------------------------------------------------------------------------
 
 
@@ -212,6 +254,23 @@ def test_the_validation_part_is_a_tenth_of_whole_documents(made: Path) -> None:
     assert sorted(trained + validated) == sorted(stories(300))
     assert trained != stories(300)[: len(trained)]  # they are shuffled
     assert 25 <= len(validated) <= 35
+
+
+@pytest.mark.parametrize(
+    ("lengths", "validates"),
+    [
+        ([9, 9, 9000, 9, 9], [9, 9, 9, 9]),
+        ([700, 500, 600], [500]),
+        ([1, 9000], [1]),
+    ],
+)
+def test_a_document_that_outweighs_the_others_is_trained_on(
+    lengths: list[int], validates: list[int]
+) -> None:
+    ends = array("Q", itertools.accumulate(lengths))
+    parts = tokens.split(ends)
+    assert [lengths[index] for index in parts["val"]] == validates
+    assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
 
 
 def test_the_last_tenth_of_a_single_text_validates(
@@ -429,7 +488,11 @@ def test_remembered_words_have_the_librarys_ids(encoder: Encoder, pieces: list[s
 
 @pytest.fixture(scope="module")
 def encoder(words_of: tokens.Words) -> Encoder:
-    return Encoder(words_of.content, "H")
+    return encoder_of(words_of.content)
+
+
+def encoder_of(content: str) -> Encoder:
+    return Encoder(content, tokens.Words(content, tokens.END_OF_TEXT).tokenizer.words, "H")
 
 
 def test_every_character_has_the_librarys_ids(encoder: Encoder) -> None:
@@ -444,9 +507,9 @@ def test_every_character_has_the_librarys_ids(encoder: Encoder) -> None:
         {
             "pre_tokenizer": {
                 "type": "ByteLevel",
-                "add_prefix_space": True,
+                "add_prefix_space": False,
                 "trim_offsets": True,
-                "use_regex": True,
+                "use_regex": False,
             }
         },
     ],
@@ -454,14 +517,15 @@ def test_every_character_has_the_librarys_ids(encoder: Encoder) -> None:
 def test_another_kind_of_tokenizer_is_left_to_the_library(
     words_of: tokens.Words, change: dict[str, Any]
 ) -> None:
-    other = Encoder(json.dumps({**json.loads(words_of.content), **change}), "H")
+    other = encoder_of(json.dumps({**json.loads(words_of.content), **change}))
     assert not other.finds_words
     assert other.encode(["e\u0301 a"]) == other.ask(["e\u0301 a"])
 
 
 def test_several_processes_give_the_ids_of_one_in_order(words_of: tokens.Words) -> None:
     batches: list[Any] = [[FOX * n, None, STRANGE] for n in range(1, 20)]
-    one, several = (list(encoded(iter(batches), words_of.content, "H", n)) for n in (1, 3))
+    how = (words_of.content, words_of.tokenizer.words, "H")
+    one, several = (list(encoded(iter(batches), how, n)) for n in (1, 3))
     assert one == several
 
 
@@ -475,7 +539,7 @@ def test_an_encoder_that_is_killed_is_an_error(
 
     monkeypatch.setattr("launcher.encoder.start", killed)
     with pytest.raises(ServiceError, match="a process that encodes the text ended"):
-        list(encoded(iter([[FOX]]), words_of.content, "H", 2))
+        list(encoded(iter([[FOX]]), (words_of.content, words_of.tokenizer.words, "H"), 2))
 
 
 def test_a_text_too_short_for_any_run_is_refused(tmp_path: Path, cli: Callable[..., Ran]) -> None:
