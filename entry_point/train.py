@@ -2444,8 +2444,8 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     tokens = (container.training / "meta.json").exists()
     same = tokens == group.share(tokens, source=group.rank == 0)
     if same:
-        if start is not None and tokens != (start.unit == "tokens"):
-            raise DataError(f"the model to start from takes {start.unit}; {ENCODE_AGAIN}")
+        if start is not None and start.unit == "tokens" and not tokens:
+            raise DataError(f"the model to start from takes tokens; {ENCODE_AGAIN}")
         corpus = read_tokens(container) if tokens else read_text(container, config, group, start)
         if start is not None and corpus.tokenizer.words != start.words:
             raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")

@@ -101,9 +101,11 @@ def stream_samples(
 
 
 def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. Raises InputError if it is empty or the tokenizer lacks a character."""
+    """The ids of a prompt. Raises InputError if it is empty or has a character that none is for."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise InputError("the prompt is not UTF-8 text")
     if tokenizer.unit == "tokens":
         words = load_words(json.dumps(tokenizer.document))
         ids: list[int] = words.encode(prompt, add_special_tokens=False).ids

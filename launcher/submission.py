@@ -128,6 +128,8 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         InputError, ServiceError: as launch.
     """
     asked = job
+    if job.resume is not None and job.preset == "auto":
+        raise InputError("--preset auto is for a new run; leave it out with --resume")
     if job.resume is not None and job.init_from is not None:
         raise InputError("--init-from starts a new run; leave it out with --resume")
     if job.resume is not None:
@@ -166,10 +168,10 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     plan = backend.check(job, dry_run)
     job = backend.afford(job, dry_run)
     channels = channels or find_channels(job, settings, dry_run)
-    check_length(channels, job.config(1))
     if tokenizer is not None:
         for channel in channels.values():
             starting.check_known(channel.named, channel.upload, tokenizer, asked.init_from or "")
+    check_texts(channels, job.config(1))
     if channels["data"].upload is not None:
         n_tokens, vocabulary_size = size_of(channels["data"])
         sizing.check_readings(job, n_tokens)
@@ -298,6 +300,8 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
     if path is None and offline:
         return Channel(location, uri, None, [])
     known = corpus.find_upload(uri, settings)
+    if known is None and corpus.read_manifest(uri, settings) is not None:
+        raise InputError(f"{location}: a file of this upload is missing; upload the text again")
     if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:
@@ -354,12 +358,28 @@ def size_of(channel: Channel) -> tuple[int, int]:
     return n, channel.upload.vocabulary_size
 
 
-def check_length(channels: Mapping[str, Channel], config: Any) -> None:
-    """Raise InputError if a text is shorter than one window of the job."""
+def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
+    """Raise InputError if a run of this config would refuse the texts."""
     parts = []
     for name, channel in channels.items():
         if channel.upload is None:
             continue
+        if channel.upload.train_tokens and len(channels) > 1:
+            raise InputError(
+                f"{channel.named}: it is tokens, which hold their own validation part; leave out"
+                " --validation, or give two texts"
+            )
+        if not channel.upload.train_tokens and getattr(config, "mask_documents", False):
+            raise InputError(
+                f"{channel.named}: mask_documents needs tokens, whose documents have an end; leave"
+                " it out, or encode the text with `upload-data --tokenizer`"
+            )
+        if 0 < getattr(config, "vocab_size", 0) < channel.upload.vocabulary_size:
+            unit = "tokens" if channel.upload.train_tokens else "characters"
+            raise InputError(
+                f"{channel.named}: it has {channel.upload.vocabulary_size} different {unit}, more"
+                f" than vocab_size={config.vocab_size}"
+            )
         n = channel.upload.characters
         if channel.upload.train_tokens:
             parts += [(channel, "training", channel.upload.train_tokens)]

@@ -33,7 +33,7 @@ from launcher.documents import LARGEST, open_file, parse, read_toml
 from launcher.job import load_script
 from launcher.model import export_checkpoint, load_artefact
 from launcher.settings import load_settings
-from launcher.submission import check_length, find_channel
+from launcher.submission import check_texts, find_channel
 
 quickly = settings(
     max_examples=40,
@@ -161,7 +161,7 @@ def test_a_hostile_manifest_is_read_or_refused(home: Path, upload: corpus.Upload
         manifest.write_bytes(content)
         with our_errors():
             found = find_channel(upload.uri, settings)
-            check_length({"data": found}, SMALL)
+            check_texts({"data": found}, SMALL)
 
     each(look, read(manifest))
 

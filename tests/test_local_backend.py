@@ -1190,6 +1190,7 @@ def test_a_job_without_checkpoints_cannot_be_resumed(
     [
         (["--set", "n_layr=1"], "did you mean n_layer?"),
         (["--preset", "babby"], "did you mean baby?"),
+        (["--preset", "auto"], "--preset auto is for a new run; leave it out with --resume"),
         (["--set", "batch_size=3", "--processes-per-instance", "2"], "batch_size=2 or 4"),
     ],
 )

@@ -268,8 +268,8 @@ def test_tokens_of_another_tokenizer_are_refused(
     )
     assert ended.status == 2
     assert ended.last_line == (
-        "DataError: the model to start from takes characters; encode the text by its tokenizer,"
-        " with upload-data --tokenizer"
+        "DataError: the tokens are not those of the model to start from; encode the text by its"
+        " tokenizer, with upload-data --tokenizer"
     )
 
 
@@ -328,6 +328,17 @@ def test_a_launch_refuses_a_text_that_the_model_cannot_encode(
     ran = cli(*start, "--data", uploaded.out.strip())
     assert ran.code == 2
     assert f"its tokens are not those of {job.job_id}; encode the text with" in ran.error
+
+
+def test_a_model_of_characters_is_tuned_on_text_that_it_encoded(
+    job: launching.Finished, text: str, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": text[5000:9000]}) + "\n")
+    assert cli("upload-data", "other.jsonl", "--tokenizer", job.job_id).code == 0
+    values = {name: value for name, value in launching.TINY.items() if not name.startswith("n_")}
+    how = launching.sets(**{**values, "max_steps": 2})
+    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, *how)
+    assert ran.code == 0, ran.err
 
 
 def test_a_text_is_refused_by_a_model_of_tokens(

@@ -419,6 +419,39 @@ def test_a_launch_refuses_a_text_shorter_than_one_window(
     assert "tokens, and one window of block_size=1024 needs 1025" in ran.error
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--data", "TOKENS", "--validation", "a.txt"), "it is tokens, which hold their own val"),
+        (("--data", "a.txt", "--validation", "TOKENS"), "it is tokens, which hold their own val"),
+        (("--data", "a.txt", "--set", "mask_documents=true"), "a.txt: mask_documents needs tokens"),
+        (("--data", "a.txt", "--set", "vocab_size=7"), "different characters, more than vocab"),
+        (("--data", "TOKENS", "--set", "vocab_size=300"), "different tokens, more than vocab_size"),
+    ],
+)
+def test_a_launch_refuses_what_the_run_would(
+    words: tuple[str, ...], reason: str, documents: Path, tmp_path: Path, cli: Callable[..., Ran]
+) -> None:
+    (tmp_path / "a.txt").write_text(FOX * 400)
+    ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
+    given = [word.replace("TOKENS", ran.out.strip()) for word in words]
+    ran = cli("launch", "--instance", "local", *given)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert reason in ran.error
+
+
+def test_a_launch_refuses_tokens_that_lost_a_file(documents: Path, cli: Callable[..., Ran]) -> None:
+    uri = cli(
+        "upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400"
+    ).out.strip()
+    directory = local_path(uri)
+    assert directory is not None
+    (directory / "val-00000.bin").unlink()
+    ran = cli("launch", "--instance", "local", "--data", uri)
+    assert ran.code == 2
+    assert ran.error == f"{uri}: a file of this upload is missing; upload the text again"
+
+
 # -- sampling --------------------------------------------------------------------------------------
 
 
@@ -427,6 +460,11 @@ def test_a_character_of_several_tokens_is_shown_whole(words_of: tokens.Words) ->
     ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
     shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
     assert shown == ["", "", "漢", "", "", "", "🙂", ""]
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(words_of: tokens.Words) -> None:
+    with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
+        encode(words_of.tokenizer, "caf\udce9")
 
 
 def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
