@@ -143,11 +143,15 @@ def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
         ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(FOX.encode() * 99, mtime=0)[:60], "a.txt.gz: damaged"),
-        ("a.txt.gz", gzip.compress(NUMBERS)[:40] + b"x" * 40, "a.txt.gz: damaged"),
+        ("a.txt.gz", gzip.compress(NUMBERS, mtime=0)[:40] + b"x" * 40, "a.txt.gz: damaged"),
         ("a.txt.zst", b"none", "a.txt.zst: damaged"),
         ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
         ("a.txt", FOX.encode("utf-16"), "a.txt: is UTF-16 text; save it as UTF-8"),
-        ("a.txt.gz", gzip.compress(FOX.encode() + b"\0"), "a.txt.gz: is a binary file (a zero at"),
+        (
+            "a.txt.gz",
+            gzip.compress(FOX.encode() + b"\0", mtime=0),
+            "a.txt.gz: is a binary file (a zero at",
+        ),
     ],
 )
 def test_a_file_that_is_not_text_is_named(
