@@ -60,7 +60,7 @@ def test_text_that_was_deleted_after_its_upload(
     assert f"the last upload, {uri}, is incomplete" in ran.error
     ran = cli(*LAUNCH, "--data", uri, *sets(**TINY))
     assert ran.code == 2
-    assert f"{uri}: nothing is there" in ran.error
+    assert f"{uri}: a file of this upload is missing" in ran.error
     assert not aws.sagemaker.jobs
 
 
