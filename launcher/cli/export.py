@@ -54,7 +54,7 @@ def export_command(
     license: str,
     entry_point: Path | None,
 ) -> None:
-    """Write a trained model for other tools, and print where it is.
+    """Write a trained model for other tools. Print where it is.
 
     \b
     Example:

@@ -41,9 +41,10 @@ def delete_command(
     keep_model: bool,
     yes: bool,
 ) -> None:
-    """Delete jobs: their files here and on S3, their fetched models, and their entries in the list.
+    """Delete jobs with their files and models.
 
-    Uploaded text stays. `sm-nanogpt du` lists what takes space.
+    This covers their files here and on S3, their fetched models, and their entries in the list of
+    jobs. Uploaded text stays. `sm-nanogpt du` lists what takes space.
 
     \b
     Example:
@@ -93,7 +94,9 @@ def delete_command(
 @JSON
 @click.pass_context
 def du_command(context: click.Context, as_json: bool) -> None:
-    """Show how much space jobs, models and texts take, on this machine and in the store on S3.
+    """Show how much space jobs, models and texts take.
+
+    This counts the files on this machine and in the store on S3.
 
     \b
     Example:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group("infra", cls=Group)
 def infra_group() -> None:
-    """Create the bucket, role and policy that jobs on SageMaker need.
+    """Create the bucket, role and policy that SageMaker needs.
 
     They form one CloudFormation stack. The other commands read the bucket and
     the role from it.

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 def jobs_command(
     context: click.Context, group: str | None, status: str | None, limit: int | None, as_json: bool
 ) -> None:
-    """List the jobs, newest first; rank those of a sweep by their validation loss.
+    """List the jobs, newest first.
+
+    With --group, rank them by their validation loss.
 
     \b
     Example:
@@ -184,7 +186,7 @@ def time_left(description: JobDescription) -> str | None:
 @JSON
 @click.pass_context
 def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: bool) -> None:
-    """Print the rows of a job's training curve, while it runs or after.
+    """Print the rows of a job's training curve. The job may still run.
 
     \b
     Example:

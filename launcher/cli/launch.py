@@ -326,7 +326,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 @click.command("hyperparameters", cls=Command)
 @click.option("--entry-point", metavar="FILE", help="List those of your edited copy of train.py.")
 def hyperparameters_command(entry_point: str | None) -> None:
-    """List the hyperparameters that `launch --set` takes, with their ranges and defaults.
+    """List what `launch --set` takes: ranges and defaults.
 
     \b
     Example:
@@ -342,7 +342,7 @@ def hyperparameters_command(entry_point: str | None) -> None:
 @click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path), default="my_train.py")
 @click.pass_context
 def copy_script_command(context: click.Context, file: Path) -> None:
-    """Copy train.py to FILE (default: my_train.py), to edit the model or the recipe.
+    """Copy train.py to FILE (default: my_train.py). Edit the model or the recipe there.
 
     \b
     Example:

@@ -38,7 +38,7 @@ def report_command(
     png_file: Path | None,
     opens: bool,
 ) -> None:
-    """Write a report of one or more jobs, or of a sweep, as one HTML file, and print its path.
+    """Write a report of jobs, or of a sweep, as one HTML file. Print its path.
 
     \b
     Example:

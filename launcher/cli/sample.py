@@ -104,7 +104,7 @@ def fetch_and_sample_command(
     interactive: bool,
     as_json: bool,
 ) -> None:
-    """Download a job's model and print text as it generates it. `sample` is short for this command.
+    """Download a job's model and print text from it. `sample` is short for this command.
 
     DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`.
 

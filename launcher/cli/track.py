@@ -46,7 +46,7 @@ def track_command(
     mlflow: str | None,
     follow: bool,
 ) -> None:
-    """Show the curves of jobs in TensorBoard or MLflow, while they run or after.
+    """Show the curves of jobs in TensorBoard or MLflow. The jobs may still run.
 
     \b
     Example:
