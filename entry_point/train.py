@@ -244,8 +244,8 @@ class Config:
             check_range(f, getattr(self, f.name))
         if not self.head_dim and self.n_embd % (2 * self.n_head):
             raise ConfigError(
-                f"n_embd={self.n_embd} cannot be cut into n_head={self.n_head} heads of one even"
-                " width, as rotary positions need;"
+                f"n_embd={self.n_embd} cannot be divided into n_head={self.n_head} heads of equal"
+                " and even width, as rotary positions need;"
                 f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
             )
         if self.head_dim % 2:
@@ -258,7 +258,7 @@ class Config:
         if self.short_windows and self.block_size % 8:
             fits = nearest_multiples(self.block_size, 8)
             raise ConfigError(
-                f"block_size={self.block_size} cannot be cut into eighths for short_windows;"
+                f"block_size={self.block_size} cannot be divided by eight, as short_windows needs;"
                 f" the nearest that fit: block_size={fits}"
             )
         if self.warmup_steps > self.max_steps:
@@ -989,7 +989,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
             if stated.get(name, None if name == "model_type" else value) != value:
                 raise ConfigError(
                     f"the model to start from has {name}={stated.get(name)!r}; this script computes"
-                    f" {value!r} alone (if an edited script trained the model, use that script)"
+                    f" only {value!r} (if an edited script trained the model, use that script)"
                 )
         # Ours has norms without weights, which config.json cannot say.
         ours = directory / "training.json"
@@ -3965,7 +3965,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     checkpoints = Checkpoints(container.checkpoint_dir)
     by_hand, restarted = not container.inside, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if by_hand and restarted != "0" and not (options.out or options.resume):
-        raise ConfigError("--out has to name the directory that a restart by torchrun goes on in")
+        raise ConfigError("torchrun restarted this run: only with --out DIRECTORY can it continue")
     fresh = ranks.rank == 0 and by_hand and restarted == "0" and not options.resume
     if fresh:
         checkpoints.check_fresh()

@@ -142,8 +142,9 @@ def load_artefact(
 @lru_cache  # once, though a model is checked and then loaded
 def log_absent_script(sha256: str) -> None:
     logger.warning(
-        f"the script that trained this model (SHA-256 {sha256[:12]}...) is not on this machine; the"
-        " packaged one computes it, as the export found no difference (--entry-point FILE names it)"
+        f"the script that trained this model (SHA-256 {sha256[:12]}...) is not on this machine;"
+        " using the packaged one, which computed the same when the model was written"
+        " (--entry-point FILE names another)"
     )
 
 

@@ -128,7 +128,7 @@ def full_group(word: str, found: Iterable[JobDescription]) -> str:
     if len(matches) != 1:
         raise InputError(
             f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
-            " a sweep is that of its jobs without the number at the end"
+            " a sweep is the id of its jobs without the number at the end"
         )
     return matches[0]
 

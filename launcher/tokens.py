@@ -207,7 +207,7 @@ def open_words(path: Path) -> Words:
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
     except (train.DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file}: no tokenizer of BPE over bytes: {error}") from None
+        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
     return words
 
 

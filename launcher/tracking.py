@@ -174,7 +174,7 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
         logger.info(prices.trouble)
     unknown = sorted(name for name, price in known.items() if price is None and name != "local")
     if unknown:
-        logger.info(f"what {' and '.join(unknown)} costs in {prices.region} is not known")
+        logger.info(f"the price of {' and '.join(unknown)} in {prices.region} is unknown")
     return priced
 
 

@@ -132,7 +132,7 @@ def test_a_failed_deployment_names_the_first_failed_resource(
     assert ran.code == 1
     assert ran.error == (
         "stack sm-nanogpt is ROLLBACK_COMPLETE: Role: API: iam:CreateRole User: me is not"
-        " authorized; put that right and deploy again"
+        " authorized; correct that and deploy again"
     )
 
 
@@ -423,7 +423,7 @@ def test_destroy_detaches_the_policy_from_its_users(deployed: Stack, cli: Cli) -
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
     ran = cli("infra", "destroy", "--yes")
     assert ran.code == 0
-    assert "the launcher policy is taken from user ci" in ran.err
+    assert "detached the launcher policy from user ci" in ran.err
     iam.delete_user(UserName="ci")
 
 

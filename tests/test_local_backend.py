@@ -741,7 +741,7 @@ def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path: Path, text_fi
     LocalRun(tmp_path / "job").run()
     state = json.loads((tmp_path / "job/state.json").read_text())
     assert state["status"] == "Failed"
-    assert state["reason"].startswith("ServiceError: the checkpoints to go on from are gone: ")
+    assert state["reason"].startswith("ServiceError: the checkpoints to resume from are missing: ")
 
 
 def test_a_failure_is_reported_though_no_log_can_be_written(

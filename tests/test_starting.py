@@ -139,7 +139,7 @@ def test_a_published_model_is_trained_and_published_again(
 @pytest.mark.parametrize(
     "values, refused",
     [
-        ({"model_type": "llama"}, "model_type='llama'; this script computes 'qwen3' alone"),
+        ({"model_type": "llama"}, "model_type='llama'; this script computes only 'qwen3'"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),

@@ -208,7 +208,7 @@ def test_the_newest_try_of_a_member_counts() -> None:
         ),
         (
             ("--seeds", "2", "--detach"),
-            "--follow and --detach: this command runs until a sweep has ended",
+            "--follow and --detach are not for sweeps: this command runs until all jobs ended",
         ),
     ],
 )

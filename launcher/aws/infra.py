@@ -191,8 +191,8 @@ class Deployment:
         status = self.follow(change_set.stack_id, seen)
         if status not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
             raise ServiceError(
-                f"stack {self.name} is {status}: {self.failure(change_set.stack_id)}; put that"
-                " right and deploy again"
+                f"stack {self.name} is {status}: {self.failure(change_set.stack_id)};"
+                " correct that and deploy again"
             )
         return self.show()
 
@@ -297,14 +297,14 @@ class Deployment:
             with service_errors(f"Detach{kind}Policy"):
                 take = getattr(self.iam, f"detach_{kind.lower()}_policy")
                 take(PolicyArn=removal.policy, **{f"{kind}Name": name})
-            logger.info(f"the launcher policy is taken from {kind.lower()} {name}")
+            logger.info(f"detached the launcher policy from {kind.lower()} {name}")
         seen = {event["EventId"] for event in self.events(removal.stack_id)}
         with service_errors("DeleteStack"):
             self.client.delete_stack(StackName=removal.stack_id)
         status = self.follow(removal.stack_id, seen)
         if status != "DELETE_COMPLETE":
             raise ServiceError(
-                f"stack {self.name} is {status}: {self.failure(removal.stack_id)}; put that right"
+                f"stack {self.name} is {status}: {self.failure(removal.stack_id)}; correct that"
                 " and delete it again"
             )
         remember(self.settings, self.region, None)

@@ -114,8 +114,8 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
         raise InputError(
             f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with"
-            f" {', '.join(parts)}, and {usd(ceiling.amount)} is {ceiling.source};"
-            f" --max-run {longest} stays below it"
+            f" {', '.join(parts)}: more than {usd(ceiling.amount)} ({ceiling.source}); use at most"
+            f" --max-run {longest}"
         )
     return job.model_copy(update={"affordable_run": longest})
 
@@ -136,10 +136,10 @@ def afford(
     if prices.trouble:
         logger.info(prices.trouble)
     if lacking := [instance for instance, price in found.items() if price is None]:
-        unknown = f"what {' and '.join(lacking)} costs in {prices.region} is not known"
+        unknown = f"the price of {' and '.join(lacking)} in {prices.region} is unknown"
         if ceiling is not None:
             raise InputError(
-                f"{unknown}, so {usd(ceiling.amount)} ({ceiling.source}) cannot be held"
+                f"{unknown}, so the job may cost more than {usd(ceiling.amount)} ({ceiling.source})"
             )
         logger.info(f"price: {unknown}")
         return job

@@ -215,7 +215,7 @@ def channels_of(job: TrainingJob) -> dict[str, str]:
         if uri is None:
             continue
         if not uri.startswith("s3://"):
-            raise InputError(f"{uri}: SageMaker reads from s3:// alone")
+            raise InputError(f"{uri}: SageMaker reads only from s3://")
         # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
         channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
     return channels

@@ -152,7 +152,7 @@ class LocalBackend:
         except OSError as error:
             raise ServiceError(
                 f"{directory}: {error.strerror or error}, so the job was not started; delete old"
-                " jobs, or SM_NANOGPT_HOME names another place"
+                " jobs, or set SM_NANOGPT_HOME to another directory"
             ) from None
 
     def start(self, directory: Path, script: bytes, record: dict[str, Any]) -> None:
@@ -345,7 +345,7 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     if job.processes_per_instance not in (None, per_host):
         raise InputError(
             f"--processes-per-instance {job.processes_per_instance}: each host has {per_host} GPUs,"
-            " and each takes one process; --set device=cpu trains without them"
+            " and each GPU takes one process; --set device=cpu trains without them"
         )
     return per_host, per_host
 

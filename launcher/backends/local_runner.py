@@ -160,7 +160,7 @@ class LocalRun:
         if self.record.resume_from is not None:
             source = Path(self.record.resume_from)
             if not any(source.glob("checkpoint-*.safetensors")):
-                raise ServiceError(f"the checkpoints to go on from are gone: {source} holds none")
+                raise ServiceError(f"the checkpoints to resume from are missing: {source} has none")
             given = sorted(source.glob("*.safetensors"))
             self.update(given={path.name: path.stat().st_mtime_ns for path in given})
             for path in given:

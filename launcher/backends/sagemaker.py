@@ -149,7 +149,7 @@ class SageMakerBackend:
         if key and len(own_disks) > 1:
             raise InputError(
                 f"--instance {job.instance}: AWS refuses a KMS key for local disks, so with a key"
-                " either all types have local disks or none has"
+                " name only types with local disks, or only types without"
             )
         gpu = looks_like_gpu(job.instance)
         image = job.image_uri or training_image(self.region, job.pytorch_version, gpu, home)
@@ -437,7 +437,9 @@ def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
             )
         del values[name]  # the edited script has the same default there
     if len(values) > 80:  # AWS allows 100, including those of the SDK
-        raise InputError(f"{len(values)} hyperparameters; AWS allows 80 besides those of the SDK")
+        raise InputError(
+            f"{len(values)} hyperparameters are too many: AWS allows 80 besides those of the SDK"
+        )
     return values
 
 

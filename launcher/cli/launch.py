@@ -247,7 +247,9 @@ def launch_command(
     job = TrainingJob(**given, hyperparameters={**from_file, **assignments})
     if sweep or seeds > 1:
         if follow is not None:
-            raise InputError("--follow and --detach: this command runs until a sweep has ended")
+            raise InputError(
+                "--follow and --detach are not for sweeps: this command runs until all jobs ended"
+            )
         sweeping.launch_sweep(job, settings, sweep, seeds, parallel or 1, dry_run, yes)
         return
     if parallel:

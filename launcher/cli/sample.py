@@ -114,7 +114,7 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --interactive
     """
     if interactive and (prompt is not None or num_samples > 1 or as_json):
-        raise InputError("--interactive does not go with --prompt, --num-samples, or --json")
+        raise InputError("--interactive cannot be combined with --prompt, --num-samples or --json")
     loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.sampling import stream_samples
 
@@ -198,7 +198,7 @@ def converse(stream: Callable[[str | None, int], Iterator[list[str]]]) -> None:
     if terminal:
         import readline  # noqa: F401  (gives `input` a history)
 
-        note("a prompt, then Enter; a backslash at its end continues it; Ctrl-D ends")
+        note("type a prompt, then Enter; end a line with a backslash to continue it; Ctrl-D quits")
     for n in itertools.count():
         try:
             prompt = input("> " * terminal)
