@@ -500,7 +500,7 @@ def test_nccl_logs_only_warnings_by_default(
         (("--instance", "ml.g5.xlarge,ml.p3.8xlarge"), "the V100 of ml.p3.8xlarge"),
         (
             ("--instance", "ml.m5d.large,ml.r5d.large,ml.r5.large", "--kms-key", "k"),
-            "either all types",
+            "only types without",
         ),
         (("--instance", "ml.m5.xlarge,ml.r5d.large", "--volume-size", "9"), "ml.r5d.large has"),
         (
