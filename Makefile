@@ -12,7 +12,7 @@ UV := $(shell uv --version 2>/dev/null)
 pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip install \
 	--disable-pip-version-check) --quiet
 
-# With these, each process of the tests would compile anew all that it imports.
+# With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: demo test check test-image emulator gpu lint clean
@@ -41,7 +41,7 @@ lint: .venv/installed-for-tests
 emulator: .venv/installed-for-tests .venv-contract/installed
 	@PYTHONPATH=tests:tests/contract $(BIN)/python tests/aws/emulator.py
 
-# It takes the machine's own torch, and nothing is installed. STAGES, TEXT and NANOGPT are optional.
+# It uses the machine's own torch and installs nothing. STAGES, TEXT and NANOGPT are optional.
 gpu:
 	$(PYTHON) examples/benchmarks/gpu.py $(STAGES) --out $(or $(OUT),runs/gpu) \
 		$(if $(TEXT),--text $(TEXT)) $(if $(NANOGPT),--nanogpt $(NANOGPT))

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole loop on this machine: text in, a trained GPT out, its words on the screen.
+# The whole loop on this machine: upload text, train a GPT, sample from it, train further.
 #
 #     examples/local_loop.sh [TEXT]
 #
-# TEXT is a text file or a directory of *.txt files; without one a built-in corpus is taken.
+# TEXT is a text file or a directory of *.txt files (default: tiny Shakespeare).
 # MAX_STEPS=200 makes it shorter.
 set -euo pipefail
 
@@ -15,7 +15,7 @@ job_id=$(sm-nanogpt launch --instance local --preset cpu --processes-per-instanc
 
 sm-nanogpt fetch-and-sample "$job_id" --num-samples 2 --max-new-tokens 300
 
-# Training goes on from where it ended: half as many steps again.
+# Continue the run for half as many steps again.
 longer=$(sm-nanogpt launch --instance local --resume "$job_id" \
     --set max_steps="$((${MAX_STEPS:-2000} * 3 / 2))")
 

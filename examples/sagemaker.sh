@@ -3,13 +3,13 @@
 #
 #     examples/sagemaker.sh [TEXT]
 #
-# TEXT is a text file or a directory of *.txt files; without one a built-in corpus is taken.
+# TEXT is a text file or a directory of *.txt files (default: tiny Shakespeare).
 #
-# It takes AWS credentials, and once, in each account: sm-nanogpt infra deploy
-# (or a bucket and a role of your own, by SM_NANOGPT_STORE=s3://... and SM_NANOGPT_ROLE=arn:...).
+# You need AWS credentials. Once in each account, run: sm-nanogpt infra deploy
+# (or set a bucket and a role of your own: SM_NANOGPT_STORE=s3://... SM_NANOGPT_ROLE=arn:...).
 #
-# INSTANCE=ml.g5.xlarge takes a smaller machine, INSTANCE_COUNT=2 two of them;
-# PRESET=cpu MAX_STEPS=200 BATCH_SIZE=16 makes a first try that is over in a minute.
+# Set INSTANCE=ml.g5.xlarge for a smaller machine, and INSTANCE_COUNT=2 for two of them.
+# For a first try that trains for less than a minute: PRESET=cpu MAX_STEPS=200 BATCH_SIZE=16.
 set -euo pipefail
 
 sm-nanogpt upload-data "$@"
@@ -19,15 +19,15 @@ options=(--instance "${INSTANCE:-ml.g5.12xlarge}" --instance-count "${INSTANCE_C
 [ -z "${MAX_STEPS:-}" ] || options+=(--set max_steps="$MAX_STEPS")
 [ -z "${BATCH_SIZE:-}" ] || options+=(--set batch_size="$BATCH_SIZE")
 
-# The request, as it will be sent.
+# Show the request without sending it.
 sm-nanogpt launch "${options[@]}" --dry-run
 
 # launch prints the job's id on stdout, and everything else on stderr.
 job_id=$(sm-nanogpt launch "${options[@]}")
 
-# Ctrl-C ends the showing, not the job; `sm-nanogpt stop` would end the job.
+# Ctrl-C stops this output, not the job; `sm-nanogpt stop` stops the job.
 sm-nanogpt logs "$job_id" --follow
-sm-nanogpt wait "$job_id" # its exit code says whether the job went well
+sm-nanogpt wait "$job_id" # exit code 0 means that the job completed
 sm-nanogpt status "$job_id"
 
 sm-nanogpt fetch-and-sample "$job_id" --num-samples 2 --max-new-tokens 300

@@ -31,9 +31,9 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     cut = int(0.7 * len(text))
     old, new = scratch / "old.txt", scratch / "new.txt"
     old.write_text(text[:cut], encoding="utf-8")
-    known = set(text[:cut])  # a model of characters refuses others
+    known = set(text[:cut])  # a model of characters refuses unknown characters
     new.write_text("".join(c for c in text[cut:] if c in known), encoding="utf-8")
-    # The batches of the preset; its shape comes with the model.
+    # The preset's batches; the shape comes from the model.
     tuning = {"batch_size": 12, "device": "cpu", "max_steps": steps // 10, **args.ours}
 
     def trained(name: str, index: int) -> tuple[float, float]:

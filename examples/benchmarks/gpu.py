@@ -1,14 +1,14 @@
-"""What a first half hour on a GPU should find out: is it right there, and how fast is it.
+"""Check and measure train.py on a GPU, within half an hour.
 
 Examples:
   python examples/benchmarks/gpu.py --out runs/gpu --text input.txt --nanogpt ../nanoGPT
   python examples/benchmarks/gpu.py right nccl --out runs/gpu
   python examples/benchmarks/gpu.py --smoke --out runs/smoke
 
-It needs torch (2.8 or later), for nanoGPT also NumPy, and no network. Each stage runs by itself and
-is ended when its minutes are over. It leaves STAGE.json, which holds what was found up to then, and
-STAGE.log in the directory of --out. If a stage fails the next one runs all the same.
-The last output is a table of the stages, also in summary.md; the status is 1 if a stage failed.
+It needs torch (2.8 or later), for nanoGPT also NumPy, and no network. Each stage is a process
+with a time limit. In the directory of --out it leaves STAGE.log, and STAGE.json with the results up
+to then. If a stage fails, the next one still runs. The last output is a table of the stages, also
+in summary.md; the exit code is 1 if a stage failed.
 
 Stages, with their limits:
 """
@@ -39,7 +39,7 @@ from measure import ROOT, Process, note
 class Stage:
     run: Callable[[argparse.Namespace, Path, Found], None]
     minutes: float  # its limit
-    expect: str  # what it takes on an H200, and finds
+    expect: str  # what it takes on an H200, and what it shows
 
 
 STAGES = {
@@ -81,14 +81,14 @@ def arguments() -> argparse.Namespace:
 
 
 def own_text(path: Path) -> Path:
-    """A text of some megabytes, for a machine that has no other: this checkout's files."""
+    """A text of some megabytes, for a machine that has no other: the files of this clone."""
     names = [n for kind in ("*.py", "*.md") for n in ROOT.rglob(kind) if ".venv" not in str(n)]
     path.write_text("".join(name.read_text("utf-8") for name in sorted(names)), "utf-8")
     return path
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a stage as a process in its time; returns its row of the summary."""
+    """Runs a stage as a process with a time limit; returns its row of the summary."""
     command = [sys.executable, __file__, name, "--inside", "--out", str(args.out)]
     command += ["--text", str(args.text), *(["--smoke"] if args.smoke else [])]
     command += ["--nanogpt", str(args.nanogpt)] if args.nanogpt else []
@@ -119,7 +119,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def end(signum: int, frame: Any) -> NoReturn:
-    for popen in list(measure.RUNNING):  # threads may wait for them
+    for popen in list(measure.RUNNING):  # threads may wait for these variables
         popen.terminate()
     sys.exit(1)
 
@@ -127,7 +127,7 @@ def end(signum: int, frame: Any) -> NoReturn:
 def inside(name: str, args: argparse.Namespace) -> int:
     """The process of a stage."""
     signal.signal(signal.SIGTERM, end)
-    measure.SECONDS_TO_STOP = 10  # before the parent's patience is over
+    measure.SECONDS_TO_STOP = 10  # before the parent's time limit
     for other in [other for other in os.environ if other.startswith(("SM_", "OMP_", "MKL_"))]:
         del os.environ[other]
     if args.smoke:

@@ -1,4 +1,4 @@
-"""The stages of gpu.py that check: is train.py right on a GPU, and with NCCL."""
+"""The stages of gpu.py that check train.py on a GPU and with NCCL."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ladder import with_switches
 
 SCRIPT = ROOT / "entry_point" / "train.py"
 TOGETHER = 4  # runs at once, where nothing is timed
-Edits = Sequence[tuple[str, str]]  # what a copy of train.py has in place of what
+Edits = Sequence[tuple[str, str]]  # (old, new) lines of an edited copy of train.py
 
 
 class Found:
-    """What a stage has found so far, in a file that is whole at any time."""
+    """The results of a stage so far, in a file that is complete at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.report, self.failed = path, Report(), False
@@ -45,7 +45,7 @@ class Found:
         self.write()
 
     def check(self, what: str, value: float, limit: float) -> None:
-        """A check that passes if the value is at most the limit, which NaN is not."""
+        """A check that passes if the value is at most the limit; NaN fails."""
         passed = value <= limit
         self.failed |= not passed
         cells = {"found": f"{value:.2g}", "at most": f"{limit:g}"}
@@ -53,10 +53,10 @@ class Found:
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """A part of the stage, whose failure does not end the others."""
+        """A part of the stage; its failure does not stop the other parts."""
         try:
             yield
-        except Exception as error:  # torch raises classes of all kinds
+        except Exception as error:  # torch raises many classes
             self.failed = True
             self.row(what, found=f"{type(error).__name__}: {error}"[:300], check="FAIL")
 
@@ -67,14 +67,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Variant:
-    """A run of train.py, and how far its losses may be from those of another one (relative)."""
+    """A run of train.py, and how far its losses may be from those of another run (relative)."""
 
     words: Mapping[str, Any]
     edits: Edits = ()
     other: str = ""
     limit: float = 0.0
     env: Mapping[str, str] = field(default_factory=dict)
-    switches: str = ""  # of torch's, as in ladder.py
+    switches: str = ""  # torch's switches, as in ladder.py
 
 
 def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tuple[Process, Path]:
@@ -95,7 +95,7 @@ def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tupl
 
 
 def trained(args: Namespace, scratch: Path, name: str, variant: Variant) -> list[dict[str, Any]]:
-    """Runs a variant to its end, its output in the log; returns the rows of its metrics."""
+    """Runs a variant to its end, with its output in the log; returns the rows of its metrics."""
     process, out = started(args, scratch, name, variant)
     for _, line in measure.lines(process):
         print(f"[{name}] {line}", end="")
@@ -111,7 +111,7 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference; infinite where one has more steps."""
+    """The largest relative difference; infinite if one has more steps."""
     same = len(mine) == len(other)
     return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)) if same else math.inf
 
@@ -142,14 +142,14 @@ def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str,
 
 SHORT = dict(eval_windows=16, eval_interval=10**9, sample_length=0, compile="off")
 FULL, HALF, COMPILED = {"precision": "float32"}, {"precision": "bfloat16"}, {"compile": "on"}
-# Between devices and kernels float32 differs by its rounding, which Muon makes larger step by step.
+# Devices and kernels round float32 differently, and Muon amplifies that with each step.
 SAME, CLOSE = 5e-3, 3e-2
-# As with a torch that has no kernel for norms.
+# As with a torch without a kernel for norms.
 PLAIN_NORMS: Edits = (('hasattr(torch.ops.aten, "_fused_rms_norm_backward")', "False"),)
 
 
 def small(args: Namespace) -> dict[str, Any]:
-    """A model whose curves are compared; its heads are 128 wide, as in the presets for GPUs."""
+    """A model to compare curves of; its heads are 128 wide, as in the presets for GPUs."""
     if args.smoke:
         return {**SHAPES["smoke"], **SHORT, "log_interval": 1, "max_steps": 20}
     size = dict(n_layer=4, n_head=2, n_embd=256, block_size=256, batch_size=32, max_steps=40)
@@ -180,7 +180,7 @@ def step(trainer: Any) -> None:
 
 
 def right(args: Namespace, scratch: Path, found: Found) -> None:
-    """Losses by each device, precision and kernel; then resuming, single parts, memory, waiting."""
+    """Losses with each device, precision, and kernel; then resume, single parts, memory, waits."""
     base = small(args)
     full, half = {**base, **FULL}, {**base, **HALF}
     no_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -195,7 +195,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
     if not args.smoke:
         variants |= {
             "tf32": Variant({**base, "precision": "tf32"}, (), "CPU", CLOSE),
-            # It leaves its first steps out, until its gradients are finite.
+            # float16 skips its first steps, until its gradients are finite.
             "float16": Variant({**base, "precision": "float16"}, (), "CPU", 0.3),
             "float32, plain norms": Variant(full, PLAIN_NORMS, "CPU", SAME),
             "bfloat16, plain norms": Variant(half, PLAIN_NORMS, "CPU", CLOSE),
@@ -208,7 +208,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
             "dropout again": Variant({**half, **drop}, (), "dropout", CLOSE),
-            # Other masks, so other losses, by as much as a seed makes.
+            # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
         }
     compare(args, scratch, found, variants)
@@ -231,7 +231,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
 
 
 def resumed(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]) -> None:
-    """A run that SIGTERM stopped, and that then went on, against one that ran through."""
+    """A run that was stopped by SIGTERM and resumed, against an undisturbed one."""
     whole = losses(trained(args, scratch, "whole", Variant(words)))
     process, out = started(args, scratch, "stopped", Variant(words))
     with closing(measure.lines(process)) as output:  # closing sends SIGTERM
@@ -256,7 +256,7 @@ def parts(args: Namespace, found: Found) -> None:
     model = train.GPT(config, 300)
     model.init_weights(1)
     generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():  # those that begin at zero would hide others
+    for parameter in model.parameters():  # weights that begin at zero would hide errors of others
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     ids = torch.randint(300, (4, 129), generator=generator)
 
@@ -314,7 +314,7 @@ def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]
 # ------------------------------------------------------------------------------------------------
 # NCCL
 
-# A group of one goes the ways of a larger one.
+# A group of one uses the same code as a larger one.
 GROUP: Edits = (
     ("world_size > 1", "world_size > 0"),
     ("self.world_size == 1:", "self.world_size == 0:"),
@@ -325,7 +325,7 @@ SHARED: Edits = (
     ("return max(stack.size(2) for stack in stacks) >= 768", "return True"),
     ("for stack in stacks) >= SHARED_FROM", "for stack in stacks) >= 0"),
 )
-# NCCL refuses two ranks on one GPU. gloo does not, but is right in float32 alone.
+# NCCL refuses two ranks on one GPU. gloo allows them, but is correct only in float32.
 TWO: Edits = (
     ("if ranks.local_world_size != gpus:", "if False:"),
     ('torch.device("cuda", ranks.local_rank)', 'torch.device("cuda", 0)'),
@@ -336,7 +336,7 @@ TWO: Edits = (
 
 
 def nccl(args: Namespace, scratch: Path, found: Found) -> None:
-    """A group of one on NCCL, and two ranks on one GPU by gloo, against one process."""
+    """A group of one with NCCL, and two ranks on one GPU with gloo, against one process."""
     base = small(args)
     full, half, one = {**base, **FULL}, {**base, **HALF}, "one process"
     shared, compiled = (*GROUP, *SHARED), {**half, **COMPILED}

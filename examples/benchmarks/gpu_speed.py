@@ -1,4 +1,4 @@
-"""The stages of gpu.py that measure: speed, and the time to a loss."""
+"""The stages of gpu.py that measure speed and the time to a loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainers import SHAPES, NanoGPT, our_model, our_shape
 
 
 def ladder(args: Namespace, scratch: Path, found: Found) -> None:
-    """The tutorial's rungs and a few beside them, with the loss after the same steps."""
+    """The tutorial's rungs and a few more, with the loss after the same number of steps."""
     steps, device = (20, "cpu") if args.smoke else (200, "cuda")
     name = "smoke" if args.smoke else "baby"
     more = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 5}
@@ -65,7 +65,7 @@ def ladder(args: Namespace, scratch: Path, found: Found) -> None:
 
 
 def against(args: Namespace, scratch: Path, found: Found) -> None:
-    """Tokens per second of both, at nanoGPT's two shapes for GPUs."""
+    """Tokens per second of ours and nanoGPT, with nanoGPT's two shapes for GPUs."""
     for name in ("baby",) if args.smoke else ("baby", "gpt2"):
         with found.part(name):
             options = Namespace(**vars(args), shape=name, seconds=5.0, peak=None)
@@ -84,7 +84,7 @@ def loss(args: Namespace, scratch: Path, found: Found) -> None:
     found.write()
 
 
-# What a kernel does, by its name; the first that fits.
+# What a kernel does, by its name; the first match counts.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|mm\b",
@@ -189,10 +189,10 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     def rate(generate: Callable[..., Iterator[Any]], samples: int) -> float:
         prompt = torch.zeros(samples, 1, dtype=torch.long, device=device)
         with no_cudnn_attention():
-            for tokens in (5, length):  # libraries load with the first ones
+            for tokens in (5, length):  # the first samples load libraries
                 began = time.perf_counter()
                 *_, last = generate(model, prompt, tokens, temperature=0.8)
-                last.tolist()  # waits for it
+                last.tolist()  # waits for the GPU
         return samples * length / (time.perf_counter() - began)
 
     for side, generate in (("with a cache", engine.generate), ("train.py's own", train.generate)):

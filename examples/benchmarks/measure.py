@@ -25,19 +25,19 @@ from typing import Any, NoReturn, TypeVar
 
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-c", "from launcher.cli import main; main()")  # of this checkout
-QUIET = 1.0  # load average, above which other work disturbs the figures
+QUIET = 1.0  # load average above which other work disturbs the figures
 SECONDS_TO_STOP = 30.0
 
 Figure = TypeVar("Figure")
 
 
 class Failed(Exception):
-    """A process under measurement did not do its work."""
+    """A measured process failed."""
 
 
 @dataclass
 class Report:
-    """What a benchmark found: one row per figure, and conclusions in words to stand below them."""
+    """The results of a benchmark: one row per figure, and conclusions in words below them."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     findings: dict[str, Any] = field(default_factory=dict)
@@ -78,14 +78,14 @@ def parser(
 
 
 def as_options(words: Mapping[str, Any]) -> list[str]:
-    """Names and values as words of a command line."""
+    """Names and values as arguments of a command line."""
     return [f"--{name}={value}" for name, value in words.items()]
 
 
 def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report]) -> NoReturn:
     """Measures on a quiet machine, in a scratch directory; prints the table, writes the JSON."""
     args = made.parse_args()
-    # The caller's settings are not part of the shipped command.
+    # The caller's environment is not part of the shipped command.
     for name in [name for name in os.environ if name.startswith(("SM_", "OMP_", "MKL_"))]:
         del os.environ[name]
     if args.quick:
@@ -119,12 +119,12 @@ def stop(why: str, code: int) -> NoReturn:
 
 
 def note(text: str) -> None:
-    """Progress, for the person who waits."""
+    """Print progress to stderr."""
     sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Refuses now what would fail after the measuring."""
+    """Refuses paths now that would fail after the measurements."""
     if not args.text.is_file():
         stop(f"--text {args.text}: no such file", 2)
     checkout = getattr(args, "nanogpt", None)
@@ -149,7 +149,7 @@ def words(text: str) -> dict[str, str]:
 
 
 def picture(text: str) -> Path:
-    """The file of a plot, refused now if it could not be drawn after the measuring."""
+    """The file of a plot; refused now if it could not be drawn after the measurements."""
     path = Path(text)
     if path.suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{text}: must end in .png or .svg")
@@ -178,7 +178,7 @@ def wait_until_quiet(seconds: float) -> float:
 
 
 def machine(args: argparse.Namespace, load: float) -> dict[str, Any]:
-    """The machine, the versions and the command that gave the figures."""
+    """The machine, the versions, and the command behind the figures."""
     torch_version, gpu = torch_and_gpu()
     cpu = [platform.processor()]
     with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def machine(args: argparse.Namespace, load: float) -> dict[str, Any]:
 
 @functools.cache
 def torch_and_gpu() -> tuple[str, str | None]:
-    """torch's version and the GPU it sees, asked elsewhere so that this process stays small."""
+    """torch's version and its GPU, asked in another process so that this one stays small."""
     ask = """import json, torch
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps([torch.__version__, gpu]))"""
@@ -225,7 +225,7 @@ def commits(nanogpt: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A command with its place and what its environment has beside ours."""
+    """A command, its working directory, and what its environment has in addition to ours."""
 
     command: Sequence[str]
     cwd: Path = ROOT
@@ -240,7 +240,7 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
     """A running process; it and its children are gone afterwards."""
     # This checkout comes before an installed one.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # One GPU, which is what nanoGPT takes by itself.
+    # One GPU, as nanoGPT uses by default.
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": gpu, **process.env}
@@ -252,7 +252,9 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
         yield popen
     finally:
         RUNNING.discard(popen)
-        if popen.poll() is None:  # torchrun's workers are in sessions of their own: ask it first
+        if (
+            popen.poll() is None
+        ):  # torchrun's workers are in sessions of their own, so stop torchrun first
             popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 popen.wait(SECONDS_TO_STOP)
@@ -262,9 +264,9 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
 
 
 def lines(process: Process) -> Generator[tuple[float, str], None, None]:
-    """Each line of a process's output with the moment at which it came, in seconds.
+    """Each line of a process's output, with the time at which it came, in seconds.
 
-    The process ends when the caller stops iterating.
+    The process is stopped when the caller stops iterating.
 
     Raises:
         Failed: it ended with a status other than 0.
@@ -281,12 +283,12 @@ def lines(process: Process) -> Generator[tuple[float, str], None, None]:
 
 
 def output(process: Process) -> str:
-    """All that a process printed."""
+    """The whole output of a process."""
     return "".join(line for _, line in lines(process))
 
 
 def cost(process: Process) -> tuple[float, float]:
-    """Wall seconds, and the most memory, in MB, that the process or one it started held."""
+    """Wall seconds, and peak memory in MB of the process or of one that it started."""
     begin = time.perf_counter()
     with started(process, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as popen:
         _, status, usage = os.wait4(popen.pid, 0)
@@ -294,7 +296,9 @@ def cost(process: Process) -> tuple[float, float]:
         popen.returncode = os.waitstatus_to_exitcode(status)
     if popen.returncode:
         raise Failed(f"{shlex.join(process.command)}: exit status {popen.returncode}")
-    unit = 1e6 if sys.platform == "darwin" else 1e3  # ru_maxrss: bytes there, kilobytes elsewhere
+    unit = (
+        1e6 if sys.platform == "darwin" else 1e3
+    )  # ru_maxrss: bytes on macOS, kilobytes elsewhere
     return seconds, usage.ru_maxrss * (1 if unit == 1e6 else 1.024) / unit
 
 
@@ -303,7 +307,7 @@ def cost(process: Process) -> tuple[float, float]:
 
 
 def alternate(rounds: int, sides: Mapping[str, Callable[[int], Figure]]) -> dict[str, list[Figure]]:
-    """What each side measures in each round; a round runs them one after the other."""
+    """The measurements of each side, by round; a round runs the sides one after the other."""
     found: dict[str, list[Figure]] = {side: [] for side in sides}
     for index in range(rounds):
         for side, measured in sides.items():
@@ -349,7 +353,7 @@ def plus_minus(values: Sequence[float]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; a column is what any row has."""
+    """A Markdown table, with a column for each key of any row."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([show(row.get(name)) for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -94,7 +94,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     ]
     if args.nanogpt:
         single, batched = list(sides)[2:]
-        # One after the other is a way to make many, too.
+        # Generating them one by one is one of the ways.
         most = [max(pair) for pair in zip(found[single], found[batched], strict=True)]
         report.findings["1 sample, ours over theirs"] = measure.ratio(found[one], found[single])
         report.findings[f"{args.samples} samples in all, ours over the better of theirs"] = (
@@ -108,7 +108,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 
 def our_job(args: Namespace, scratch: Path, name: str) -> Process:
-    """The command that samples from a finished job, less the words on what to make."""
+    """The command that samples from a finished job, without the options for length and number."""
     words = {**our_shape(name), "batch_size": 2, "max_steps": 1}
     words |= {"eval_windows": 4, "sample_length": 1, "device": "cpu", **args.ours}
     preset = as_options({"preset": words.pop("preset")}) if "preset" in words else []
@@ -121,7 +121,7 @@ def our_job(args: Namespace, scratch: Path, name: str) -> Process:
 
 
 def our_rate(job: Process, samples: int, length: int) -> float:
-    """Characters per second of all samples, from the first character to the end."""
+    """Characters per second of all samples together, from the first character to the end."""
     more = [f"--num-samples={samples}", f"--max-new-tokens={length}"]
     command = [*job.command, *more]
     with started(
@@ -152,7 +152,7 @@ def their_checkpoint(nanogpt: NanoGPT, name: str, scratch: Path) -> Path:
 
 
 def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callable[[int], float]]:
-    """Each way to sample, as a function from a length to characters per second in all."""
+    """Each way to sample: a function that takes a length and returns characters per second."""
     ways: dict[str, Callable[[int], float]] = {}
     for threads in (1,) if args.quick else sorted({1, 2, measure.cores()}):
         env = {**nanogpt.env, "OMP_NUM_THREADS": str(threads)}
@@ -170,7 +170,7 @@ def their_ways(nanogpt: NanoGPT, out: Path, args: Namespace) -> dict[str, Callab
 
 
 def their_batch(nanogpt: NanoGPT, out: Path, device: str, samples: int) -> Process:
-    """The process that makes many at once, less the length."""
+    """The command that generates many samples at once, without the length."""
     words = [str(nanogpt.checkout), str(out), device, str(samples)]
     return Process([sys.executable, "-c", GENERATE, *words], nanogpt.place, nanogpt.env)
 

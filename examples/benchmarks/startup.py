@@ -32,7 +32,7 @@ from trainers import SHAPES, NanoGPT, Training, our_shape, ours
 
 IMPORT = (sys.executable, "-c", "import torch")
 MIXED = str.maketrans("etaw", "éт漢🙂")
-# A model of next to nothing, with long windows, so that what remains is the text.
+# A tiny model with long windows, so that the text takes most of the time.
 TINY: dict[str, Any] = dict(
     n_layer=1,
     n_head=1,
@@ -113,7 +113,7 @@ def tokenizing(
         return cost(nanogpt.prepare(text))
 
     def beyond_small(text: Path, on: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
-        # In a smoke run the text is too small for a difference.
+        # In a smoke run, the text is too small to show a difference.
         small = (0.0, 0.0) if args.quick else on(scratch / "small.txt")
         large = on(text)
         if large[0] <= small[0]:
@@ -139,7 +139,7 @@ def tokenizing(
 
 
 def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
-    """Adds what goes by between two steps' lines beyond the step, with a checkpoint after each."""
+    """Adds the time between the lines of two steps, less a step, with a checkpoint after each."""
     steps = 5 if args.quick else 20
     name = "smoke" if args.quick else "baby"
     words = {**our_shape(name), "batch_size": 1, "device": "cpu", "max_steps": steps}
@@ -152,7 +152,9 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
             for moment, line in measure.lines(training.process)
             if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
         )
-        moments, paces = zip(*list(measured)[:-1], strict=True)  # the last holds an evaluation
+        moments, paces = zip(
+            *list(measured)[:-1], strict=True
+        )  # the last interval includes an evaluation
         in_steps = sum(SHAPES[name]["block_size"] / pace for pace in paces[1:])
         return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
 
@@ -163,7 +165,7 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
 
 
 def repeated(path: Path, unit: str, megabytes: float) -> Path:
-    """A file of whole units, of at least that size."""
+    """A file that repeats the unit to at least that size."""
     data = unit.encode()
     with path.open("wb") as file:
         while file.tell() < megabytes * 1e6:

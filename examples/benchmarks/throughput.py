@@ -23,7 +23,7 @@ import measure
 from measure import Failed, Report
 from trainers import GPT2_PASSES, NEVER, SHAPES, NanoGPT, Pace, fastest_first, our_shape, ours, pace
 
-# Dense operations per second in 16-bit types, in units of 10**12, as their maker gives them.
+# Dense 16-bit operations per second, in units of 10**12, from NVIDIA's data sheets.
 PEAKS = {
     "H200 NVL": 836,
     "H200": 989,
@@ -65,7 +65,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     if args.nanogpt:
         nanogpt = NanoGPT(args.nanogpt, text, scratch)
         theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
-        if size == "gpt2":  # it counts the sequences of a pass
+        if size == "gpt2":  # nanoGPT's batch_size is that of one pass
             theirs["gradient_accumulation_steps"] = GPT2_PASSES
             theirs["batch_size"] //= GPT2_PASSES
         looks = fastest_first(nanogpt.variants(theirs, args.quick), shape, seconds)
@@ -109,7 +109,7 @@ def peak(gpu: str, given: float | None) -> float:
 
 
 def many_symbols(scratch: Path) -> Path:
-    """A text of as many different characters as GPT-2 has tokens, for the size of its head."""
+    """A text with as many different characters as GPT-2 has tokens, for an equally large head."""
     symbols = [chr(0x20000 + i) for i in range(GPT2_SYMBOLS)]
     path = scratch / "symbols.txt"
     path.write_text("".join(symbols + random.Random(0).choices(symbols, k=2_000_000)), "utf-8")

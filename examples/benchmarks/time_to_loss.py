@@ -28,10 +28,10 @@ from trainers import NEVER, SHAPES, NanoGPT, Training, fastest_first, our_result
 
 BUDGETS: dict[str, dict[str, Any]] = {
     "cpu": {"preset": "quick"},
-    # Compiling is no part of the time on either side; by itself ours compiles longer trainings.
+    # The time excludes compilation on both sides; by default ours compiles only longer runs.
     "baby": {"preset": "baby", "compile": "on"},
 }
-# What nanoGPT's README says for a CPU and for a GPU. On the CPU it evaluates at the end alone, so
+# What nanoGPT's README says for a CPU and for a GPU. On the CPU it evaluates only at the end, so
 # that its checkpoint is its last step; on a GPU it keeps its best, as shipped.
 RECIPES: dict[str, dict[str, Any]] = {
     "cpu": SHAPES["cpu"]
@@ -94,7 +94,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
 
 def fastest(nanogpt: NanoGPT, recipe: dict[str, Any], scratch: Path, quick: bool) -> Training:
-    """The way to run its recipe that a look of some seconds shows to be fastest."""
+    """The fastest way to run its recipe, by a trial of some seconds for each."""
     look: dict[str, Any] = dict(log_interval=10, eval_interval=NEVER, eval_iters=1, max_iters=NEVER)
     look["out_dir"] = scratch / "look"
     variants = nanogpt.variants({**recipe, **look}, quick)

@@ -20,7 +20,7 @@ from measure import ROOT, Failed, Process, as_options, cores, lines, note, outpu
 
 Words = Mapping[str, Any]
 
-# nanoGPT's shapes, in words that ours understands too. cpu is the one for a CPU, baby its
+# nanoGPT's shapes, as options that ours understands too. cpu is the one for a CPU, baby its
 # train_shakespeare_char, gpt2 its train_gpt2, half a million tokens a step, by GPT2_PASSES passes.
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": dict(
@@ -50,7 +50,7 @@ NEVER = 10**9  # steps
 
 @dataclass(frozen=True)
 class Training:
-    """A training that can be started, and how it says that a step is done."""
+    """A run that can be started, and the form of its line about a step."""
 
     name: str
     process: Process
@@ -62,7 +62,7 @@ class Training:
 
 
 def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Training:
-    """The shipped command; threads is set from outside only where threads are what is compared."""
+    """The shipped command; set threads only to compare numbers of threads."""
     script = str(ROOT / "entry_point" / "train.py")
     command = [sys.executable, script, "--data", str(text), "--out", str(out), *as_options(words)]
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -70,12 +70,12 @@ def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Tra
 
 
 def our_shape(name: str) -> dict[str, Any]:
-    """The words for ours of a shape: the shipped preset, where there is one."""
+    """The options of ours for a shape: the shipped preset, if there is one."""
     return {"preset": name} if name in ("cpu", "baby") else SHAPES[name]
 
 
 def our_seconds(out: Path) -> float:
-    """Seconds of training, without evaluations and checkpoints, of a training that is done."""
+    """Seconds of training of a finished run, without evaluations and checkpoints."""
     config = json.loads((out / "model" / "training.json").read_text())["config"]
     seconds, step = 0.0, 0
     for line in (out / "output" / "metrics.jsonl").read_text().splitlines():
@@ -87,7 +87,7 @@ def our_seconds(out: Path) -> float:
 
 
 def our_model(out: Path) -> tuple[Any, Any]:
-    """The model (CPU, float32) and the tokenizer of a training that is done, by train.py alone."""
+    """The model (CPU, float32) and the tokenizer of a finished run, loaded by train.py alone."""
     sys.path.insert(0, str(ROOT))
     from entry_point import train
 
@@ -128,7 +128,7 @@ class NanoGPT:
             (self.place / name).symlink_to(checkout / name)
         source = checkout / "data" / "shakespeare_char" / "prepare.py"
         (self.data / "prepare.py").write_text(source.read_text())
-        # What its scripts import beside torch and NumPy, and do not use for characters.
+        # Modules that its scripts import but do not use for characters.
         stubs = self.place / "stubs"
         stubs.mkdir()
         for name in ("requests", "tiktoken"):
@@ -149,7 +149,7 @@ class NanoGPT:
     def variants(self, words: Words, quick: bool = False) -> Iterator[Training]:
         """Each way to run its train.py on this machine; in a smoke run, one."""
         if torch_and_gpu()[1] and words.get("device") != "cpu":
-            # By itself it would take bfloat16 where that is emulated too.
+            # Otherwise it would use bfloat16 even where that is emulated.
             ask = "import torch; print(torch.cuda.is_bf16_supported(including_emulation=False))"
             fast = output(Process([sys.executable, "-c", ask])).strip() == "True"
             dtype = "bfloat16" if fast else "float16"
@@ -185,7 +185,7 @@ class NanoGPT:
         return Training(name, Process(command, self.place, env), re.compile(r"iter (\d+):"))
 
     def train(self, training: Training, words: Words, out: Path) -> tuple[float, float, float, int]:
-        """Runs a training to its end, with more words.
+        """Runs its train.py to the end, with more options.
 
         Returns the seconds of its training up to its checkpoint, without evaluations, those of the
         whole command, the checkpoint's nats per character over the whole validation part, and its
@@ -203,7 +203,7 @@ class NanoGPT:
         return each * steps, whole, *self.result(checkpoint)
 
     def result(self, checkpoint: Mapping[str, Any]) -> tuple[float, int]:
-        """As our_result, of its model."""
+        """The same as our_result, for its model."""
         import torch
 
         spec = importlib.util.spec_from_file_location("nanogpt_model", self.checkout / "model.py")
@@ -224,7 +224,7 @@ class NanoGPT:
 
 
 def seconds_of_iteration(timed: Iterable[tuple[float, str]]) -> float:
-    """The mean of the iterations between two lines of nanoGPT's with no evaluation between them.
+    """The mean seconds of the iterations between two lines of nanoGPT without an evaluation.
 
     Raises:
         Failed: there are none.
@@ -267,10 +267,10 @@ class Pace:
 
 
 def pace(training: Training, words: Words, seconds: float) -> Pace:
-    """Tokens per second between two lines of a running training, at least `seconds` apart.
+    """Tokens per second between two lines of a run in progress, at least `seconds` apart.
 
-    The clock is ours and starts at its second line, so that reading the text, compiling and the
-    first evaluation are not counted; the training is ended when it has been seen for long enough.
+    The clock is ours and starts at the second line, so that reading the text, compiling, and the
+    first evaluation are not counted. After `seconds`, the run is stopped.
     """
     counted = set()  # nanoGPT logs two numbers, and each rank may log them
     began = None
@@ -292,7 +292,7 @@ def pace(training: Training, words: Words, seconds: float) -> Pace:
 def fastest_first(
     variants: Iterable[Training], words: Words, seconds: float
 ) -> list[tuple[Training, Pace]]:
-    """One look at each variant."""
+    """The variants by speed, after a short look at each."""
     looks = []
     for variant in variants:
         note(f"{variant.name}: a first look")

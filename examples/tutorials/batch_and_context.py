@@ -44,7 +44,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         for _ in range(args.rounds):
             runs += 1
             words = {**shape, "log_interval": 5, "eval_interval": NEVER, "max_steps": NEVER}
-            # In one process, so that the rows differ in what they change alone.
+            # In one process, so that the rows differ only in what they change.
             words |= {"processes": 1, **changes, **args.ours}
             training = ours(args.text, scratch / str(runs), words)
             found.append(pace(training, words, seconds).tokens_per_second)

@@ -1,4 +1,4 @@
-"""The speed ladder: one setting more on each rung, and the loss after the same steps beside it.
+"""The speed ladder: each rung changes one more setting, and shows the loss beside the speed.
 
 Example:
   python examples/tutorials/ladder.py --text input.txt --shape baby --device cuda
@@ -29,7 +29,7 @@ import measure
 from measure import Report
 from trainers import SHAPES, Training, our_seconds, ours
 
-# What a rung runs before train.py, besides the settings of its row.
+# What a rung executes before train.py, in addition to the settings of its row.
 PLAIN_ATTENTION = (
     "torch.backends.cuda.enable_flash_sdp(False);"
     " torch.backends.cuda.enable_mem_efficient_sdp(False);"

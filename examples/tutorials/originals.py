@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from pydoc_data.topics import topics  # Python's language reference: a text that is everywhere
+from pydoc_data.topics import topics  # Python's language reference, which every Python has
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,7 @@ from torch import Tensor
 
 TOKENS = torch.tensor([min(ord(c), 127) for c in "".join(topics.values())[:60_000]])
 TRAINING, HELD_OUT = TOKENS[:10_000], TOKENS[10_000:]
-SEEN = 8  # characters from which the model predicts the next one
+SEEN = 8  # characters of context
 
 
 def windows(tokens: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, tokens: Tensor, count: int, seed: int) -> Tensor:
 
 @cache
 def trained(steps: int, batch_size: int) -> nn.Module:
-    """A model after some steps of AdamW on TRAINING, always at the same learning rate."""
+    """A model after some steps of AdamW on TRAINING, at a constant learning rate."""
     torch.manual_seed(0)
     inner = nn.Linear(24 * SEEN, 256), nn.GELU(), nn.Linear(256, 128)
     model = nn.Sequential(nn.Embedding(128, 24), nn.Flatten(), *inner)
@@ -61,7 +61,7 @@ def attention_scale() -> dict[str, float]:
 
 
 def validation_on_training_text() -> dict[str, float]:
-    """b. Loss of one model by the text that it was trained on, and by other text."""
+    """b. Loss of one model on the text that it was trained on, and on other text."""
     model, parts = trained(600, 64), {"training text": TRAINING, "other text": HELD_OUT}
     return {name: float(loss_of(model, tokens, 4096, seed=0)) for name, tokens in parts.items()}
 
@@ -72,7 +72,7 @@ def norm(x: Tensor) -> Tensor:
 
 def residual_replaced_by_norm() -> dict[str, float]:
     """c. After 12 layers of x + attn(norm(x)), or of x = norm(x); x = x + attn(x): how long the
-    rows of x are, and the cosine between them and what went in. What attn adds has length 1."""
+    rows of x are, and the cosine between them and the input. What attn adds has length 1."""
 
     def attn(x: Tensor, weights: Tensor) -> Tensor:
         q, k, v = x @ weights
@@ -93,8 +93,8 @@ def residual_replaced_by_norm() -> dict[str, float]:
 
 
 def keys_at_queries() -> dict[str, float]:
-    """d. Causal attention by k @ q.mT: how much an earlier output changes with the last token; how
-    far it is from q @ k.mT; how far from it a query is that meets cached keys."""
+    """d. Causal attention by k @ q.mT: how much an earlier output changes with the last token; its
+    distance from q @ k.mT; and its distance from a query with cached keys."""
 
     def swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ahead = torch.full((len(q), len(q)), float("-inf")).triu(1)
@@ -113,7 +113,7 @@ def keys_at_queries() -> dict[str, float]:
 
 
 def rank_of_the_host() -> dict[str, float]:
-    """e. Different samples that 4 processes on 2 hosts draw, 8 each, by the rank that they take."""
+    """e. Different samples that 4 processes on 2 hosts draw, 8 each, with either rank as seed."""
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
     found = {}
     for name, ranks in (("rank of the process", (0, 1, 2, 3)), ("of the host", (0, 0, 1, 1))):
@@ -123,8 +123,8 @@ def rank_of_the_host() -> dict[str, float]:
 
 
 def own_batches() -> dict[str, float]:
-    """f. The losses that 4 ranks find for one model, each by 64 windows of its own; and the loss
-    after as many samples, by one process, and by two that each take a whole batch."""
+    """f. The losses that 4 ranks measure for one model, each on 64 windows of its own; and the
+    loss after as many samples, with one process, and with two that each use a whole batch."""
     own = [float(loss_of(trained(600, 64), HELD_OUT, 64, seed)) for seed in range(4)]
     one, two = (float(loss_of(trained(*s), HELD_OUT, 4096, 0)) for s in ((160, 32), (80, 64)))
     return {"least": min(own), "most": max(own), "one process": one, "two": two}
@@ -143,8 +143,8 @@ def dropout_lost() -> dict[str, float]:
 
 
 def misspelled_option() -> dict[str, float]:
-    """h. Settings by which the SageMaker SDK has the container start a rank for each GPU, for
-    `enabled` and for `enable`: without them, train.py starts once on each host."""
+    """h. Settings that the SageMaker SDK sends for `enabled` and for `enable`, to start a rank for
+    each GPU. Without them, train.py starts once on each host."""
     os.environ["SAGEMAKER_SUPPRESS_V2_WARNING"] = "1"
     logging.getLogger("sagemaker.config").setLevel(logging.WARNING)
     from sagemaker.pytorch import PyTorch
