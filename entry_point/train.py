@@ -1,6 +1,6 @@
 """Train a GPT on text or on tokens, on one process or on many hosts of many GPUs.
 
-One file; it needs torch and the standard library alone. Copy it anywhere and run it:
+This one file needs only torch and the standard library. Copy it anywhere and run it:
 
     python train.py --data input.txt                                      # all GPUs of this machine
     python train.py --data input.txt --device cpu --processes 2           # two processes on the CPU
@@ -10,7 +10,7 @@ One file; it needs torch and the standard library alone. Copy it anywhere and ru
     torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
         train.py --data input.txt                                          # the second
 
-In a SageMaker container it needs no arguments but hyperparameters: it reads the text from the
+In a SageMaker container it needs no arguments except hyperparameters. It reads the text from the
 `training` channel (and the `validation` channel, if there is one), resumes from
 /opt/ml/checkpoints, and leaves a Hugging Face model directory in /opt/ml/model.
 `python train.py --help` lists the rest.
@@ -58,21 +58,21 @@ from typing import Any, NoReturn
 
 if __name__ == "__main__" and "TORCH_CPP_LOG_LEVEL" not in os.environ:
     # A rank whose peer is gone prints C++ stack traces as warnings, before the reason and after it.
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # which torch reads when it is loaded
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch reads it when it is imported
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. Where another
-    # program has taken a core, the spinning holds up the very thread that is waited for. `cpu` on
-    # two cores, quiet and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
+    # Threads that wait for each other spin, with GNU's OpenMP for some milliseconds. If another
+    # program uses a core, the spinning delays the thread that they wait for. `cpu` on
+    # two cores, alone and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
     # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
-# A signal in the middle of the import of torch can get lost there, or abort the process.
+# A signal during the import of torch can get lost, or abort the process.
 _unblocked = signal.pthread_sigmask(
     signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 )
 try:
     with warnings.catch_warnings():
-        # Nothing here needs NumPy.
+        # This script does not need NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import torch
         import torch.distributed as dist
@@ -113,7 +113,7 @@ class Config:
     """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
 
     Raises:
-        ConfigError: a value is out of its range, or two values do not go together.
+        ConfigError: a value is out of its range, or two values contradict each other.
     """
 
     n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
@@ -316,7 +316,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The size of nanoGPT's configuration for a CPU: about a minute on two cores.
     "cpu": dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=12, max_steps=2000,
                 device="cpu"),
-    # What nanoGPT's configuration for a CPU learns in a minute, in a twentieth of that: in so few
+    # Learns what nanoGPT's configuration for a CPU does, in a twentieth of its minute: in so few
     # steps two wide layers learn more than four.
     "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
                   max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
@@ -324,14 +324,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The best model that two CPU cores make of a megabyte of text in three minutes.
     "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
                    weight_decay=0.1, short_windows=0.9, eval_interval=500, device="cpu"),
-    # As large as nanoGPT's train_shakespeare_char, the model of most tutorials: it wants a GPU. Its
+    # As large as nanoGPT's train_shakespeare_char, the model of most tutorials; for a GPU. Its
     # values are for a megabyte of text, which it memorizes without weight decay.
     "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
                  learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
     # For subword tokens, 300 million of them and more, and about an hour on one A10G.
     "small": dict(n_layer=8, n_head=4, n_embd=512, block_size=512, tie_embeddings=True,
                   batch_size=128, max_steps=5000, weight_decay=0.1, log_interval=10),
-    # The size of GPT-2, half a million tokens a step: 2.5 billion in all.
+    # The size of GPT-2; half a million tokens a step, 2.5 billion in all.
     "gpt2": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, tie_embeddings=True,
                  batch_size=480, max_steps=5000, momentum=0.95, weight_decay=0.1, log_interval=10),
 }
@@ -343,7 +343,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # positions, QK-norm, a gated MLP. Without norm_weights, Qwen3's are written out as ones.
 
 NORM_EPS = 1e-6
-# addcmul takes no number here, and making a tensor of it costs as much as the operation.
+# addcmul takes no number here, and to make a tensor of it costs as much as the operation.
 NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
 
 
@@ -355,14 +355,14 @@ def norm_scale(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.dtype != torch.float16:
         lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
         mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
-    else:  # in float32, as a length may be infinite in float16; a GPU takes no copy of x for that
+    else:  # in float32, since a length may be infinite in float16; on a GPU this copies nothing
         lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         mean_square = lengths.square_().mul_(1 / x.size(-1)).add_(NORM_EPS)
     return mean_square.rsqrt_().to(x.dtype)
 
 
 class Norm(torch.autograd.Function):
-    """The norm with its gradient: torch's own takes a CPU three times as long (see plain_norms)."""
+    """The norm with its gradient; torch's takes three times as long on a CPU (see plain_norms)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -396,8 +396,8 @@ def norm_weight(config: Config, n: int) -> nn.Parameter | None:
 def drop(x: Tensor, p: float) -> Tensor:
     """Dropout in training; p is 0 elsewhere.
 
-    On a CPU F.dropout takes half of a training step, since it draws number by number. Masks are
-    made of random bytes there, which rounds p to 256ths.
+    On a CPU, F.dropout takes half of a training step, since it draws number by number. Masks are
+    made from random bytes there, which rounds p to 256ths.
     """
     if not p:
         return x
@@ -413,7 +413,7 @@ def drop(x: Tensor, p: float) -> Tensor:
 class Linear(nn.Linear):
     """y = x W^T with fp32 master weights, computed in the type of x.
 
-    n_fused matrices of equal shape share the one weight, stacked along its rows.
+    The weight holds n_fused matrices of equal shape, stacked along its rows.
     """
 
     def __init__(self, n_in: int, n_out: int, n_fused: int = 1) -> None:
@@ -461,7 +461,7 @@ def attend(
 ) -> Tensor:
     """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...].
 
-    A mask, bool [B, 1, T, T], is false where a query may not look, and causal then does not count.
+    A mask, bool [B, 1, T, T], is false where a query may not look; it replaces causal.
     """
     B, H, T, D = q.shape
     k, v = shared(k, H), shared(v, H)
@@ -470,7 +470,7 @@ def attend(
         parts = []
         for begin in range(0, T, QUERIES_AT_ONCE):
             some = q[:, begin : begin + QUERIES_AT_ONCE]
-            end = begin + some.size(1) if causal else k.size(1)  # nobody looks further ahead
+            end = begin + some.size(1) if causal else k.size(1)  # so no query looks ahead
             ahead = q.new_full((some.size(1), end), float("-inf") if causal else 0.0)
             scores = torch.baddbmm(ahead.triu_(begin + 1), some, k[:, :end].mT, alpha=D**-0.5)
             if mask is not None:
@@ -484,7 +484,7 @@ def attend(
 
 
 def within_documents(idx: Tensor, end: int) -> Tensor:
-    """Where a query may look, bool [B, 1, T, T]: back to the last `end` before it or at it."""
+    """Where a query may look, bool [B, 1, T, T]: not beyond the last `end` before it."""
     documents = (idx == end).cumsum(dim=1)
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
@@ -495,7 +495,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.head_dim, self.dropout = config.head_width, config.dropout
-        # Matrices of one shape: those of q, n_head / n_kv_head of them, then k and v.
+        # Matrices of one shape: n_head / n_kv_head of them for q, then k and v.
         n = self.n_kv_head * self.head_dim
         self.qkv = Linear(config.n_embd, n, n_fused=self.n_head // self.n_kv_head + 2)
         self.out = Linear(self.n_head * self.head_dim, config.n_embd)
@@ -524,7 +524,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
 
-    activation = staticmethod(F.silu)  # config.json takes its name from here
+    activation = staticmethod(F.silu)  # its name goes into config.json
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -558,7 +558,7 @@ def logits_at_once(device: torch.device) -> int:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The mean cross-entropy of head(x), whose logits never lie in memory whole.
+    """The mean cross-entropy of head(x); the whole logits are never in memory.
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
     3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N].
@@ -603,8 +603,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        # Embedding draws from a normal distribution, and to do so on the meta device imports
-        # torch's compiler, for a second.
+        # Embedding draws from a normal distribution. On the meta device, that imports torch's
+        # compiler, which takes a second.
         rows = config.vocab_size or vocabulary_size
         weight = torch.empty(rows, config.n_embd)
         self.embed: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
@@ -648,7 +648,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
-        angles are those of self.angles(T), computed once for many steps: a compiled graph would
+        angles are self.angles(T), computed once for many steps, since a compiled graph would
         compute them again in every layer. Attention does not cross the id `end`.
         """
         mask = None if end is None else within_documents(idx, end)
@@ -724,7 +724,7 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
     """Logits [T, V] of ids [T], as other tools compute them from an exported model.
 
     It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
-    code with GPT: whatever an edit changes in GPT shows as a difference.
+    code with GPT, so whatever an edit changes in GPT shows as a difference.
     """
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -824,8 +824,8 @@ def hugging_face_config(
 def character_tokenizer(vocabulary: str) -> dict[str, Any]:
     """tokenizer.json of one token per character, given back exactly.
 
-    The format wants an unknown token that is in the vocabulary, or an unknown character raises
-    in other tools; a space is the least harmful. Our own sampler refuses such characters.
+    The format needs an unknown token in the vocabulary, or other tools raise an error for an
+    unknown character; a space is the least harmful. Our own sampler refuses such characters.
     """
     return {
         "version": "1.0",
@@ -866,7 +866,7 @@ def write_artefact(
         tensors = to_hugging_face(weights, config)
         document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
-    except Exception as error:  # an edit may lack an activation, or have another shape
+    except Exception as error:  # an edited model may lack an activation, or have another shape
         tensors = weights
         why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
         document = {
@@ -938,7 +938,7 @@ def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------
 # Starting from a model: one of ours, or of the Qwen3 family as its makers publish it
 
-# What a run that starts from a model has by default.
+# Defaults of a run that starts from a model.
 FINE_TUNING: dict[str, Any] = {
     "learning_rate": 0.005,
     "embedding_learning_rate": 0.005,
@@ -1084,12 +1084,12 @@ def draw(
 ) -> Tensor:
     """The next ids, int64 [B], of logits [B, V].
 
-    temperature 0, or next to it, takes the most likely.
+    A temperature of 0, or close to 0, takes the most likely id.
     """
-    if temperature < 1e-30:  # logits divided by less may be infinite
+    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
         return logits.argmax(dim=-1)
     probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-    # What torch.multinomial does, less its checks of the probabilities.
+    # The same as torch.multinomial, without its checks of the probabilities.
     noise = torch.empty_like(probabilities).exponential_(generator=generator)
     return (probabilities / noise).argmax(dim=-1)
 
@@ -1107,8 +1107,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
 
-    Each is drawn after a whole forward pass over the last block_size ids: slow, and right for any
-    model. The same seed gives the same ids.
+    Each is drawn after a whole forward pass over the last block_size ids. This is slow, and
+    correct for any model. The same seed gives the same ids.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     ids = prompt
@@ -1120,7 +1120,7 @@ def generate(
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
-    """A text of `length` tokens that begins as a document does, or else after a line's end."""
+    """A text of `length` tokens from the start of a document, or of a line."""
     prompt = torch.tensor([[tokenizer.start]], device=model.embed.weight.device)
     # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
     # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
@@ -1129,7 +1129,9 @@ def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
     with sdpa_kernel(others):
         steps = list(generate(model, prompt, length))
     model.train()
-    return tokenizer.decode(torch.cat(steps).tolist() if steps else [])  # one trip from the device
+    return tokenizer.decode(
+        torch.cat(steps).tolist() if steps else []
+    )  # copied from the device once
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1163,16 +1165,16 @@ def upright(tensor: Tensor, n_fused: int) -> Tensor:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None  # check_gradients has seen to it
+    assert parameter.grad is not None  # check_gradients made sure of it
     return parameter.grad
 
 
 class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Matrices of one shape, up to transposition, are stacked and updated in one go; the parts of a
-    fused matrix count as matrices of their own. Where they are large, each rank orthogonalizes its
-    share of them.
+    Matrices of one shape, up to transposition, are stacked and updated together; each part of a
+    fused matrix is a matrix of its own. If they are large, each rank orthogonalizes a share of
+    them.
     """
 
     def __init__(
@@ -1237,9 +1239,9 @@ class Muon:
 
 
 class AdamW:
-    """Adam with its weight decay apart from the gradient (arXiv:1711.05101).
+    """Adam with weight decay that is separate from the gradient (arXiv:1711.05101).
 
-    The constructor of torch's class imports its compiler, for as long as importing torch takes.
+    torch's class imports the compiler, which takes as long as importing torch.
     """
 
     def __init__(
@@ -1345,7 +1347,8 @@ class Optimizer:
 def window_length(step: int, config: Config) -> int:
     """The length that a step's windows are cut into: it doubles three times, up to block_size.
 
-    Attention over short windows is cheap, and what is near is learnt first (arXiv:2108.06084).
+    Attention over short windows is cheap, and a model learns short distances first
+    (arXiv:2108.06084).
     """
     part = step / (config.short_windows * config.max_steps) if config.short_windows else 1.0
     return config.block_size >> (3 - min(3, int(3 * part)))
@@ -1369,21 +1372,21 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def seed_draws(device: torch.device, seed: int) -> None:
-    """Seeds what is drawn on the device without a generator of its own, as dropout is."""
+    """Seeds the device's default generator, which dropout draws from."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     elif device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
     else:
-        torch.manual_seed(seed)  # goes through all kinds of devices, for 0.1 ms
+        torch.manual_seed(seed)  # seeds all kinds of devices, which takes 0.1 ms
 
 
 class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 
     An epoch cuts the text into windows that touch each other, from a random phase, and visits
-    each once in random order. What the phase leaves over at both ends, less than two windows, has
-    its turn in another epoch.
+    each once in random order. The phase leaves less than two windows over, at
+    both ends; other epochs visit them.
     """
 
     def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
@@ -1425,7 +1428,7 @@ def gather_windows(
     places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
     windows = tokens[places]
     if windows.device != device:
-        # From pinned memory, and whole: the host goes on, and the GPU copies when it comes to it.
+        # One copy from pinned memory: the host does not wait until the GPU has made it.
         pinned = device.type == "cuda"
         windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
     windows = windows.long() if windows.dtype != torch.int16 else windows.long() & 0xFFFF
@@ -1435,12 +1438,12 @@ def gather_windows(
 # ------------------------------------------------------------------------------------------------
 # Training
 
-# With the digits that are shown of each.
+# Each with the format in which it is shown.
 METRICS = {
     "train_loss": 5,
     "val_loss": 5,
     "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
-    "bits_per_byte": 5,  # val_loss by the text's bytes, whatever the tokenizer
+    "bits_per_byte": 5,  # val_loss per byte of text, comparable between tokenizers
     "learning_rate": 7,
     "tokens_per_second": 0,
 }
@@ -1473,7 +1476,7 @@ def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
 
 
 def bytes_per_token(corpus: Corpus, config: Config) -> float:
-    """The mean length in UTF-8 of what an evaluation predicts.
+    """The mean number of UTF-8 bytes per token that an evaluation predicts.
 
     The end of a document has no bytes, so its loss adds to that of the text.
     """
@@ -1516,10 +1519,10 @@ LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
 
 
 def read_drill(words: str | None) -> tuple[int, int, str] | None:
-    """Rank, step and deed (raise, kill, hang) of NANOGPT_FAULT=RANK:STEP:DEED.
+    """Rank, step and action (raise, kill, hang) of NANOGPT_FAULT=RANK:STEP:ACTION.
 
     It shows what a failure looks like, without waiting for one. Only a run that begins at step 0
-    fails so: what resumes it goes on.
+    fails; the run that resumes it continues.
     """
     if words is None:
         return None
@@ -1540,14 +1543,14 @@ class Trainer:
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
         self.end = corpus.tokenizer.end if config.mask_documents else None
-        self.stop_signal = 0  # its number, once there was one
+        self.stop_signal = 0  # the step's number, after the first
         self.step = 0
         self.kept_step: int | None = None  # of the newest checkpoint
-        self.saved_at = math.inf  # when that was, or the training began
+        self.saved_at = math.inf  # time of that checkpoint, or of the start of training
         self.best_step: int | None = None
         self.best_val_loss = math.inf
         self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
-        self.checkpoint_cost = 0.0  # seconds that the newest one took
+        self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
@@ -1571,8 +1574,8 @@ class Trainer:
                 log("note: not compiled: that needs Triton, a C compiler and Python.h")
         if config.compile == "auto":
             self.compiled = group.every(self.compiled)  # hosts may differ
-        # Evaluations run the model itself: to compile it for them too takes longer than they do.
-        # A graph for all lengths of windows would break at each attention.
+        # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
+        # One graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
         self.ddp: nn.Module = net
         if group.world_size > 1:
@@ -1589,7 +1592,7 @@ class Trainer:
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.logged_scale = 0.0  # the scale at the last metric line; a fall is logged
+        self.logged_scale = 0.0  # the scale at the last metric line; a decrease is logged
 
     @property
     def choices(self) -> list[str]:
@@ -1688,12 +1691,12 @@ class Trainer:
         self.checkpoint_cost = time.monotonic() - self.saved_at
 
     def restore(self) -> None:
-        """Takes rank 0's newest checkpoint, if there is one, on every rank."""
+        """Loads rank 0's newest checkpoint, if there is one, on every rank."""
         loaded = self.checkpoints.load_latest() if self.chief else None
         if loaded is not None:
             check_resumable(loaded[1], self.state())
         state = loaded and loaded[1]
-        # The curve may be longer than the store takes; the others need its last row alone.
+        # The curve may be too long for the store; the other ranks need only its last row.
         short = state and {**state, "metrics": state["metrics"][-1:]}
         shared = self.group.share(short, source=self.chief)
         state = state or shared
@@ -1734,7 +1737,7 @@ class Trainer:
             )
 
     def start_from(self, directory: Path) -> None:
-        """Takes the weights of the model in a directory, on every rank."""
+        """Loads the weights of the model in a directory, on every rank."""
         if self.chief:
             load_pretrained(self.model, directory)
             log(f"started from the weights in {directory}")
@@ -1787,9 +1790,9 @@ class Trainer:
             self.optimizer.zero_grad()
 
     def compile(self, steps: Sequence[int]) -> None:
-        """Compiles for the windows of these steps; if that fails on any rank, all go on eager.
+        """Compiles for the windows of these steps; if that fails on any rank, all continue eagerly.
 
-        Each rank does it by itself: in DDP the others would wait for one that fails.
+        Each rank compiles outside of DDP, in which the others would wait for a rank that fails.
 
         Raises:
             ConfigError: it fails, and compile=on asks for it.
@@ -1799,7 +1802,7 @@ class Trainer:
             with ddp.no_sync() if ddp else nullcontext():
                 for step in steps:
                     self.forward_backward(step)
-        except Exception as error:  # one that is not of the compiler comes again without it
+        except Exception as error:  # an error that is not the compiler's comes again without it
             first = (str(error).strip() or repr(error)).replace(":\n", ": ").splitlines()[0]
             why = f"torch.compile does not work here ({first})"
             if self.config.compile == "on":
@@ -1820,10 +1823,10 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def fail_on_purpose(self, deed: str) -> None:
-        if deed == "raise":
+    def fail_on_purpose(self, action: str) -> None:
+        if action == "raise":
             raise OSError("NANOGPT_FAULT asked for this error")
-        if deed == "kill":
+        if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         while not self.stop_signal:  # hang
             time.sleep(0.1)
@@ -1833,11 +1836,13 @@ class Trainer:
         config, group = self.config, self.group
         began = time.monotonic()
         self.restore()
-        if self.ddp is not self.model:  # else there is nothing to lay out and nothing to compile
+        if (
+            self.ddp is not self.model
+        ):  # else there are no buckets to lay out and nothing to compile
             self.warm_up()
         self.saved_at = time.monotonic()
         self.logged_scale = self.scaler.get_scale()
-        if self.chief:  # lines after the checkpoint's step go, as those steps come again
+        if self.chief:  # drop the rows after the checkpoint's step, since those steps come again
             self.checkpoints.write_metrics(self.metrics, append=False)
         if self.chief and config.sample_length and self.step == 0:
             self.log_sample("before training", config.sample_length // 3)
@@ -1847,7 +1852,7 @@ class Trainer:
         steps_timed, started = 0, time.perf_counter()
         while self.step < config.max_steps:
             now = time.monotonic()
-            group.expect(5 * (now - began))  # of the last step, so that long ones have their time
+            group.expect(5 * (now - began))  # of the last step, so that long steps have enough time
             began = now
             if drill and drill[:2] == (group.rank, self.step):
                 self.fail_on_purpose(drill[2])
@@ -1880,7 +1885,7 @@ class Trainer:
                 return False
         newest = self.metrics[-1] if self.metrics else {"step": -1}
         if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
-            # It was stopped here, between two evaluations, and now has to end here; or the best
+            # The run was stopped here, between two evaluations, and now ends here; or the best
             # weights were damaged.
             self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
@@ -1897,7 +1902,7 @@ class Trainer:
             row["train_loss"] = losses / self.steps_summed
             self.check_finite(row["train_loss"])
         gradient_scale = self.scaler.get_scale()
-        if gradient_scale < 1:  # it was halved again and again
+        if gradient_scale < 1:  # the scale was halved again and again
             raise NonFiniteLossError(self.diverged("the gradients are"))
         if self.chief and gradient_scale < self.logged_scale:
             log(
@@ -1930,7 +1935,7 @@ class Trainer:
         self.steps_summed = 0
 
     def wish(self) -> int:
-        """What this rank wants after the step: nothing, a checkpoint, or a checkpoint and the end.
+        """What this rank asks for after the step: nothing, a checkpoint, or that and the end.
 
         All ranks then act on the largest wish. Rank 0 keeps the timer.
         """
@@ -2119,14 +2124,14 @@ def available_cores() -> int:
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory of freed tensors for the next ones.
 
-    By default it returns large blocks to the system, which clears each page again. In some runs
-    that took a fifth of a step.
+    By default, glibc returns large blocks to the system, which clears each page again. In some
+    runs that took a fifth of a step.
     """
     trim_threshold, mmap_max = -1, -4  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(trim_threshold, -1)  # never: taken as the largest size there is
-        mallopt(mmap_max, 0)  # no mappings of single blocks, which end with the block
+        mallopt(mmap_max, 0)  # no separate mapping for a block, which would end with it
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -2154,7 +2159,7 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return known.get(config.precision, torch.float32)
     if has_fast_bfloat16(device):
         return torch.bfloat16
-    # The tensor cores of Volta (V100) and Turing (T4) support no other float than float16.
+    # The tensor cores of Volta (V100) and Turing (T4) support only float16.
     return torch.float16 if capability >= (7, 0) else torch.float32
 
 
@@ -2167,7 +2172,7 @@ def agreed_precision(config: Config, group: Group) -> torch.dtype:
 
 
 def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Whether compiling is worth its minute. It takes a GPU that Triton knows (Volta and later).
+    """Whether compiling is worth its minute. It needs a GPU that Triton supports (Volta or later).
 
     The bound is on each rank's arithmetic, 6 operations per parameter and token
     (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
@@ -2182,14 +2187,14 @@ def compiling_pays(model: nn.Module, config: Config, device: torch.device, world
 
 
 def can_compile() -> bool:
-    """Whether Triton is here, and what it builds its host code with."""
+    """Whether Triton and the compiler for its host code are here."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     return bool(find_spec("triton") and compiler and header.is_file())
 
 
 def plain_operations(device: torch.device) -> bool:
-    """Whether dropout is made of few plain operations, not by torch's own function.
+    """Whether dropout uses a few plain operations instead of torch's own function.
 
     On a CPU torch's takes several times as long, unless a compiler fuses them.
     """
@@ -2201,7 +2206,7 @@ FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 def plain_norms(device: torch.device) -> bool:
-    """Whether norms are made of plain operations: on a CPU, and on a GPU without a kernel.
+    """Whether norms use plain operations: on a CPU, and on a GPU without a kernel.
 
     Without a kernel, torch runs 20 operations for a norm and its gradient. Ours are 11 and move a
     fifth of the bytes; norms moved half of the bytes of a `baby` step.
@@ -2211,17 +2216,17 @@ def plain_norms(device: torch.device) -> bool:
 
 
 def plain_attention(q: Tensor, dropout: float) -> bool:
-    """Whether attention that is trained is made of plain batched products, not torch's kernel.
+    """Whether attention in training uses plain batched products instead of torch's kernel.
 
-    That draws its dropout number by number on a CPU, and in bf16 its backward takes several times
-    as long as two products.
+    On a CPU, torch's kernel draws dropout number by number, and in bf16 its backward takes
+    several times as long as two products.
     """
     costly = bool(dropout) or q.dtype == torch.bfloat16
     return q.device.type == "cpu" and torch.is_grad_enabled() and costly
 
 
 def near_device(tokens: Tensor | Shards, device: torch.device) -> Tensor | Shards:
-    """The tokens, moved to a GPU where they take less than a tenth of its free memory.
+    """The tokens, moved to the GPU if they take less than a tenth of its free memory.
 
     Batches are then cut there, without the host.
     """
@@ -2234,7 +2239,7 @@ SHARED_FROM = 1 << 22  # parameters
 
 
 def sharing_pays(stacks: Sequence[Tensor]) -> bool:
-    """Whether sending orthogonalized matrices takes less than to compute them on every rank.
+    """Whether it is faster to send orthogonalized matrices than to compute them on every rank.
 
     On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
     15 operations for each column of its matrix are saved. An A10G breaks even at about as many
@@ -2248,7 +2253,7 @@ def sharing_pays(stacks: Sequence[Tensor]) -> bool:
 # ------------------------------------------------------------------------------------------------
 # Text: characters, or the tokens that `upload-data --tokenizer` made, as ids in a memory map
 
-CHUNK_BYTES = 1 << 18  # small, so that what is made of one stays in the cache
+CHUNK_BYTES = 1 << 18  # small, so that the results for a chunk stay in the cache
 CODE_POINTS = 0x110000
 
 
@@ -2303,7 +2308,7 @@ class Tokenizer:
         return "characters" if self.document["model"]["type"] == "WordLevel" else "tokens"
 
     def word(self, id: int) -> bytes:
-        """The bytes of an id; none of a row beyond the vocabulary, as published models have."""
+        """The bytes of an id; b"" for a row beyond the vocabulary, as published models have."""
         return self.words[id] if id < len(self.words) else b""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -2389,7 +2394,7 @@ def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
                     yield decoded(decoder, data, path, offset - len(pending))
                 offset += len(data)
         decoded(decoder, b"", path, offset - len(decoder.getstate()[0]))
-        digest.update(offset.to_bytes(8, "little"))  # where one file ends matters too
+        digest.update(offset.to_bytes(8, "little"))  # the ends of files count too
 
 
 def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
@@ -2542,7 +2547,7 @@ def read_text(
 def tokenize(container: Container, directory: Path, start: Sequence[int] = ()) -> dict[str, Any]:
     """Writes the ids of each channel into the directory; returns what the ranks need of them.
 
-    start holds the code points that there may be, by id; none: those of the text.
+    start holds the allowed code points, by id; if empty, those of the text.
 
     One pass finds the vocabulary, a second one writes the ids.
     """
@@ -2551,7 +2556,7 @@ def tokenize(container: Container, directory: Path, start: Sequence[int] = ()) -
     for channel in channels:
         digest, size = hashlib.sha256(), 0
         for codes in code_points(text_files(channel), digest):
-            if not seen.index_select(0, codes).all():  # cheaper than to mark all of them
+            if not seen.index_select(0, codes).all():  # cheaper than marking all of them
                 seen[codes.long()] = True
             size += len(codes)
         if not size:
@@ -2691,7 +2696,7 @@ def read_safetensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
-    Without `keep` the tensors are read for that alone, one at a time, and dropped.
+    Without `keep`, the tensors are read only for this check, one at a time.
 
     Raises:
         FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
@@ -2750,7 +2755,7 @@ class Checkpoints:
                     f"another run uses {self.directory.parent}; wait until it ends and"
                     " resume it, or choose another directory"
                 ) from None
-            except OSError as error:  # some file systems know no locks
+            except OSError as error:  # some file systems have no locks
                 log(
                     f"note: {self.directory} cannot be locked ({error.strerror}); do not start a"
                     " second run there"
@@ -2807,7 +2812,7 @@ class Checkpoints:
                     temporary.write_text(lines)
 
     def prune(self, newest: int) -> None:
-        """Drops all but the last two whole checkpoints up to `newest`, and what neither needs.
+        """Deletes all but the last two intact checkpoints up to `newest`, and what neither needs.
 
         Later ones are damaged: the run resumed from an earlier one.
         """
@@ -2862,7 +2867,7 @@ class Checkpoints:
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest intact checkpoint whose best weights are intact; None if no checkpoint exists.
 
-        If no best weights are intact, the newest intact checkpoint, without a best so far.
+        If no best weights are intact: the newest intact checkpoint, without a best so far.
 
         Raises:
             CheckpointError: all checkpoints are damaged.
@@ -2895,7 +2900,7 @@ class Checkpoints:
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, naming the difference, unless `now` may go on from `saved`."""
+    """Raises ConfigError, which names the difference, unless `now` may continue from `saved`."""
     fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
     differences = [
         f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
@@ -3103,7 +3108,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
 
 
 def in_one_line(error: Exception) -> str:
-    """torch's message about a connection, in one line."""
+    """torch's message about a connection, as one line."""
     # NCCL gives its cause in a later line; C++ frames follow these words.
     return " ".join(str(error).split("Exception raised from")[0].split())
 
@@ -3115,7 +3120,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def master_port() -> int:
-    """MASTER_PORT, or torch's usual one. Raises TopologyError where it is none."""
+    """MASTER_PORT, or torch's default. Raises TopologyError if it is not a port."""
     port = os.environ.get("MASTER_PORT", "7777")
     if not port.isdecimal() or int(port) >= 1 << 16:
         raise TopologyError(f"MASTER_PORT={port!r}: must be a port, up to 65535")
@@ -3129,7 +3134,7 @@ def is_loopback(address: str) -> bool:
 def interface_towards(host: str) -> str | None:
     """The network interface whose address this host has on its way to another (Linux, IPv4).
 
-    gloo would take the address that this host's name has, which on Debian is 127.0.1.1.
+    gloo would use the address of this host's name, which on Debian is 127.0.1.1.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # which sends nothing
@@ -3145,7 +3150,7 @@ def interface_towards(host: str) -> str | None:
 def listen(address: str, port: int) -> socket.socket:
     """The socket at which the store of the ranks is served; port 0 takes any that is free.
 
-    At a loopback address it listens there alone, else at all addresses, as torch does.
+    At a loopback address it listens only there, else at all addresses, as torch does.
 
     Raises:
         TopologyError: the port is taken.
@@ -3218,12 +3223,12 @@ class Watch:
         with suppress(
             RuntimeError
         ):  # the store is gone; the process that served it ends the others
-            # Older torch would hold all threads up while it waits for a host that comes later.
+            # Older torch would block all threads while it waits for a host that starts later.
             while not self.ended.wait(0.1):
                 with suppress(OSError):
                     socket.create_connection(self.place, timeout=5).close()
                     break
-            # A connection of its own, as one that waits in the main thread is not free to speak.
+            # A connection of its own, since the main thread may wait on the other one.
             store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
             keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
             for key, nothing in zip(keys, self.heard, strict=True):
@@ -3318,7 +3323,7 @@ class Group:
             interface = interface or interface_towards(address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface == LOOPBACK:  # which NCCL takes only where it is named
+        if interface == LOOPBACK:  # NCCL uses it only if it is named
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         try:
             if ranks.rank == 0 and not served:
@@ -3336,8 +3341,8 @@ class Group:
                 join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
             )
             if ranks.local_world_size == ranks.world_size:
-                # torchrun's store outlives the ranks, and holds where those before a restart were.
-                # (Of several hosts each counts its restarts by itself, and no count is common.)
+                # torchrun's store outlives the ranks, and still has entries from before a restart.
+                # (With several hosts, each counts its own restarts, so no count is common.)
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
             cuda = device.type == "cuda"
@@ -3384,7 +3389,9 @@ class Group:
             return
         for rank, (local, size) in enumerate(zip(locals_, sizes, strict=True)):
             first = rank - local
-            known = size if size < self.world_size else local + 1  # else the size may be a guess
+            known = (
+                size if size < self.world_size else local + 1
+            )  # otherwise the size may be a guess
             if first < 0 or locals_[first : first + known] != list(range(known)):
                 raise TopologyError(
                     f"the ranks are not numbered host by host: rank {rank} is number {local} on its"
@@ -3402,7 +3409,7 @@ class Group:
             self.watch.expect(seconds)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Adds a tensor up over the ranks, in place; every rank gets the same bits."""
+        """Sums a tensor over the ranks, in place; every rank gets the same bits."""
         self.beat()
         if self.world_size > 1:
             dist.all_reduce(tensor)
@@ -3431,9 +3438,9 @@ class Group:
                 dist.broadcast(tensor, src=0)
 
     def largest_soon(self, value: int) -> Callable[[], int]:
-        """Starts to ask for the largest value (0 to 255) of any rank; the result gives the answer.
+        """Starts to find the largest value (0 to 255) of any rank; call the result for the answer.
 
-        What is computed in between hides the time that asking takes.
+        Computation in between hides the time that this takes.
         """
         if self.world_size == 1:
             return lambda: value
@@ -3477,7 +3484,7 @@ class Group:
         return json.loads(self.store.get(key))
 
     def settle(self) -> None:
-        """Waits until the device has done what it was given, so that a clock may be read."""
+        """Waits until the device has finished its work, so that a clock may be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         elif self.device.type == "mps":
@@ -3516,9 +3523,9 @@ def mute_stdout() -> Iterator[None]:
 def spawn(config: Config, container: Container, n_local: int) -> int:
     """Runs the host's ranks as children of this process, and returns their exit status.
 
-    It is what torchrun does, less the elasticity: the first host's parent serves the store at
-    which all ranks meet, so a host started alone waits for the others. On Linux the ranks of a CPU
-    are forked, so that all of them together import torch once.
+    This does what torchrun does, without elasticity: the first host's parent serves the store
+    at which all ranks meet, so a host started alone waits for the others. On Linux, CPU ranks are
+    forked, so that torch is imported once for all of them.
     """
     n_hosts = len(container.hosts)
     world_size = n_local * n_hosts
@@ -3548,9 +3555,9 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         )
         children.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
         children[-1].start()
-    end_with_parent()  # this and what follows start threads, which must not be before a fork
+    end_with_parent()  # from here on, threads start, which must not exist before a fork
     if serves:
-        _store = serve_store(address, listener)  # which lives as long as its name
+        _store = serve_store(address, listener)  # it lives as long as the variable
 
     stop_signal, stopped_at, deadline = 0, 0.0, math.inf
     hung: list[str] = []
@@ -3578,7 +3585,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if (
             hung and None in codes and not failed
-        ):  # the one rank on this host hangs: it cannot say so
+        ):  # the only rank on this host hangs, so it cannot report that
             sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
             failed = [(0, 1)]
         if failed and not status:
@@ -3590,7 +3597,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             for child in children:
                 child.kill()
         if any(code is not None for code in codes):
-            watch.ended.set()  # the store may go with the first host
+            watch.ended.set()  # the store may end with the first host
         time.sleep(0.05)
     watch.end()
     if stop_signal and (status < 0 or status > 128):
@@ -3693,7 +3700,7 @@ def failure_report(error: BaseException) -> str:
     line = f"{type(error).__name__}: {cause}"
     known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
     if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
-        line += f" [{known}]"  # SageMaker's toolkit knows the names of Python's own errors alone
+        line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
     if isinstance(error, (TrainingError, KeyboardInterrupt)):
         return line
     frames = traceback.extract_tb(error.__traceback__)
@@ -3717,7 +3724,9 @@ def log(line: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
             try:
                 sys.stderr.write("the reader of the log is gone; stopping the run\n")
-            except OSError:  # the same reader's; Python would try again at the end, and exit by 120
+            except (
+                OSError
+            ):  # it has the same reader; Python would try again at the end, and exit with 120
                 os.dup2(nowhere.fileno(), sys.stderr.fileno())
         signal.raise_signal(signal.SIGTERM)
 
@@ -3744,7 +3753,7 @@ def nearest_name(name: str, known: Sequence[str]) -> str:
 
 
 def choices_for(value: str, choices: Sequence[str]) -> str:
-    """'one of ...' with the choice most like `value`, where one is: `gpu` is not like `cpu`."""
+    """'one of ...' with the choice most like `value`, if any is: `gpu` is not like `cpu`."""
     close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
     return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"
 
@@ -3808,8 +3817,8 @@ def make_config(
 ) -> Config:
     """A Config from names and values (text or typed) over a preset over a base over the defaults.
 
-    A name may hold `-` for `_`. An empty value counts as not given, since that is what an
-    unset hyperparameter becomes on its way through SageMaker.
+    A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns
+    an unset hyperparameter into that.
 
     Raises:
         ConfigError: an unknown name or preset, or a value that is not allowed.
@@ -3849,7 +3858,9 @@ class Options:
     resume: str = option("", "directory of an earlier run (on every host) to continue")
     processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
     preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
-    processes_before: int = 0  # no option: of the checkpoint that --resume goes on from, on a CPU
+    processes_before: int = (
+        0  # not an option: of the checkpoint that --resume continues from, on a CPU
+    )
 
 
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
@@ -3894,7 +3905,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
 
     Raises:
         ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
-            a checkpoint that this script can go on from.
+            a checkpoint that this script can continue from.
     """
     given = read_words(argv)
     words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
@@ -3971,7 +3982,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         checkpoints.check_fresh()
 
     group = Group(ranks, device, container, config.hang_seconds)
-    if ranks.local_rank == 0:  # the others wait in C++, where Python runs no handlers
+    if ranks.local_rank == 0:  # other ranks wait in C++, where no handlers run
         on_stop_signals(end_at_once)
     threads = torch.get_num_threads()  # OMP_NUM_THREADS, if it is set
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
@@ -3980,7 +3991,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     corpus = load_corpus(container, config, group)
     torch.set_num_threads(threads)
     if device.type == "cpu":
-        keep_freed_memory()  # for the steps; the memory for reading the text is already returned
+        keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.chief:
         checkpoints.claim()
