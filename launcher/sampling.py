@@ -101,7 +101,7 @@ def stream_samples(
 
 
 def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. Raises InputError if it is empty or has a character that none is for."""
+    """The ids of a prompt. Raises InputError if it is empty or has unknown characters."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if any("\ud800" <= character <= "\udfff" for character in prompt):

@@ -366,7 +366,7 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
             continue
         if channel.upload.train_tokens and len(channels) > 1:
             raise InputError(
-                f"{channel.named}: it is tokens, which hold their own validation part; leave out"
+                f"{channel.named}: it holds tokens, with their own validation part; leave out"
                 " --validation, or give two texts"
             )
         if not channel.upload.train_tokens and getattr(config, "mask_documents", False):

@@ -426,8 +426,8 @@ def test_a_launch_refuses_a_text_shorter_than_one_window(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--data", "TOKENS", "--validation", "a.txt"), "it is tokens, which hold their own val"),
-        (("--data", "a.txt", "--validation", "TOKENS"), "it is tokens, which hold their own val"),
+        (("--data", "TOKENS", "--validation", "a.txt"), "it holds tokens, with their own val"),
+        (("--data", "a.txt", "--validation", "TOKENS"), "it holds tokens, with their own val"),
         (("--data", "a.txt", "--set", "mask_documents=true"), "a.txt: mask_documents needs tokens"),
         (("--data", "a.txt", "--set", "vocab_size=7"), "different characters, more than vocab"),
         (("--data", "TOKENS", "--set", "vocab_size=300"), "different tokens, more than vocab_size"),
