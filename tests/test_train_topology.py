@@ -545,7 +545,7 @@ def test_a_restart_without_a_directory_is_refused(tmp_path: Path, text_file: Pat
         env=environment(TORCHELASTIC_RESTART_COUNT="1"),
     )
     assert end.status == 2
-    assert end.last_line.startswith("ConfigError: --out has to name the directory that a restart")
+    assert end.last_line.endswith("only with --out DIRECTORY can it continue")
 
 
 def test_each_torchrun_host_shares_within_itself(tmp_path: Path) -> None:
