@@ -70,6 +70,7 @@ class Job:
     stopping: threading.Event = field(default_factory=threading.Event)
     interrupting: threading.Event = field(default_factory=threading.Event)
     script: dict[str, Any] = field(default_factory=dict)  # for a run that needs one
+    unwritten: list[tuple[float, str, str]] = field(default_factory=list)  # the script's log
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -216,7 +217,8 @@ class SageMaker:
     def CreateTrainingJob(self, body: dict[str, Any]) -> Any:
         validate(body)
         self.check(body)
-        job = Job(body, self.rate, script=self.next_script)
+        log = sorted(self.next_script.get("log", []))
+        job = Job(body, self.rate, script=self.next_script, unwritten=log)
         if self.jobs.setdefault(job.name, job) is not job:
             raise Refusal(
                 "ResourceInUse",
@@ -224,6 +226,7 @@ class SageMaker:
                 f" job with this name already exists ({job.arn})",
             )
         job.enter("Starting")
+        write_script(job)  # lines dated in the past can be read as soon as the job is there
         threading.Thread(target=self.start, args=(job,), daemon=True).start()
         return {"TrainingJobArn": job.arn}
 
@@ -432,16 +435,17 @@ def write_log(job: Job, host: str, at: float, line: str) -> None:
     job.measure([line])
 
 
+def write_script(job: Job) -> None:
+    """Writes the lines of the script's log whose time has come."""
+    while job.unwritten and time.time() > job.created + job.unwritten[0][0] + LOG_DELAY_SECONDS:
+        after, host, line = job.unwritten.pop(0)
+        write_log(job, host, job.created + after, line)
+
+
 def scripted(job: Job) -> None:
     """A Run by the job's script: `reason` lets it fail after its training, `log` holds
     (seconds after its creation, host, line)."""
-    pending = sorted(job.script.get("log", []))
     job.training_seconds = 100
-
-    def speak() -> None:
-        while pending and time.time() > job.created + pending[0][0] + LOG_DELAY_SECONDS:
-            after, host, line = pending.pop(0)
-            write_log(job, host, job.created + after, line)
 
     def live() -> None:
         for stage, seconds in STAGES:
@@ -450,7 +454,7 @@ def scripted(job: Job) -> None:
             fails = stage == "Training" and "reason" in job.script
             end = time.time() + (FAILING_SECONDS if fails else seconds)
             while time.time() < end and not job.stopping.wait(0.02):
-                speak()
+                write_script(job)
             if job.stopping.is_set():
                 time.sleep(STOPPING_SECONDS)
                 return job.end("Stopped")
@@ -460,6 +464,6 @@ def scripted(job: Job) -> None:
         return job.end("Completed")
 
     live()
-    while pending:
-        speak()
+    while job.unwritten:
+        write_script(job)
         time.sleep(0.02)
