@@ -661,7 +661,9 @@ class GPT(nn.Module):
         head = self.embed if self.head is None else self.head
         most = logits_at_once(x.device)
         if targets is not None and targets.numel() * len(head.weight) > most:
-            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), head.weight, targets.flatten())
+            # A Function is told that a parameter needs a gradient even where none is computed.
+            weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
+            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten())
             return loss
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:

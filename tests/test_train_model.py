@@ -136,6 +136,17 @@ def test_computing_the_loss_in_chunks_does_not_change_it(
         torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
 
 
+def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "LOGITS_AT_ONCE", 4 * 6 * VOCABULARY_SIZE)  # four chunks of 24 rows
+    model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=cpu) as profile:
+        model(x, y)
+    products = [event.name for event in profile.events() if event.name == "aten::mm"]
+    layers = sum(isinstance(module, train.Linear) for module in model.blocks.modules())
+    assert len(products) == layers + 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_masked_attention_stops_at_the_end_of_a_document(
