@@ -294,8 +294,8 @@ class Config:
         """Passes of each process over its part of the batch; they are of one size."""
         rows, most = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
         needed = math.ceil(rows / max(1, most))
-        fitting = (n for n in range(needed, 4 * needed) if rows % n == 0)
-        return self.gradient_accumulation_steps or next(fitting, 1)
+        fitting = (n for n in range(needed, rows) if rows % n == 0)
+        return self.gradient_accumulation_steps or next(fitting, max(1, rows))
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless world_size processes share the batch evenly."""
@@ -1611,6 +1611,8 @@ class Trainer:
             operations,
             f"text {'on the GPU' if near else 'in memory'}",
         ]
+        if (passes := self.config.passes(self.group.world_size)) > 1:
+            choices.append(f"{passes} passes a step")
         if self.group.world_size > 1:
             choices.append(f"gradients averaged in {named}")
             if muon := self.optimizer.muon:

@@ -43,8 +43,15 @@ def test_a_pass_has_at_most_16384_tokens(
     assert train.make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
 
-def test_a_batch_that_cannot_be_divided_is_one_pass() -> None:
-    assert train.Config(batch_size=97, block_size=256).passes(1) == 1
+@pytest.mark.parametrize(
+    "batch_size, world_size, block_size, passes",
+    [(508, 4, 1024, 127), (97, 1, 256, 97), (97, 1, 64, 1), (6, 2, 1 << 15, 3)],
+)
+def test_passes_are_the_fewest_that_keep_the_limit(
+    batch_size: int, world_size: int, block_size: int, passes: int
+) -> None:
+    config = train.Config(batch_size=batch_size, block_size=block_size)
+    assert config.passes(world_size) == passes
 
 
 def test_a_model_that_cannot_fit_its_gpu_is_refused() -> None:
