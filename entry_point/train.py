@@ -2036,9 +2036,9 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     Raises:
         TopologyError: the chosen device, or the GPUs that SageMaker counted, are not available.
     """
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cpu":
+    if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
         return "cpu"
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if container.num_gpus and seen != container.num_gpus:
         raise TopologyError(
             f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
@@ -3323,7 +3323,7 @@ class Group:
         if not served and (address == "localhost" or (alone and container.inside)):
             address = "127.0.0.1"
         interface = LOOPBACK if alone else container.interface
-        if not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys():
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
             interface = interface or interface_towards(address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -286,8 +286,8 @@ def test_seeing_only_some_of_the_gpus_is_an_error(gpus: Any) -> None:
         train.choose_device(Config(), some_container(num_gpus=4), 4)
 
 
-def test_device_cpu_is_allowed_on_a_gpu_host(gpus: Any) -> None:
-    gpus(0)
+def test_device_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", Mock(side_effect=AssertionError))
     assert train.choose_device(Config(device="cpu"), some_container(num_gpus=4), 1) == "cpu"
 
 
@@ -858,9 +858,11 @@ def networks() -> list[str]:
     return command
 
 
+@pytest.mark.parametrize("nccl", ["", "eth7"])
 def test_hosts_meet_though_their_names_are_loopback(
-    tmp_path: Path, text_file: Path, networks: list[str]
+    tmp_path: Path, text_file: Path, networks: list[str], nccl: str
 ) -> None:
+    env = environment(**{"NCCL_SOCKET_IFNAME": nccl} if nccl else {})
     arguments = words(**SMALL, data=text_file, out="mine")
     with ExitStack() as stack:
         hosts = [
@@ -868,6 +870,7 @@ def test_hosts_meet_though_their_names_are_loopback(
                 started(
                     arguments,
                     cwd=tmp_path,
+                    env=env,
                     command=(
                         *networks,
                         "sh",
