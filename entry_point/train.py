@@ -2905,12 +2905,12 @@ class Checkpoints:
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ConfigError, which names the difference, unless `now` may continue from `saved`."""
-    fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["fixed"]]
-    differences = [
-        f"{name} was {saved['config'].get(name)!r} and is {now['config'][name]!r}"
-        for name in fixed
-        if saved["config"].get(name) != now["config"][name]
-    ]
+    differences = []
+    for f in dataclasses.fields(Config):
+        # A hyperparameter that is newer than the checkpoint was its default.
+        was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
+        if f.metadata["fixed"] and was != value:
+            differences.append(f"{f.name} was {was!r} and is {value!r}")
     if saved["corpus_sha256"] != now["corpus_sha256"]:
         differences.append("the text is not the same")
     if differences:

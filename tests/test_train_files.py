@@ -446,6 +446,14 @@ def test_the_values_that_define_a_run_may_not_change(name: str, was: Any, now: A
         train.check_resumable(state_of(7), state_of(0, **{name: now}))
 
 
+def test_a_hyperparameter_newer_than_a_checkpoint_was_its_default() -> None:
+    before = state_of(7)
+    del before["config"]["mask_documents"]
+    train.check_resumable(before, state_of(0))
+    with pytest.raises(ConfigError, match="mask_documents was False and is True"):
+        train.check_resumable(before, state_of(0, mask_documents=True))
+
+
 def test_the_text_may_not_change() -> None:
     with pytest.raises(ConfigError, match="the text is not the same"):
         train.check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
