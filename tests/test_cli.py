@@ -8,6 +8,7 @@ import errno
 import graphlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -161,6 +162,13 @@ def test_the_help_shows_the_three_commands(cli: Callable[..., Ran]) -> None:
     three = ("upload-data", "launch", "fetch-and-sample")
     positions = [example.index(f"sm-nanogpt {command}") for command in three]
     assert positions == sorted(positions)
+
+
+def test_the_help_groups_the_commands(cli: Callable[..., Ran]) -> None:
+    sections = re.findall(r"^[A-Z].*:\n((?:  [a-z].*\n)+)", cli("--help").out, re.MULTILINE)
+    names = [re.findall(r"^  (\S+)", section, re.MULTILINE) for section in sections]
+    assert sorted(itertools.chain(*names)) == sorted(commands.cli.commands)
+    assert max(map(len, names)) <= 8
 
 
 def test_the_help_of_launch_groups_sagemaker_options(cli: Callable[..., Ran]) -> None:

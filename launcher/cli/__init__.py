@@ -42,32 +42,44 @@ from launcher.cli.track import track_command
 from launcher.cli.upload import upload_data_command
 from launcher.errors import InputError, ServiceError
 
-COMMANDS = [
-    copy_script_command,
-    delete_command,
-    doctor_command,
-    du_command,
-    export_command,
-    fetch_and_sample_command,
-    hyperparameters_command,
-    infra_group,
-    jobs_command,
-    launch_command,
-    logs_command,
-    metrics_command,
-    play_command,
-    report_command,
-    status_command,
-    stop_command,
-    track_command,
-    upload_data_command,
-    wait_command,
-]
+COMMANDS = {
+    "Text and training": [
+        upload_data_command,
+        launch_command,
+        hyperparameters_command,
+        copy_script_command,
+    ],
+    "Jobs": [
+        jobs_command,
+        status_command,
+        logs_command,
+        metrics_command,
+        wait_command,
+        stop_command,
+        delete_command,
+        du_command,
+    ],
+    "Models": [fetch_and_sample_command, play_command, export_command],
+    "Reports": [report_command, track_command],
+    "AWS account": [infra_group, doctor_command],
+}
+
+
+class Root(Group):
+    """The group whose help lists the commands by what one does with them."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))  # the same in all sections
+        for title, commands in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{c.name:<{width}}", c.get_short_help_str(99)) for c in commands]
+                )
 
 
 @click.group(
-    cls=Group,
-    commands=COMMANDS,
+    cls=Root,
+    commands=[command for commands in COMMANDS.values() for command in commands],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="sm-nanogpt")
