@@ -132,6 +132,18 @@ def test_a_report_fits_a_phone(report: str, visit: Visit) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_seven_differences_fit_a_laptop(
+    job: Finished, cli: Callable[..., Ran], visit: Visit
+) -> None:
+    names = ("learning_rate", "final_learning_rate", "decay_fraction", "short_windows")
+    names += ("dropout", "weight_decay", "momentum")
+    ran = cli("report", job.job_id, sibling(job, 1, 1.25, **dict.fromkeys(names, 0.125)))
+    url = Path(ran.out.strip()).absolute().as_uri()
+    page = drawn(visit(url, viewport={"width": 1300, "height": 800}))
+    left, right = page.locator(".scroll").first.evaluate("e => [e.scrollWidth, e.clientWidth]")
+    assert left == right
+
+
 def test_the_keyboard_reaches_what_a_report_offers(report: str, visit: Visit) -> None:
     page = drawn(visit(report))
     tab_to(page, "axis")
