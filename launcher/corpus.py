@@ -61,6 +61,7 @@ class Upload:
     uploaded: bool = True
     train_tokens: Count = 0  # 0: the data set is text, which a run takes by characters
     val_tokens: Count = 0
+    documents: Count = 0  # that were encoded as tokens
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
@@ -196,7 +197,7 @@ def send_tokens(
     key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
     uri = place_of(root, key, settings)
     if known := find_upload(uri, settings):
-        return replace(known, uploaded=False)
+        return replace(known, uploaded=False, documents=source.documents)
     if words is None:
         logger.info(f"tokenizer: learning {vocab_size:,} tokens")
         words = tokens.learn_words(files, vocab_size)
@@ -205,6 +206,11 @@ def send_tokens(
         directory = Path(temporary)
         made = tokens.encode(files, source, words, directory, progress)
         logger.info(f"tokenizer: {made.train:,} tokens to train on, {made.val:,} to validate on")
+        if (part := made.val / (made.train + made.val)) > 2 * tokens.VALIDATION_FRACTION:
+            logger.warning(
+                f"{part:.0%} of the tokens are for validation: each document is whole, and longer"
+                " than a tenth of the text"
+            )
         paths = [directory / name for name in made.files]
         upload = Upload(
             uri=uri,
@@ -215,6 +221,7 @@ def send_tokens(
             files=made.files,
             train_tokens=made.train,
             val_tokens=made.val,
+            documents=source.documents,
             tokenizer=tokens.fingerprint(words.tokenizer),
         )
         send(upload, paths, settings, progress)

@@ -136,14 +136,28 @@ def lines_of(path: Path) -> Iterator[Iterator[str]]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # which a half surrogate of JSON refuses
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise InputError(
-                    f'{path}:{number}: must be JSON with a text, such as {{"text": "..."}}'
-                ) from None
+            text = text_of(line.rstrip(), f"{path}:{number}")
             yield (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+
+
+def text_of(line: bytes, name: str) -> str:
+    """The document in a line of *.jsonl. Raises InputError; its message starts with `name`."""
+    for _ in read_text(io.BytesIO(line), name, len(line)):  # raises if it is not UTF-8
+        pass
+    try:
+        text: str = json.loads(line)["text"]
+        text.encode()
+    except json.JSONDecodeError as error:
+        problem = f"not JSON at column {error.pos + 1} ({error.msg})"
+    except UnicodeEncodeError:
+        problem = "half of a surrogate pair in `text`"
+    except (KeyError, TypeError, AttributeError):
+        problem = "no string in the field `text`"
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON ({error})"
+    else:
+        return text
+    raise InputError(f'{name}: {problem}; a line must be like {{"text": "..."}}')
 
 
 def survey(files: Sequence[tuple[str, Path]]) -> Source:

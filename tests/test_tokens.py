@@ -137,9 +137,23 @@ def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.jsonl", b'{"text": "a"}\nnothing\n', 'a.jsonl:2: must be JSON with a text, such as {"'),
-        ("a.jsonl", b'{"words": "a"}\n', "a.jsonl:1: must be JSON with a text"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: must be JSON with a text"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text" "b"}\n',
+            "a.jsonl:2: not JSON at column 9 (Expecting ':'",
+        ),
+        ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON ("),
+        ("a.jsonl", b'{"words": "a"}\n', "a.jsonl:1: no string in the field `text`"),
+        ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: no string in the field `text`"),
+        ("a.jsonl", b'["a"]\n', "a.jsonl:1: no string in the field `text`"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair in `text`"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n'.encode("utf-16"),
+            "a.jsonl:1: is UTF-16 text; save it as UTF",
+        ),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: is not UTF-8 text (byte 13)"),
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
         ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(FOX.encode() * 99, mtime=0)[:60], "a.txt.gz: damaged"),
@@ -233,8 +247,8 @@ def without_z(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lowercase, "'The quick brown fox ' comes back as 'the quick brown fox '"),
-        (without_z, "'zy' comes back as 'y'"),
+        (lowercase, "'The quick brown fox ' decodes to 'the quick brown fox '"),
+        (without_z, "'zy' decodes to 'y'"),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
@@ -246,7 +260,7 @@ def test_a_tokenizer_that_loses_text_is_refused(
     words = tokens.Words(json.dumps(document), words_of.end_of_text)
     with pytest.raises(InputError) as raised:
         list(encoded(iter([[FOX]]), (words.content, words.tokenizer.words, "H"), processes))
-    assert f"the tokenizer does not keep the text: {reason}; use another" in str(raised.value)
+    assert f"the tokenizer changes the text: {reason}; use another" in str(raised.value)
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -275,6 +289,14 @@ def test_a_document_that_outweighs_the_others_is_trained_on(
     parts = tokens.split(ends)
     assert [lengths[index] for index in parts["val"]] == validates
     assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
+
+
+def test_a_large_validation_part_is_a_warning(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(FOX * 20)
+    ran = cli("upload-data", str(tmp_path), "--tokenizer", "bpe", "--vocab-size", "300")
+    assert "warning: 33% of the tokens are for validation" in ran.err
+    assert "3 documents, 2,700 characters, " in ran.err
 
 
 def test_the_last_tenth_of_a_single_text_validates(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,12 @@ def upload_data_command(
     if path.partition("://")[0] in ("http", "https", "s3"):
         raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)
+    with suppress(OSError):  # find_text names it
+        if not source.exists():
+            raise InputError(
+                f"{path}: no such file or directory; without a PATH,"
+                f" `{settings.command('upload-data')}` downloads tiny Shakespeare"
+            )
     wanted = is_plain_text
     if tokenizer:
         from launcher.tokens import is_text as wanted
@@ -75,15 +82,16 @@ def upload_data_command(
     find_text(source, wanted)  # report a wrong path before asking AWS
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
-    count = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}, {upload.size:,} bytes"
+    characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
-        each = upload.characters / tokens
         note(
-            f"{count}, {tokens:,} tokens of {each:.2f} characters,"
-            f" {upload.vocabulary_size:,} different ones"
+            f"{upload.documents:,} document{'s' * (upload.documents > 1)}, {characters},"
+            f" {tokens:,} tokens ({upload.characters / tokens:.2f} characters each), vocabulary"
+            f" {upload.vocabulary_size:,}"
         )
     else:
-        note(f"{count}, {upload.characters:,} characters, {upload.vocabulary_size} different ones")
+        files = f"{len(upload.files)} file{'s' * (len(upload.files) > 1)}"
+        note(f"{files}, {upload.size:,} bytes, {characters}, {upload.vocabulary_size:,} distinct")
     if not upload.uploaded:
         note("already in the store; nothing was uploaded")
     if as_json:
