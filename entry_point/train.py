@@ -1638,7 +1638,7 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         log(
             f"{parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to train"
-            f" on, {len(corpus.val):,} to validate on, {len(corpus.tokenizer):,} different ones"
+            f" on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
         )
 
     # -- state ------------------------------------------------------------------------------------

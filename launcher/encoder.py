@@ -142,8 +142,8 @@ def lost(text: str, back: str) -> str:
     """Says where a text and what comes back from its ids differ."""
     at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), len(back))
     return (
-        f"the tokenizer does not keep the text: {text[at : at + 20]!r} comes back as"
-        f" {back[at : at + 20]!r}; use another, or --tokenizer bpe"
+        f"the tokenizer changes the text: {text[at : at + 20]!r} decodes to"
+        f" {back[at : at + 20]!r}; use another tokenizer, or --tokenizer bpe"
     )
 
 

@@ -143,7 +143,7 @@ def load_artefact(
 def log_absent_script(sha256: str) -> None:
     logger.warning(
         f"the script that trained this model (SHA-256 {sha256[:12]}...) is not on this machine;"
-        " using the packaged one, which computed the same when the model was written"
+        " using the packaged script, which gave the same logits when the model was written"
         " (--entry-point FILE names another)"
     )
 

@@ -228,7 +228,7 @@ def wish_of(body: bytes) -> Wish:
 
 
 def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
-    """Refuse requests of other sites: without the token, or by a name that leads here by DNS."""
+    """Refuse cross-site requests: without the token, or with a foreign Host (DNS rebinding)."""
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:

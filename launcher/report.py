@@ -75,7 +75,7 @@ class Run:
 
     @property
     def text(self) -> object:
-        """What the validation text is known by: its length, else its place."""
+        """Identify the validation text by its length, or by its location if that is unknown."""
         upload = self.validation if self.job.validation else self.data
         return upload.characters if upload else self.job.validation or self.job.data
 

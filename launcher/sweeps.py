@@ -57,7 +57,7 @@ class Sweep(Document):
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Log no details of a job: those of the first job of a sweep hold for all."""
+    """Hide INFO logs; those of the first job apply to the whole sweep."""
     logger = logging.getLogger("launcher")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -434,7 +434,7 @@ def test_a_job_that_leaves_no_model_has_failed(home: Path, text_file: Path, tmp_
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
     assert ran.code == 1
-    assert "left nothing in its model directory" in ran.error
+    assert "wrote no model" in ran.error
 
 
 def test_a_ranks_child_process_does_not_delay_the_end(

@@ -260,7 +260,7 @@ def test_a_ceiling_sets_the_time_limit_of_the_request(
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     assert ran.code == 0, ran.err
     assert limit(cloud, ran.out.strip()) == 1938
-    assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in ran.err
+    assert "time limit: 1938 s, from --max-cost (5.00 USD)" in ran.err
 
 
 def test_the_most_expensive_of_several_types_counts(
@@ -305,10 +305,10 @@ def test_the_smaller_of_two_limits_holds_and_is_shown(
     words = (*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     short = cli(*words, "--max-run", "600")
     assert limit(cloud, short.out.strip()) == 600
-    assert "time limit: 600 s, as --max-run says; --max-cost allows 5.00 USD" in short.err
+    assert "time limit: 600 s, from --max-run, within --max-cost (5.00 USD)" in short.err
     long = cli(*words, "--max-run", "7200")
     assert limit(cloud, long.out.strip()) == 1938
-    assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in long.err
+    assert "time limit: 1938 s, from --max-cost (5.00 USD)" in long.err
 
 
 def test_a_message_names_the_limit_that_holds(
@@ -317,7 +317,7 @@ def test_a_message_names_the_limit_that_holds(
     words = (*LAUNCH, "--data", str(text_file), "--spot", "--max-cost", "50")
     ran = cli(*words, "--max-wait", "900")
     assert limit(cloud, ran.out.strip()) == 900
-    assert "time limit: 900 s, as --max-wait says; --max-cost allows 50.00 USD" in ran.err
+    assert "time limit: 900 s, from --max-wait, within --max-cost (50.00 USD)" in ran.err
 
 
 def test_a_configured_ceiling_holds_for_every_launch(
@@ -496,11 +496,11 @@ def test_an_inherited_limit_is_attributed_to_the_earlier_job(
 ) -> None:
     costly = stopped("--data", str(text_file), "--max-cost", "5")
     long = stopped("--data", str(text_file), "--max-run", "7200")
-    assert f"as --max-cost of job {costly} allows" in cli(*LAUNCH, "--resume", costly).err
+    assert f"from --max-cost of job {costly} (" in cli(*LAUNCH, "--resume", costly).err
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "2")
     lowered = cli(*LAUNCH, "--resume", costly)
     assert lowered.code == 0, lowered.err
-    assert "as the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in" in lowered.err
+    assert "from the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in" in lowered.err
     assert "--max-cost" not in lowered.err
     refused = cli(*LAUNCH, "--resume", long)
     assert refused.code == 2

@@ -158,7 +158,7 @@ def afford(
     logger.info(f"price: {price_words(dearest, price)}{of_which}")
     logger.info(f"cost: {cost_words(ready, worst, earlier)}")
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
-        logger.info(f"time limit: {ready.time_limit} s, as {reason}")
+        logger.info(f"time limit: {ready.time_limit} s, from {reason}")
     return ready.model_copy(update={"instance": job.instance, "worst_cost": worst})
 
 
@@ -176,13 +176,13 @@ def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
 
 def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
     """What set the time limit of a job below a ceiling; empty for the default limit."""
-    allows = f"{ceiling.source} allows {usd(ceiling.amount)}"
+    money = f"{ceiling.source} ({usd(ceiling.amount)})"
     if job.time_limit == job.affordable_run:
-        return allows
+        return money
     if job.time_limit == job.max_run:
         explicit = "max_run" in job.model_fields_set
-        return f"--max-run{job.origin('max_run')} says; {allows}" if explicit else ""
-    return f"--max-wait{job.origin('max_wait')} says; {allows}"
+        return f"--max-run{job.origin('max_run')}, within {money}" if explicit else ""
+    return f"--max-wait{job.origin('max_wait')}, within {money}"
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:

@@ -61,7 +61,7 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
             return
         if allowed < need:
             on_spot = len(job.instances) == 1 and name.endswith(f" for {TRAINING}")
-            other = f"; {SPOT!r} is another quota" if on_spot else ""
+            other = f"; spot jobs have another quota ({SPOT!r}): try --spot" if on_spot else ""
             raise InputError(
                 f"the account's quota {name!r} is {allowed:.0f} in {session.region_name}, and this"
                 f" job needs {need}: request an increase in {CONSOLE}, or {instead}{other}"

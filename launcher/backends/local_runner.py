@@ -359,7 +359,7 @@ class LocalRun:
         """Pack the model and output of the first host; return why that failed, or None."""
         base = self.base(self.hosts[0])
         if not any((base / "model").iterdir()):
-            return "ServiceError: the training ended well but left nothing in its model directory"
+            return "ServiceError: train.py exited with code 0 but wrote no model"
         for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
             target = self.directory / "output" / f"{name}.tar.gz"
             with (

@@ -41,7 +41,7 @@ class LaunchCommand(Command):
     "--instance",
     metavar="TYPE[,TYPE...]",
     help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
-    " on the first that AWS has free (default: ml.g5.12xlarge; with --resume, as before).",
+    " on the first with free capacity (default: ml.g5.12xlarge; with --resume, as before).",
 )
 @click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
 @click.option(
@@ -131,8 +131,8 @@ class LaunchCommand(Command):
     "--max-cost",
     metavar="USD",
     type=float,
-    help="Cost ceiling, of all jobs of a sweep together; sets the time limit. Includes the cost of"
-    " the jobs that this one resumes.",
+    help="Most that this job and the jobs that it resumes, or all jobs of a sweep, may cost"
+    " together. Sets the time limit.",
 )
 @cloud_option(
     "--spot/--on-demand",

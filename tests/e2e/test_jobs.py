@@ -90,7 +90,7 @@ def test_a_job_falls_back_to_the_next_instance_type(
     launched = cli("launch", *types, "--data", str(text_file), *sets(**values))
     assert launched.code == 0, launched.err
     assert "(ml.g5.12xlarge, the most expensive)" in launched.err
-    assert "time limit: 1938 s, as --max-cost allows 5.00 USD" in launched.err  # at 7.09 an hour
+    assert "time limit: 1938 s, from --max-cost (5.00 USD)" in launched.err  # at 7.09 an hour
     job_id = launched.out.strip()
     assert cli("wait", job_id).code == 0
 
