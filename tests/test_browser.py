@@ -135,8 +135,8 @@ def test_a_report_fits_a_phone(report: str, visit: Visit) -> None:
 def test_seven_differences_fit_a_laptop(
     job: Finished, cli: Callable[..., Ran], visit: Visit
 ) -> None:
-    names = ("learning_rate", "final_learning_rate", "decay_fraction", "short_windows")
-    names += ("dropout", "weight_decay", "momentum")
+    words = "learning_rate final_learning_rate decay_fraction short_windows dropout weight_decay"
+    names = [*words.split(), "momentum"]
     ran = cli("report", job.job_id, sibling(job, 1, 1.25, **dict.fromkeys(names, 0.125)))
     url = Path(ran.out.strip()).absolute().as_uri()
     page = drawn(visit(url, viewport={"width": 1300, "height": 800}))

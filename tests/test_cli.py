@@ -189,7 +189,7 @@ def test_without_a_command_help_is_shown_with_exit_code_2(
 ) -> None:
     ran = cli()
     assert (ran.code, ran.out) == (2, "")
-    assert "Commands:" in ran.err
+    assert "\nJobs:\n  jobs  " in ran.err
 
 
 def test_the_version_goes_to_stdout(cli: Callable[..., Ran]) -> None:
