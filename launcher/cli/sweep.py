@@ -87,8 +87,8 @@ def confirm_cost(every: Sequence[Ready], settings: Settings, yes: bool) -> None:
     from launcher.aws.money import usd
 
     worst = sum(ready.job.worst_cost or math.inf for ready in every)
-    known = f"at most {usd(worst)} together"
-    note(f"cost: {'unknown, as is the price' if worst == math.inf else known}")
+    unknown = worst == math.inf
+    note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
     if worst > settings.ask_above and sys.stdin.isatty():
         agree("Launch these jobs?", yes)
 
