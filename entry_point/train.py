@@ -1991,7 +1991,8 @@ class Trainer:
         try:
             why = write_artefact(model_dir, best, tokenizer, training)
             output_dir.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.checkpoints.directory / "metrics.jsonl", output_dir)
+            curve = self.checkpoints.path("metrics", self.checkpoints.start)
+            shutil.copy(curve, output_dir / "metrics.jsonl")
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {error.filename or model_dir}: {error.strerror};"
@@ -2639,8 +2640,11 @@ def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> An
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that is renamed to `path`, for good, when the body succeeds."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """A temporary path that is renamed to `path`, for good, when the body succeeds.
+
+    SageMaker uploads all new files in /opt/ml/checkpoints but those with this suffix.
+    """
+    temporary = path.with_name(f"{path.name}.sagemaker-ignore")
     try:
         yield temporary
     except BaseException:
@@ -2737,10 +2741,15 @@ class Checkpoints:
     needs, including its metrics; best-STEP holds the weights with the lowest validation loss. The
     last two checkpoints are kept, with the best weights that they refer to, so a damaged newest one
     is replaced by the one before.
+
+    metrics-START holds the whole curve as the start of that number knows it; the newest counts.
+    SageMaker copies the directory to each host at each start, and may upload what another host got
+    over what rank 0 wrote since.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.start = 0  # the number of this start, once its curve has begun
         self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
 
     def claim(self) -> None:
@@ -2774,13 +2783,13 @@ class Checkpoints:
             )
 
     def path(self, kind: str, step: int) -> Path:
-        return self.directory / f"{kind}-{step:08d}.safetensors"
+        suffix = "jsonl" if kind == "metrics" else "safetensors"
+        return self.directory / f"{kind}-{step:08d}.{suffix}"
 
     def steps(self, kind: str) -> list[int]:
-        """The steps of the files of a kind, newest first."""
-        stems = (
-            p.stem.removeprefix(f"{kind}-") for p in self.directory.glob(f"{kind}-*.safetensors")
-        )
+        """The steps of the files of a kind, newest first; of metrics, the starts."""
+        names = self.directory.glob(f"{kind}-*{self.path(kind, 0).suffix}")
+        stems = (path.stem.removeprefix(f"{kind}-") for path in names)
         return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
     @contextmanager
@@ -2805,9 +2814,11 @@ class Checkpoints:
                 self.prune(state["step"])
 
     def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
-        """Adds rows to metrics.jsonl, or replaces what is there. Raises CheckpointError."""
+        """Adds rows to the curve of this start, or begins it. Raises CheckpointError."""
+        if not append:
+            self.start = max(self.steps("metrics"), default=0) + 1
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        with self.writing(self.directory / "metrics.jsonl") as path:
+        with self.writing(self.path("metrics", self.start)) as path:
             if append:
                 with path.open("a") as file:
                     file.write(lines)
@@ -2822,15 +2833,19 @@ class Checkpoints:
         """
         whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
         kept = [step for step in whole if step <= newest][:2]
-        for step in self.steps("checkpoint"):
-            if step not in kept:
-                self.path("checkpoint", step).unlink()
-        needed = {self.state_of(step).get("best_step") for step in kept}
-        for step in self.steps("best"):
-            if step not in needed:
-                self.path("best", step).unlink()
-        for leftover in self.directory.glob(".*.safetensors.tmp"):
-            leftover.unlink()
+        best = [self.state_of(step).get("best_step") for step in kept]
+        needed: dict[str, list[Any]] = {"checkpoint": kept, "best": best, "metrics": [self.start]}
+        unneeded = [
+            self.path(kind, step)
+            for kind in needed
+            for step in self.steps(kind)
+            if step not in needed[kind]
+        ]
+        for path in (*unneeded, *self.directory.glob("*.sagemaker-ignore")):
+            # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
+            uploading = path.with_name(f"{path.name}.sagemaker-uploading")
+            if not uploading.exists() or uploading.with_suffix(".sagemaker-uploaded").exists():
+                path.unlink()
 
     def state_of(self, step: int) -> dict[str, Any]:
         """The state that a checkpoint holds, without its tensors; {} if it cannot be read."""

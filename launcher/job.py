@@ -47,6 +47,7 @@ TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
 TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
+CURVE = re.compile(r"metrics-\d{8}\.jsonl")
 RUNNING = ("InProgress", "Stopping")
 LONGEST_RUN = 2_419_200  # seconds: 28 days; SageMaker lets no job run longer
 
@@ -406,3 +407,11 @@ def newest_checkpoint(names: Iterable[str]) -> int | None:
     """The highest step of the checkpoints among these file names."""
     steps = [int(m[1]) for name in names if (m := CHECKPOINT.fullmatch(name))]
     return max(steps, default=None)
+
+
+def newest_curve(names: Iterable[str]) -> str:
+    """The newest curve among these file names, or else the name of a job's first.
+
+    Each start of a job has its own, which holds the rows of those before it too.
+    """
+    return max((n for n in names if CURVE.fullmatch(n)), default="metrics-00000001.jsonl")

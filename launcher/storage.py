@@ -32,6 +32,10 @@ CHUNK_BYTES = 1 << 22
 PART_BYTES = 1 << 24
 PARALLEL_PARTS = 8
 TEMPORARY = ".tmp"  # suffix of files that are being written
+# In /opt/ml/checkpoints, files that are being written end in the first, which SageMaker does not
+# upload. It makes the others beside a file that it uploads.
+IGNORED = ".sagemaker-ignore"
+NO_CONTENT = (TEMPORARY, IGNORED, ".sagemaker-uploading", ".sagemaker-uploaded")
 
 Progress = Callable[[int], object]  # gets the number of bytes since the last call
 
@@ -347,7 +351,7 @@ def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
     return {
         name[len(path) :].lstrip("/"): info["size"]
         for name, info in sorted(found.items())
-        if not name.endswith(("/", TEMPORARY))
+        if not name.endswith(("/", *NO_CONTENT))
     }
 
 

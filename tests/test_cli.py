@@ -553,7 +553,7 @@ def test_an_ambiguous_part_of_an_id_is_refused(job: Finished, cli: Callable[...,
 def test_the_list_of_jobs_shows_the_best_loss(job: Finished, cli: Callable[..., Ran]) -> None:
     rows = [{"step": 5, "val_loss": 2.0, "best_loss": 2.0, "bits_per_byte": 1.5}]
     rows += [{"step": 10, "val_loss": 4.0, "best_loss": 2.0, "bits_per_byte": 3.0}]
-    curve = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    curve = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     curve.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert re.search(r" 2\.0000 +1\.5000 ", cli("jobs").out)
 

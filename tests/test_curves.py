@@ -22,7 +22,7 @@ from launcher.curves import Curve, in_order, rows_of_log, samples_of_log, second
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:
-    path = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -44,7 +44,7 @@ def test_the_table_is_aligned(job: Finished, cli: Callable[..., Ran]) -> None:
 
 
 def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
-    (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").unlink()
+    (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("metrics", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has written no metrics")
 
@@ -142,6 +142,7 @@ def test_a_curve_on_sagemaker_is_read_from_log_then_file(
     assert running == Curve(job_id, f"the log in {LOG_GROUP}", [{"step": 5, "val_loss": 2.5}])
     assert cli("wait", job_id).code == 0
     assert metrics(job_id) == running  # checkpoints expire
-    uri = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/metrics.jsonl"
-    storage.write_bytes(uri, b'{"step": 10, "val_loss": 1.5}\n')
+    for start in (1, 2):  # each has a file; another host may upload an older copy of the first
+        uri = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/metrics-{start:08d}.jsonl"
+        storage.write_bytes(uri, b'{"step": %d, "val_loss": 1.5}\n' % (5 * start))
     assert metrics(job_id) == Curve(job_id, uri, [{"step": 10, "val_loss": 1.5}])

@@ -114,7 +114,7 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["job.json", "state.json", "hosts/algo-1/checkpoints/metrics.jsonl"]
+    "name", ["job.json", "state.json", "hosts/algo-1/checkpoints/metrics-00000001.jsonl"]
 )
 def test_a_job_with_a_hostile_document_is_shown_or_refused(
     job: Finished, name: str, capsys: pytest.CaptureFixture[str]
@@ -136,7 +136,7 @@ def test_a_job_with_a_hostile_document_is_shown_or_refused(
 
 
 def test_an_invalid_line_of_a_curve_hides_no_job(job: Finished, cli: Callable[..., Ran]) -> None:
-    path = job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     before = cli("jobs").out
     for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
         with path.open("a") as file:
@@ -354,7 +354,7 @@ def test_a_launch_refuses_special_files(
         "job.json",
         "state.json",
         "lock",
-        "hosts/algo-1/checkpoints/metrics.jsonl",
+        "hosts/algo-1/checkpoints/metrics-00000001.jsonl",
         "logs/job.log",
         "output/model.tar.gz",
     ],

@@ -1061,7 +1061,8 @@ def test_a_resumed_job_keeps_its_data_and_hyperparameters(
     )
     assert after.data == before.data
     assert after.hyperparameters == {**before.hyperparameters, "max_steps": 15}
-    rows = (job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints/metrics.jsonl").read_text()
+    checkpoints = job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints"
+    rows = (checkpoints / "metrics-00000001.jsonl").read_text()
     steps = [json.loads(row)["step"] for row in rows.splitlines()]
     assert steps == [5, 10, 15]
     assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()

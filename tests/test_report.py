@@ -50,7 +50,8 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
     record["hyperparameters"] |= hyperparameters
     (directory / "job.json").write_text(json.dumps(record))
     rows = [json.dumps({**row, "val_loss": loss}) for row in file_rows(job)]
-    (directory / "hosts/algo-1/checkpoints/metrics.jsonl").write_text("\n".join(rows) + "\n")
+    curve = directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
+    curve.write_text("\n".join(rows) + "\n")
     return directory.name
 
 
@@ -193,7 +194,7 @@ def test_the_png_is_made_for_a_slide(job: Finished, cli: Callable[..., Ran]) -> 
 
 
 def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
-    (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").unlink()
+    (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("report", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
 

@@ -176,8 +176,9 @@ def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> Non
     assert storage.list_files(storage.to_uri(tmp_path / "a")) == {"b/one.txt": 1, "two.txt": 2}
 
 
-def test_a_half_written_file_is_not_listed(tmp_path: Path) -> None:
-    (tmp_path / f".input.txt.123{storage.TEMPORARY}").write_bytes(b"half")
+@pytest.mark.parametrize("suffix", storage.NO_CONTENT)
+def test_half_written_files_and_markers_are_not_listed(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"input.txt{suffix}").write_bytes(b"half")
     assert storage.list_files(storage.to_uri(tmp_path)) == {}
 
 

@@ -320,7 +320,7 @@ def test_a_sweep_has_one_report(swept: str, cli: Callable[..., Ran]) -> None:
 def test_a_report_names_the_jobs_without_a_curve(
     swept: str, job: Finished, cli: Callable[..., Ran]
 ) -> None:
-    curve = "hosts/algo-1/checkpoints/metrics.jsonl"
+    curve = "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     (job.home / "jobs" / f"{swept}-1" / curve).unlink()
     ran = cli("report", "--group", "latest")
     assert ran.out == f"report-{swept}-2.html\n"

@@ -37,7 +37,7 @@ TAGS = {"loss/train": "train_loss", "loss/val": "val_loss", "bits_per_byte": "bi
 
 
 def curve_file(job: Finished) -> Path:
-    return job.directory / "hosts/algo-1/checkpoints/metrics.jsonl"
+    return job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
 
 
 def rows(job: Finished) -> list[Row]:
@@ -291,7 +291,8 @@ def test_a_job_on_sagemaker_gets_all_digits_at_its_end(
     assert cli(*words).code == 0
     assert events(tmp_path / "runs" / job_id).Tensors("loss/val")[0].step == 5
     rows = b'{"step": 5, "val_loss": 2.5000123, "time": 9e8}\n{"step": 10, "val_loss": 2.25}\n'
-    storage.write_bytes(f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}/metrics.jsonl", rows)
+    checkpoints = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}"
+    storage.write_bytes(f"{checkpoints}/metrics-00000001.jsonl", rows)
     ran = cli(*words, "--follow")
     assert ran.code == 0, ran.err
     points = events(tmp_path / "runs" / job_id).Tensors("loss/val")

@@ -213,7 +213,7 @@ def test_a_kill_during_a_write_keeps_the_old_file(file: Path, tmp_path: Path, mo
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "stalled\n"
-        assert (tmp_path / ".a.safetensors.tmp").exists()
+        assert (tmp_path / "a.safetensors.sagemaker-ignore").exists()
     finally:
         process.kill()
         process.communicate()
@@ -331,9 +331,25 @@ def test_best_weights_without_their_checkpoint_are_deleted(
 
 def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
-    (checkpoints.directory / ".checkpoint-00000015.safetensors.tmp").write_bytes(b"half")
+    half = checkpoints.path("checkpoint", 15)
+    half.with_name(f"{half.name}.sagemaker-ignore").write_bytes(b"half")
     save(checkpoints, 20)
     assert names(checkpoints) == ["checkpoint-00000010", "checkpoint-00000020"]
+
+
+def test_a_file_is_deleted_only_after_its_upload(checkpoints: Checkpoints) -> None:
+    """SageMaker's checkpoint agent makes such markers beside a file that it uploads."""
+    save(checkpoints, 10, 10)
+    first = [checkpoints.path(kind, 10) for kind in ("best", "checkpoint")]
+    for path in first:
+        path.with_name(f"{path.name}.sagemaker-uploading").touch()
+    save(checkpoints, 20, 20)
+    save(checkpoints, 30, 30)
+    assert all(path.exists() for path in first)
+    for path in first:
+        path.with_name(f"{path.name}.sagemaker-uploaded").touch()
+    save(checkpoints, 40, 40)
+    assert not any(path.exists() for path in first)
 
 
 def test_a_broken_newest_checkpoint_is_skipped_with_a_note(

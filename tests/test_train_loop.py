@@ -278,7 +278,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(
     with started(arguments, cwd=tmp_path, env=env, command=command) as process:
         wait_for_line(process, "resumed from the checkpoint of step 5")
         wait_for_line(process, "step=10/")
-        half = wait_for_file(host / "checkpoints", ".checkpoint-00000010*.tmp")
+        half = wait_for_file(host / "checkpoints", "checkpoint-00000010*.sagemaker-ignore")
         kill(process)
     assert half.exists()
     assert Checkpoints(host / "checkpoints").steps("checkpoint") == [5]
@@ -288,7 +288,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(
     assert "resumed from the checkpoint of step 5" in end.output
     assert_same_end(host, tmp_path / "calm/algo-1")
     assert [row["step"] for row in metrics(host / "output/data")] == list(range(1, 16))
-    assert not list((host / "checkpoints").glob(".*"))
+    assert not list((host / "checkpoints").glob("*.sagemaker-ignore"))
 
 
 def test_a_run_stopped_by_a_signal_resumes_to_the_same_bits(tmp_path: Path, text: str) -> None:
@@ -339,7 +339,7 @@ def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) 
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(2)
-        curve = tmp_path / "algo-1/checkpoints/metrics.jsonl"
+        curve = tmp_path / "algo-1/checkpoints/metrics-00000001.jsonl"
         before = curve.read_text()
         time.sleep(1)
         assert curve.read_text() == before
@@ -503,7 +503,7 @@ def test_a_directory_in_use_by_another_run_is_refused(
         refused = run(words(**other, data=text_file, **how), cwd=tmp_path)
     assert refused.status == 2, refused.output
     assert refused.last_line.startswith("ConfigError: another run uses mine; ")
-    rows = (tmp_path / "mine/checkpoints/metrics.jsonl").read_text().splitlines()
+    rows = (tmp_path / "mine/checkpoints/metrics-00000001.jsonl").read_text().splitlines()
     steps = [json.loads(row)["step"] for row in rows[:-1]]  # the last may be cut off by the end
     assert steps == list(range(1, len(steps) + 1))
 

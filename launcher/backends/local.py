@@ -57,6 +57,7 @@ from launcher.job import (
     TrainingJob,
     UnreadableJob,
     newest_checkpoint,
+    newest_curve,
 )
 from launcher.settings import Settings
 
@@ -229,7 +230,7 @@ class LocalBackend:
             failure_reason=reason,
             started=state.started,
             ended=state.ended,
-            metrics=last_metrics(checkpoints / "metrics.jsonl", record.max_steps),
+            metrics=last_metrics(self.curve_file(job_id), record.max_steps),
             model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
             checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
             checkpoint_step=step,
@@ -284,8 +285,12 @@ class LocalBackend:
     def console_link(self, job_id: str) -> str | None:
         return None
 
+    def curve_file(self, job_id: str) -> Path:
+        directory = self.jobs_dir / job_id / CHECKPOINTS
+        return directory / newest_curve(path.name for path in directory.glob("metrics-*"))
+
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
-        path = self.jobs_dir / job_id / CHECKPOINTS / "metrics.jsonl"
+        path = self.curve_file(job_id)
         with storage.reported(str(path)):
             return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
 

@@ -166,7 +166,7 @@ class LocalRun:
             for path in given:
                 # Atomically: a partial copy would look like a checkpoint that the job wrote.
                 copy = self.base(self.hosts[0]) / "checkpoints" / path.name
-                partial = copy.with_name(f".{path.name}.tmp")
+                partial = copy.with_name(f"{path.name}{storage.IGNORED}")
                 shutil.copy2(path, partial)
                 partial.replace(copy)
 

@@ -55,6 +55,7 @@ from launcher.job import (
     TrainingJob,
     UnreadableJob,
     newest_checkpoint,
+    newest_curve,
 )
 from launcher.settings import Settings
 
@@ -338,8 +339,9 @@ class SageMakerBackend:
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         """From the log while the job runs, since checkpoints arrive late; then from the file."""
         raw = self.known(job_id)
-        uri = storage.join(raw["CheckpointConfig"]["S3Uri"], "metrics.jsonl")
         if raw["TrainingJobStatus"] not in RUNNING:
+            place = raw["CheckpointConfig"]["S3Uri"]
+            uri = storage.join(place, newest_curve(storage.list_files(place, self.settings)))
             content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
             if content is not None:
                 return rows_of_file(content.splitlines(), uri), uri

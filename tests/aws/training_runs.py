@@ -11,6 +11,7 @@ import signal
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ START_SECONDS = 20.0  # for machines, and again for data and image
 GRACE_SECONDS = 120.0  # between SIGTERM and SIGKILL
 DOWNLOAD_FAILED = "ClientError: Data download failed:"
 SYNC_FAILED = "ClientError: Checkpoint sync failed:"  # our words, as AWS's are not known
+UPLOAD_GONE = "InternalServerError: We encountered an internal error. Please try again."
 
 
 class JobFailed(Exception):
@@ -91,7 +93,7 @@ class Containers:
             job.stopping.wait(START_SECONDS / self.rate)
             job.enter("Training")
             state = attempt.train()
-            attempt.send_checkpoints()
+            attempt.send_checkpoints(last=True)
             job.enter("Interrupted" if state == "Interrupted" else "Uploading")
             if state == "Interrupted":
                 return state
@@ -149,7 +151,7 @@ class Attempt:
                 **self.request.get("Environment", {}),
             },
         )
-        self.sent: dict[Path, tuple[int, int]] = {}  # checkpoints in S3: size and time in ns
+        self.agents: list[Agent] = []
         self.read: dict[Host, int] = dict.fromkeys(self.cluster.hosts, 0)  # bytes of the logs
         self.servers: list[Any] = []
 
@@ -198,8 +200,10 @@ class Attempt:
             self.fetch(source["S3DataSource"]["S3Uri"], f"input/data/{name}")
         if "CheckpointConfig" in self.request:
             self.fetch(self.request["CheckpointConfig"]["S3Uri"].rstrip("/") + "/", "checkpoints")
-            for host in self.cluster.hosts:
-                self.sent.update(dict(checkpoint_files(host)))
+            self.agents = [
+                Agent(self.s3, host, self.request["CheckpointConfig"]["S3Uri"])
+                for host in self.cluster.hosts
+            ]
 
     def fetch(self, uri: str, place: str) -> None:
         """Copies all keys that begin so to a directory below each host's /opt/ml."""
@@ -300,36 +304,13 @@ class Attempt:
         events = [{"timestamp": now, "message": line} for line in lines]
         self.logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream, logEvents=events)
 
-    def send_checkpoints(self) -> None:
-        """Copies what is new in /opt/ml/checkpoints to S3, and deletes there what is gone here.
-
-        https://docs.aws.amazon.com/sagemaker/latest/dg/model-checkpoints.html has it so. What
-        becomes of a job whose role may not do that, it does not say; here the job fails.
-        """
-        if "CheckpointConfig" not in self.request:
-            return
+    def send_checkpoints(self, last: bool = False) -> None:
+        """What becomes of a job whose role may not do that, AWS does not say; here it fails."""
         try:
-            for host in self.cluster.hosts:
-                self.sync(host)
+            for agent in self.agents:
+                agent.finish() if last else next(agent.work)
         except ClientError as error:
             raise JobFailed(f"{SYNC_FAILED}{error.response['Error']['Message']}") from None
-
-    def sync(self, host: Host) -> None:
-        bucket, prefix = split(self.request["CheckpointConfig"]["S3Uri"])
-
-        def key(path: Path) -> str:
-            return f"{prefix.rstrip('/')}/{path.relative_to(host.checkpoints)}"
-
-        for path, state in checkpoint_files(host):
-            if self.sent.get(path) != state:
-                with contextlib.suppress(FileNotFoundError):  # written anew meanwhile
-                    self.s3.put_object(Bucket=bucket, Key=key(path), Body=path.read_bytes())
-                    self.sent[path] = state
-        own = [path for path in self.sent if path.is_relative_to(host.checkpoints)]
-        for path in own:
-            if not path.exists():
-                self.s3.delete_object(Bucket=bucket, Key=key(path))
-                del self.sent[path]
 
     # -- afterwards --------------------------------------------------------------------------------
 
@@ -360,6 +341,82 @@ class Attempt:
         return f"AlgorithmError: {failed.failure}, exit code: {failed.status}"
 
 
+class Agent:
+    """Copies what is new in /opt/ml/checkpoints of one host to S3, and deletes there what is gone.
+
+    https://docs.aws.amazon.com/sagemaker/latest/dg/model-checkpoints.html has it so. By AWS's
+    XGBoost container (checkpointing.py), the marker `.sagemaker-uploading` lies beside a file that
+    is being uploaded, later with `.sagemaker-uploaded`; a file must not be deleted in between; and
+    names in `.sagemaker-ignore` are left out. What is not known is as bad as it can be: a deletion
+    in between fails the job, and what was restored is uploaded again at the end, host by host.
+    """
+
+    def __init__(self, s3: Any, host: Host, uri: str) -> None:
+        self.s3, self.directory = s3, host.checkpoints
+        self.bucket, self.prefix = split(uri)
+        self.restored = self.files()
+        self.sent = dict(self.restored)  # what is in S3
+        self.work = self.uploads()
+
+    def files(self) -> dict[Path, tuple[int, int]]:
+        """Size and time in ns of each."""
+        found = {}
+        for path in sorted(self.directory.rglob("*")):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                if path.is_file() and ".sagemaker-" not in path.name:
+                    found[path] = (stat.st_size, stat.st_mtime_ns)
+        return found
+
+    def key(self, path: Path) -> str:
+        return f"{self.prefix.rstrip('/')}/{path.relative_to(self.directory)}"
+
+    def news(self) -> dict[Path, tuple[int, int]]:
+        """The files to upload; those that are gone are deleted in S3."""
+        files = self.files()
+        for path in [path for path in self.sent if path not in files]:
+            self.s3.delete_object(Bucket=self.bucket, Key=self.key(path))
+            del self.sent[path]
+            for kind in ("uploading", "uploaded"):
+                marker(path, kind).unlink(missing_ok=True)
+        return {path: state for path, state in files.items() if self.sent.get(path) != state}
+
+    def put(self, path: Path, state: tuple[int, int]) -> None:
+        self.s3.put_object(Bucket=self.bucket, Key=self.key(path), Body=path.read_bytes())
+        self.sent[path] = state
+
+    def uploads(self) -> Iterator[None]:
+        """One file after another; the script runs on wherever this yields."""
+        while True:
+            oldest = sorted(self.news().items(), key=lambda item: item[1][1])[:1]
+            for path, state in oldest:
+                marker(path, "uploaded").unlink(missing_ok=True)
+                marker(path, "uploading").touch()
+                yield  # the script may have looked for the marker just before
+                if not path.exists():
+                    marker(path, "uploading").unlink()
+                    continue
+                yield
+                try:
+                    self.put(path, state)
+                except FileNotFoundError:
+                    raise JobFailed(UPLOAD_GONE) from None
+                marker(path, "uploaded").touch()
+            yield
+
+    def finish(self) -> None:
+        """Uploads what is left after the end of the container."""
+        for path, state in self.files().items():
+            if self.restored.get(path) == state:
+                del self.sent[path]
+        for path, state in self.news().items():
+            self.put(path, state)
+
+
+def marker(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.sagemaker-{kind}")
+
+
 def image_accesses(image: str) -> list[Access]:
     """What pulling an image of ECR takes."""
     registry, _, name = image.partition("/")
@@ -368,13 +425,3 @@ def image_accesses(image: str) -> list[Access]:
     actions = ("BatchCheckLayerAvailability", "BatchGetImage", "GetDownloadUrlForLayer")
     login = Access("ecr:GetAuthorizationToken", "*")
     return [login, *(Access(f"ecr:{action}", repository) for action in actions)]
-
-
-def checkpoint_files(host: Host) -> list[tuple[Path, tuple[int, int]]]:
-    found = []
-    for path in sorted(host.checkpoints.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            if path.is_file():
-                found.append((path, (stat.st_size, stat.st_mtime_ns)))
-    return found
