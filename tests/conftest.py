@@ -226,6 +226,7 @@ def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Money
 def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     """SageMaker beside that S3, whose jobs only seem to run, and a person who may use both."""
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("launcher.backends.sagemaker.SageMakerBackend.poll_seconds", 0.1)
     monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)

@@ -74,7 +74,8 @@ def asked(
 
 
 @pytest.fixture
-def data(text_file: Path) -> tuple[str, str]:
+def data(cloud: Emulator, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.delenv("SM_NANOGPT_ASK_ABOVE")
     return "--data", str(text_file)
 
 
@@ -117,10 +118,32 @@ def test_the_cost_above_which_a_launch_asks_is_a_setting(
     assert asked(cli, monkeypatch, *data)[0]
 
 
-def test_a_launch_without_a_terminal_does_not_ask(
-    cloud: Emulator, money: MoneyService, cli: Any, data: tuple[str, str]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-run", "7200"),
+        ("--instance", "ml.p4d.24xlarge"),  # at an unknown price
+        ("--sweep", "n_layer=2,4"),
+    ],
+)
+def test_a_script_needs_yes_or_a_ceiling_for_much_money(
+    words: tuple[str, ...], cloud: Emulator, money: MoneyService, s3: Any, cli: Any, data: Any
 ) -> None:
-    assert cli(*LAUNCH, *data, "--max-run", "7200").code == 0
+    ran = cli(*LAUNCH, *data, *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert "--yes" in ran.error
+    assert "--max-cost" in ran.error
+    assert not cloud.sagemaker.jobs
+    assert not s3.list_objects_v2(Bucket=s3.bucket).get("Contents")
+
+
+@pytest.mark.parametrize("configured", ["", "12"])
+def test_a_ceiling_lets_a_script_launch(
+    configured: str, cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: Any
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_MAX_COST", configured)
+    ceiling = () if configured else ("--max-cost", "12")
+    assert cli(*LAUNCH, *data, "--max-run", "5000", *ceiling).code == 0
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

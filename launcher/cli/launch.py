@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import YES, Command, agree, complete_job, lists, pairs, settings_of
+from launcher.cli.options import (
+    YES,
+    Command,
+    agree_to_cost,
+    complete_job,
+    lists,
+    pairs,
+    settings_of,
+)
 from launcher.cli.show import byte_progress, following, note, print_json, silence
 from launcher.errors import InputError, ServiceError
 
@@ -260,9 +268,8 @@ def launch_command(
     if dry_run:
         print_json(ready.request(job_id))
         return
-    costs_much = not local and (job.worst_cost or math.inf) > settings.ask_above
-    if costs_much and sys.stdin.isatty():
-        agree("Launch this job?", yes)
+    if not local:
+        agree_to_cost(job.worst_cost or math.inf, job.max_cost, settings, yes)
     with byte_progress("upload") as progress:
         ready.upload(progress)
     with naming(job_id, settings):

@@ -139,6 +139,30 @@ def agree(question: str, yes: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
+def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes: bool) -> None:
+    """Ask before jobs that may cost much: `worst` USD, infinity if the price is unknown.
+
+    Raises:
+        InputError: stdin is not a terminal, and there is no cost ceiling.
+    """
+    from launcher.aws.money import usd
+
+    if yes or worst <= settings.ask_above:
+        return
+    if sys.stdin.isatty():
+        agree("Launch?", yes)
+    elif worst == math.inf:
+        raise InputError(
+            "the price is unknown, and stdin is not an interactive terminal: pass --yes to launch"
+            " at any cost (a ceiling, --max-cost, needs a known price)"
+        )
+    elif max_cost is None and settings.max_cost is None:
+        raise InputError(
+            f"this may cost {usd(worst)}, more than {usd(settings.ask_above)} (ask_above), and"
+            " stdin is not an interactive terminal: set a ceiling with --max-cost, or pass --yes"
+        )
+
+
 GROUP = click.option("--group", metavar="SWEEP", help="The jobs of a sweep, by its id or `latest`.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")

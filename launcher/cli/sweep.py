@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import agree
+from launcher.cli.options import agree_to_cost
 from launcher.cli.show import note, print_json, shown
 from launcher.errors import InputError, ServiceError
 
@@ -70,7 +70,7 @@ def launch_sweep(
         return
     note(f"sweep: {len(each)} jobs, {parallel} at a time")
     if not local:
-        confirm_cost(every, settings, yes)
+        confirm_cost(every, sweep.job.max_cost, settings, yes)
     first.upload()
     # Absolute paths, so that a later --resume works from any directory.
     places = {n: getattr(first.job, n) for n in ("data", "validation", "entry_point")}
@@ -82,15 +82,16 @@ def launch_sweep(
     run_sweep(group, sweep, settings)
 
 
-def confirm_cost(every: Sequence[Ready], settings: Settings, yes: bool) -> None:
+def confirm_cost(
+    every: Sequence[Ready], max_cost: float | None, settings: Settings, yes: bool
+) -> None:
     """Print what jobs may cost together, and ask if that is much."""
     from launcher.aws.money import usd
 
     worst = sum(ready.job.worst_cost or math.inf for ready in every)
     unknown = worst == math.inf
     note(f"cost: {'unknown, as is the price' if unknown else f'at most {usd(worst)} together'}")
-    if worst > settings.ask_above and sys.stdin.isatty():
-        agree("Launch these jobs?", yes)
+    agree_to_cost(worst, max_cost, settings, yes)
 
 
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
@@ -116,7 +117,7 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
         left = [n for n in range(len(sweep.members)) if n + 1 not in done]
         with quietly():
             every = [sweep.ready(n, settings) for n in left]
-        confirm_cost(every, settings, yes)
+        confirm_cost(every, sweep.job.max_cost, settings, yes)
     click.echo(group)
     sys.stdout.flush()
     run_sweep(group, sweep, settings)
