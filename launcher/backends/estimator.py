@@ -45,8 +45,9 @@ class Plan:
         return self.file_uri(job_id, "source", "sourcedir.tar.gz")
 
     def checkpoint_uri(self, job_id: str) -> str:
-        """The S3 prefix of a job's checkpoints. Ids have one length: no prefix begins another."""
-        return storage.join(self.store, "checkpoints", job_id)
+        """The S3 prefix of a job's checkpoints. SageMaker restores all keys that begin with it:
+        without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
+        return storage.join(self.store, "checkpoints", job_id, "")
 
 
 # os.environ belongs to the process: two threads that change it at once would restore each other's

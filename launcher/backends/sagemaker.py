@@ -484,7 +484,7 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
     store = output.removesuffix("/jobs")
-    return store != output and checkpoints == f"{store}/checkpoints/{job_id}"
+    return store != output and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
 
 
 @service_errors("TrainingJob")

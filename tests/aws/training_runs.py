@@ -199,16 +199,17 @@ class Attempt:
         for name, source in channels.items():
             self.fetch(source["S3DataSource"]["S3Uri"], f"input/data/{name}")
         if "CheckpointConfig" in self.request:
-            self.fetch(self.request["CheckpointConfig"]["S3Uri"].rstrip("/") + "/", "checkpoints")
-            self.agents = [
-                Agent(self.s3, host, self.request["CheckpointConfig"]["S3Uri"])
-                for host in self.cluster.hosts
-            ]
+            # Unlike a channel, all keys that begin so, whether or not the prefix ends a directory:
+            # https://github.com/syne-tune/syne-tune/pull/363
+            uri = self.request["CheckpointConfig"]["S3Uri"]
+            self.fetch(uri, "checkpoints", above=split(uri)[1])
+            self.agents = [Agent(self.s3, host, uri) for host in self.cluster.hosts]
 
-    def fetch(self, uri: str, place: str) -> None:
-        """Copies all keys that begin so to a directory below each host's /opt/ml."""
+    def fetch(self, uri: str, place: str, above: str | None = None) -> None:
+        """Copies all keys that begin so to a directory below each host's /opt/ml, named by what
+        follows `above`, or the prefix's directory."""
         bucket, prefix = split(uri)
-        above = prefix.rpartition("/")[0]
+        above = prefix.rpartition("/")[0] if above is None else above
         try:
             pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
             keys = [o["Key"] for page in pages for o in page.get("Contents", [])]

@@ -221,6 +221,8 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(
 
     spot = launch_long("--spot", *two, *HOLD)
     wait_until_held(s3, cli, spot)
+    neighbor = f"some/prefix/checkpoints/{spot}0/checkpoint-99999999.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=neighbor, Body=b"of a job whose id begins with this one")
     aws.sagemaker.jobs[spot].interrupting.set()
     assert result_of(cli, s3, spot, tmp_path / "spot") == (weights, rows)
     # Also where the second host's agent has uploaded what its host got at the restart.
@@ -229,6 +231,7 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(
     states = [t["Status"] for t in aws.sagemaker.jobs[spot].transitions]
     start = ["Starting", "Downloading", "Training"]
     assert states == [*start, "Interrupted", *start, "Uploading", "Completed"]
+    assert not (checkpoints_of(aws, spot) / "0").exists()
     log = cli("logs", spot).out
     assert resumed_from(log) == 20
     lost = [step for step in every_fifth if 20 < step <= HELD_AT]  # and done again
