@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from entry_point import train
 from launcher import storage
 from launcher.encoder import splits_as_gpt2
-from launcher.errors import InputError
+from launcher.errors import InputError, extra
 from launcher.model import FindScript, load_artefact
 
 KINDS = ("hf", "gguf")
@@ -72,10 +71,9 @@ def check_request(target: Path, kind: str, dtype: str) -> None:
     empty = kind == "hf" and target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not empty:
         raise InputError(f"{target} exists; name another place")
-    if kind == "gguf" and find_spec("gguf") is None:
-        raise InputError(
-            "GGUF needs a package; install it in the clone of sm-nanogpt: pip install '.[gguf]'"
-        )
+    if kind == "gguf":
+        with extra("gguf"):
+            import gguf  # noqa: F401
 
 
 def check_words(directory: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from launcher.aws.money import usd
 from launcher.curves import Row
-from launcher.errors import InputError
+from launcher.errors import extra
 from launcher.report import Report, plain
 from launcher.tracking import reason_of
 
@@ -56,14 +56,9 @@ FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 
 def check_packages() -> None:
     """Raise InputError if the packages of this extra are missing."""
-    try:
+    with extra("report"):
         import altair  # noqa: F401
         import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"reports need a package that is missing ({error.name}); install it in the clone of"
-            " sm-nanogpt: pip install '.[report]'"
-        ) from None
 
 
 def thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:

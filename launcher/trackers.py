@@ -22,7 +22,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from launcher import storage
 from launcher.curves import Curve
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, extra
 from launcher.job import JobDescription
 
 if TYPE_CHECKING:
@@ -62,18 +62,6 @@ class Point(NamedTuple):
     value: float
     step: int
     time: float
-
-
-@contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Raise InputError with the command that installs an optional library, if it is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise InputError(
-            f"--{name} needs a package that is missing ({error.name}); install it in the clone of"
-            f" sm-nanogpt: pip install '.[{name}]'"
-        ) from None
 
 
 def with_times(curve: Curve, description: JobDescription, seen: dict[int, float]) -> Curve:

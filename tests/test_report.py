@@ -205,4 +205,4 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     ran = cli("report", "latest")
     assert ran.code == 2
-    assert ran.error.endswith("pip install '.[report]'")
+    assert ran.error.endswith("pip install -c constraints.txt -e '.[report]'")

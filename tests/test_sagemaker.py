@@ -1949,6 +1949,14 @@ def test_an_unknown_job_without_a_region_is_one_line(
     assert ran.error.startswith(why)
 
 
+def test_a_launch_without_a_region_names_the_local_one(
+    home: Path, cli: Callable[..., Ran], bare_configuration: None
+) -> None:
+    ran = cli("launch")
+    assert ran.code == 2
+    assert ran.error.startswith("no region: `sm-nanogpt launch --instance local` ")
+
+
 def test_jobs_without_a_region_lists_local_jobs_and_says_so(
     cli: Callable[..., Ran], job: Finished, bare_configuration: None
 ) -> None:

@@ -328,7 +328,7 @@ def test_a_missing_library_is_named_with_its_install_command(
     monkeypatch.setitem(sys.modules, module, None)
     ran = cli("track", job.job_id, f"--{name}", "here")
     assert ran.code == 2
-    assert f"pip install '.[{name}]'" in ran.error
+    assert f"pip install -c constraints.txt -e '.[{name}]'" in ran.error
 
 
 def test_an_arn_without_its_plugin_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:

@@ -234,6 +234,7 @@ def launch_command(
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
     import launcher.cli.sweep as sweeping
+    from launcher.aws.session import aws_session
     from launcher.documents import read_toml
     from launcher.job import TrainingJob
     from launcher.submission import naming, new_job_id, prepare
@@ -242,6 +243,11 @@ def launch_command(
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
     if "resume" not in given:
+        if "instance" not in given and not aws_session(settings).region_name:
+            raise InputError(
+                f"no region: `{settings.command('launch --instance local')}` trains on this"
+                " machine; for SageMaker, set --region, SM_NANOGPT_REGION or AWS_REGION"
+            )
         given.setdefault("instance", "ml.g5.12xlarge")
     elif sweeping.is_sweep(given["resume"], settings):
         others = {"set": assignments, "config": config_file, "sweep": sweep, "dry-run": dry_run}
