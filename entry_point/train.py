@@ -265,6 +265,9 @@ class Config:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} is more than max_steps={self.max_steps}"
             )
+        if not self.learning_rate:  # records and reports show the one that is used
+            rates = {"muon": 0.02, "adamw": 0.001}
+            object.__setattr__(self, "learning_rate", rates[self.optimizer])
         self.check_world_size(1)
 
     @property
@@ -285,10 +288,6 @@ class Config:
         """Parameters of the layers, without embedding and head."""
         attention = 2 * (self.n_head + self.kv_heads) * self.head_width
         return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
-
-    @property
-    def peak_learning_rate(self) -> float:
-        return self.learning_rate or {"muon": 0.02, "adamw": 0.001}[self.optimizer]
 
     def passes(self, world_size: int) -> int:
         """Passes of each process over its part of the batch; they are of one size."""
@@ -1308,7 +1307,7 @@ class Optimizer:
             inner = {name: weight for name, (weight, _) in matrices.items()}
             for parameters, decay in ((inner, config.weight_decay), (rest, 0.0)):
                 one = AdamW(parameters, config, decay)
-                self.adamws.append((one, config.peak_learning_rate))
+                self.adamws.append((one, config.learning_rate))
 
     def step(self, scale: float) -> None:
         """One update from the gradients, at `scale` times the peak learning rates."""
@@ -1316,7 +1315,7 @@ class Optimizer:
         if self.config.grad_clip:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.config.grad_clip)
         if self.muon is not None:
-            self.muon.step(self.config.peak_learning_rate * scale, self.dtype)
+            self.muon.step(self.config.learning_rate * scale, self.dtype)
         for one, peak in self.adamws:
             one.step(peak * scale)
 
@@ -1919,7 +1918,7 @@ class Trainer:
             self.check_finite(row["val_loss"])
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
             row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
-        row["learning_rate"] = config.peak_learning_rate * scale
+        row["learning_rate"] = config.learning_rate * scale
         row["time"] = round(time.time(), 3)
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
@@ -3975,9 +3974,11 @@ def hyperparameter_table() -> str:
         if f.metadata["group"]:
             lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
         kept = "; --resume keeps it" * f.metadata["fixed"]
-        lines.append(
-            f"  --{f.name:<28} {f.metadata['help']}; {allowed(f)}{kept} (default: {f.default!r})"
-        )
+        help, default = f.metadata["help"], repr(f.default)
+        if f.default == 0 and " (0: " in help:
+            help, _, meaning = help.removesuffix(")").partition(" (0: ")
+            default = f"0, which means {meaning}"
+        lines.append(f"  --{f.name:<28} {help}; {allowed(f)}{kept} (default: {default})")
     return "\n".join(["", *lines])
 
 

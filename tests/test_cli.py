@@ -658,6 +658,12 @@ def test_main_exits_with_the_exit_code(home: Path, monkeypatch: pytest.MonkeyPat
     assert left.value.code == 1
 
 
+def test_the_meaning_of_zero_stands_beside_the_default(cli: Callable[..., Ran]) -> None:
+    told = cli("hyperparameters").out
+    assert "(default: 0, which means 0.02 with muon, 0.001 with adamw)\n" in told
+    assert "(0: all); a whole number, at least 0 (default: 512)\n" in told
+
+
 def test_hyperparameters_lists_the_scripts_hyperparameters(
     cli: Callable[..., Ran], tmp_path: Path
 ) -> None:

@@ -571,6 +571,6 @@ def test_warm_up_and_decay_may_span_the_whole_run() -> None:
 
 
 def test_the_default_learning_rate_depends_on_the_optimizer() -> None:
-    assert Config().peak_learning_rate == 0.02
-    assert Config(optimizer="adamw").peak_learning_rate == 0.001
-    assert Config(learning_rate=0.5).peak_learning_rate == 0.5
+    assert Config().learning_rate == 0.02
+    assert Config(optimizer="adamw").learning_rate == 0.001
+    assert Config(learning_rate=0.5).learning_rate == 0.5
