@@ -226,7 +226,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                 pass
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, RecursionError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
-    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+    except (FileExistsError, NotADirectoryError):
         raise ServiceError(
             f"{uri} is refused: it contains {member.name!r} twice, or below a file"
         ) from None

@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,24 @@ def quick(pytestconfig: pytest.Config) -> Iterator[None]:
             patch.setattr("subprocess.Popen.__init__", skip)
             patch.setattr("subprocess.Popen.__del__", lambda self: None)
         yield
+
+
+def complete(report: Any, config: pytest.Config) -> Any:
+    """Where CI is set, tests must be complete: a skip is a failure, by whatever means."""
+    if report.skipped and os.environ.get("CI") and not config.getoption("--quick"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and CI is set: {report.longrepr[2]}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    return complete((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return complete((yield), collector.config)
 
 
 @pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter

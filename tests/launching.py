@@ -51,6 +51,9 @@ class Ran:
     out: str
     err: str
 
+    def __post_init__(self) -> None:
+        assert not self.err.endswith("--debug ...` shows where\n"), f"a crash: {self.err}"
+
     @property
     def error(self) -> str:
         """Its error, which is the last line on stderr and the only one that is an error."""

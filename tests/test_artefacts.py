@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -193,8 +194,8 @@ def test_a_file_through_a_linked_directory_is_refused(
     outside = job.home.parent / "outside"
     outside.mkdir()
     link = special("link", tarfile.SYMTYPE, str(outside))
-    pack(archive_of(job), link, regular("link/escaped", b"hostile"))
-    refused(job, cli)
+    add(archive_of(job), link, regular("link/escaped", b"hostile"))
+    assert "'link' is a link" in refused(job, cli)
     assert not list(outside.iterdir())
 
 
@@ -221,9 +222,10 @@ def test_the_same_name_twice_is_refused(job: Finished, cli: Callable[..., Ran]) 
     assert "config.json" in refused(job, cli)
 
 
-def test_a_file_below_a_file_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
-    add(archive_of(job), regular("config.json/inside", b"{}"))
-    refused(job, cli)
+@pytest.mark.parametrize("name", ["config.json/inside", "config.json/far/inside"])
+def test_a_file_below_a_file_is_refused(job: Finished, cli: Callable[..., Ran], name: str) -> None:
+    add(archive_of(job), regular(name, b"{}"))
+    assert f"{name!r} twice, or below a file" in refused(job, cli)
 
 
 # -- bombs ----------------------------------------------------------------------------------------
@@ -273,8 +275,8 @@ def test_deep_directories_are_refused(job: Finished, cli: Callable[..., Ran]) ->
 
 def test_very_many_headers_of_one_file_are_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     header = special("long", tarfile.XHDTYPE)
-    pack(archive_of(job), *[header] * 1000, regular("file"))
-    refused(job, cli)
+    add(archive_of(job), *[header] * 1000, regular("file"))
+    assert "is damaged: maximum recursion depth" in refused(job, cli)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -282,8 +284,8 @@ def test_a_huge_header_is_refused(job: Finished, cli: Callable[..., Ran]) -> Non
     header = tarfile.TarInfo("long")
     header.type = tarfile.XHDTYPE
     header.size = 1 << 25
-    pack(archive_of(job), (header, bytes(1 << 25)))
-    refused(job, cli)
+    add(archive_of(job), (header, bytes(1 << 25)))
+    assert "20 times its size" in refused(job, cli)
 
 
 def test_a_member_of_an_impossible_size_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
@@ -295,9 +297,11 @@ def test_a_member_of_an_impossible_size_is_refused(job: Finished, cli: Callable[
 
 def test_a_member_of_negative_size_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
     member = tarfile.TarInfo("claim")
-    member.size = -512
-    archive_of(job).write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
-    refused(job, cli)
+    member.size = -1
+    model = gzip.decompress(archive_of(job).read_bytes())
+    archive_of(job).write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + model))
+    # New versions of Python refuse it too.
+    assert re.search("20 times its size|is damaged: invalid offset", refused(job, cli))
 
 
 def test_weights_that_compress_well_are_accepted(job: Finished) -> None:
@@ -316,7 +320,7 @@ def test_a_truncated_archive_is_refused(
 ) -> None:
     content = archive_of(job).read_bytes()
     archive_of(job).write_bytes(content[: min(int(len(content) * part), len(content) - 1)])
-    refused(job, cli)
+    assert "model.tar.gz is damaged: " in refused(job, cli)
 
 
 def test_a_damaged_archive_error_names_the_place_and_a_remedy(
@@ -354,12 +358,14 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(
     assert list((job.home / "models").iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>Access denied</html>", bytes(5000)])
+@pytest.mark.parametrize(
+    "content", [b"", b"<html>Access denied</html>", bytes(5000)], ids=["empty", "html", "zeros"]
+)
 def test_a_file_that_is_not_an_archive_is_refused(
     job: Finished, cli: Callable[..., Ran], content: bytes
 ) -> None:
     archive_of(job).write_bytes(content)
-    refused(job, cli)
+    assert "model.tar.gz is damaged: " in refused(job, cli)
 
 
 def test_an_empty_archive_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
@@ -410,12 +416,16 @@ def test_sha256sum_checks_a_model(job: Finished) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'"', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"\xff", b'"', b"[" * 100_000],
+    ids=["empty", "list", "object", "binary", "open", "deep"],
+)
 def test_a_model_with_a_broken_document_is_refused(
     job: Finished, cli: Callable[..., Ran], name: str, content: bytes
 ) -> None:
     change(archive_of(job), {name: content})
-    refused(job, cli)
+    assert re.search(rf"{name} (is damaged|cannot be read|and training)", refused(job, cli))
 
 
 def reshaped(job: Finished, tmp_path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -468,7 +478,7 @@ def test_a_model_of_a_vast_size_is_refused(
     training = json.loads(members_of(archive_of(job))["training.json"])
     training["config"][name] = 10**30
     change(archive_of(job), {"training.json": json.dumps(training).encode()})
-    refused(job, cli)
+    assert re.search(rf"{name}=1e\+30: must be a whole number from", refused(job, cli))
 
 
 def test_nonfinite_weights_are_refused(

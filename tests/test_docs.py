@@ -234,3 +234,25 @@ def test_imports_run_as_the_architecture_is_drawn() -> None:
     used = {module: imports_of(module, files) for module in files}
     assert not [(m, other) for m in used for other in used[m] if row[other] < row[m]]
     graphlib.TopologicalSorter(used).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_it(): pytest.skip('no tool')",
+        "def test_it(): pytest.importorskip('no_tool')",
+        "pytest.importorskip('no_tool')",
+    ],
+)
+def test_a_skip_fails_where_ci_is_set(
+    test: str,
+    pytester: pytest.Pytester,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CI", "1")
+    plugin = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    pytester.makepyfile(f"import pytest\n{test}\n")
+    _, skipped, failed = pytester.inline_run(plugins=[plugin]).listoutcomes()
+    assert (len(skipped), len(failed)) == (0, 1)
+    assert re.search("no.tool", str(failed[0].longrepr))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -349,32 +350,37 @@ def test_a_launch_refuses_special_files(
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "logs", "sample"),
     [
-        "job.json",
-        "state.json",
-        "lock",
-        "hosts/algo-1/checkpoints/metrics-00000001.jsonl",
-        "logs/job.log",
-        "output/model.tar.gz",
+        ("job.json", 1, 1),
+        ("state.json", 1, 1),
+        ("runner.log", 1, 1),
+        ("lock", 1, 1),
+        ("hosts/algo-1/checkpoints/metrics-00000001.jsonl", 1, 1),
+        ("logs/job.log", 1, 0),
+        ("output/model.tar.gz", 0, 1),
     ],
 )
 def test_a_job_with_a_special_file_hides_no_other(
-    job: Finished, odd_file: Callable[[Path], None], cli: Callable[..., Ran], name: str
+    job: Finished,
+    odd_file: Callable[[Path], None],
+    cli: Callable[..., Ran],
+    name: str,
+    logs: int,
+    sample: int,
 ) -> None:
+    other = f"{job.job_id[:-6]}abcdef"
+    shutil.copytree(job.directory, job.home / "jobs" / other)
+    if name == "runner.log":  # which is read for the reason of a job that could not start
+        (job.directory / "state.json").unlink()
     odd_file(job.directory / name)
-    assert cli("jobs").code == 0
-    for words in (("logs", job.job_id), ("fetch-and-sample", job.job_id)):
-        ran = cli(*words)
-        assert ran.code == 0 or job.job_id in ran.error
-
-
-def test_the_script_of_a_job_that_could_not_start_tells_why(
-    job: Finished, odd_file: Callable[[Path], None], cli: Callable[..., Ran]
-) -> None:
-    (job.directory / "state.json").unlink()
-    odd_file(job.directory / "runner.log")
-    assert cli("status", job.job_id).code == 1
+    listed = cli("jobs")
+    assert (listed.code, other in listed.out) == (0, True)
+    assert job.job_id in listed.out + listed.err
+    for command, code in (("logs", logs), ("fetch-and-sample", sample)):
+        ran = cli(command, job.job_id)
+        assert ran.code == code
+        assert code == 0 or job.job_id in ran.error
 
 
 def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ def edited(edited_job: Finished, home: Path) -> Finished:
 
 
 def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     directory = edited.directory / "hosts/algo-1/model"
     assert "its logits differ from Qwen3's" in (edited.directory / "logs/job.log").read_text()
     config = json.loads((directory / "config.json").read_text())
@@ -333,7 +334,8 @@ def test_a_parameter_without_a_gradient_is_named(
 
 
 def test_an_activation_known_to_qwen3_stays_loadable(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     script = launching.edited(
         tmp_path / "mine.py",
         ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)"),

@@ -841,7 +841,6 @@ def test_a_login_is_renewed_when_its_credentials_expire(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    pytest.importorskip("awscrt")
     keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
     expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(

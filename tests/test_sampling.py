@@ -136,7 +136,7 @@ def test_a_number_out_of_its_range_is_named_with_its_value(
     ran = say(*words)
     assert ran.code == 2
     name, value = words
-    assert name in ran.error or f"{name[2:].replace('-', '_')}={value}" in ran.error
+    assert ran.error.startswith(f"Invalid value for '{name}': ")
     assert value in ran.error
 
 

@@ -18,6 +18,8 @@ import launching
 import pytest
 from emulator import Emulator
 from launching import Finished, Ran
+from tensorboard.backend.event_processing import plugin_event_accumulator as event_accumulator
+from tensorboard.util.tensor_util import make_ndarray
 from test_sagemaker import TAGGED
 
 from launcher import describe, storage, trackers
@@ -25,12 +27,6 @@ from launcher.cli import track
 from launcher.curves import Curve, Row
 from launcher.job import JobDescription
 from launcher.trackers import to_mlflow, to_tensorboard, with_times
-
-pytest.importorskip("mlflow")
-event_accumulator = pytest.importorskip(
-    "tensorboard.backend.event_processing.plugin_event_accumulator"  # the server's
-)
-make_ndarray = pytest.importorskip("tensorboard.util.tensor_util").make_ndarray
 
 Points = dict[str, list[tuple[int, float]]]
 TAGS = {"loss/train": "train_loss", "loss/val": "val_loss", "bits_per_byte": "bits_per_byte"}

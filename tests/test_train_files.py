@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from models import SMALL, characters, lively, tokenizer_of
 from runs import SCRIPT, environment, run, words
@@ -68,17 +70,14 @@ def test_written_tensors_are_read_back(file: Path) -> None:
 
 
 def test_the_official_library_reads_our_files(file: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
-    torch_files = pytest.importorskip("safetensors.torch")
-    assert_same(torch_files.load_file(file), TENSORS)
+    assert_same(safetensors.torch.load_file(file), TENSORS)
     with safetensors.safe_open(file, "pt") as opened:
         assert opened.metadata()["a"] == "é🙂"
 
 
 def test_files_of_the_official_library_are_read(tmp_path: Path) -> None:
-    torch_files = pytest.importorskip("safetensors.torch")
     theirs = {name: t.contiguous() for name, t in TENSORS.items()}
-    torch_files.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
+    safetensors.torch.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
     tensors, metadata = train.read_safetensors(tmp_path / "b.safetensors")
     assert_same(tensors, TENSORS)
     assert metadata == {"a": "b"}
@@ -548,8 +547,11 @@ def copied(artefact: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(artefact: Path) -> tuple[Any, Any]:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(artefact, trust_remote_code=False)
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        artefact, trust_remote_code=False
+    )
     return model, transformers.AutoTokenizer.from_pretrained(artefact, trust_remote_code=False)
 
 
@@ -675,69 +677,81 @@ Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 EMBEDDING = "model.embed_tokens.weight"
 
 
+HEAD, MORE = "lm_head.weight", "model.layers.2.mlp.up_proj.weight"
+
+
 @pytest.mark.parametrize(
-    "change",
+    "name, change, found",
     [
-        lambda t: t.pop(V),
-        lambda t: t.pop("lm_head.weight"),
-        lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}),
-        lambda t: t.update({EMBEDDING: t[EMBEDDING].flatten()}),
-        lambda t: t.update({Q: t[Q][:, :-2].clone()}),
-        lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}),
-        lambda t: t.update({Q: torch.tensor(1.0)}),
-        lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}),
-        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].long()}),
-        lambda t: t.update({"model.norm.weight": torch.full((64,), 2.0)}),
-        lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
-    ],
-    ids=[
-        "missing",
-        "headless",
-        "short",
-        "flat",
-        "narrow",
-        "uneven",
-        "scalar",
-        "whole numbers",
-        "head of whole numbers",
-        "norm with weights",
-        "too many",
+        (V, lambda t: t.pop(V), "nothing"),
+        (HEAD, lambda t: t.pop(HEAD), "nothing"),
+        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), "[114, 64]"),
+        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].flatten()}), "[7360]"),
+        (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
+        (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
+        (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "float32 []"),
+        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}), "int64 [115, 64]"),
+        (HEAD, lambda t: t.update({HEAD: t[HEAD].long()}), "int64 [115, 64]"),
+        (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "float32 [2]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_a_format_error(copied: Path, change: Any) -> None:
+def test_tensors_that_do_not_fit_are_a_format_error(
+    copied: Path, name: str, change: Any, found: str
+) -> None:
     change_tensors(copied, change)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError) as caught:
+        load_artefact(copied)
+    assert re.search(rf": {name} should be .* and is .*{re.escape(found)}$", str(caught.value))
+
+
+def test_weights_of_a_norm_that_has_none_are_refused(copied: Path) -> None:
+    change_tensors(copied, lambda t: t.update({"model.norm.weight": torch.full((64,), 2.0)}))
+    with pytest.raises(FormatError, match=r"model\.norm\.weight is not all ones"):
         load_artefact(copied)
 
 
 @pytest.mark.parametrize(
-    "name, change",
+    "name, change, said",
     [
-        ("config.json", lambda d: d.update(hidden_size=128)),
-        ("config.json", lambda d: d.update(num_hidden_layers=3)),
-        ("config.json", lambda d: d.update(num_attention_heads=4)),
-        ("config.json", lambda d: d.update(rope_theta=1e6)),
-        ("config.json", lambda d: d.update(rms_norm_eps=1e-5)),
-        ("config.json", lambda d: d.update(tie_word_embeddings=True)),
-        ("config.json", lambda d: d.update(model_type="llama")),
-        ("config.json", lambda d: d.pop("vocab_size")),
-        ("training.json", lambda d: d["config"].update(n_embd=128)),
-        ("training.json", lambda d: d["config"].update(n_embd="many")),
-        ("training.json", lambda d: d["config"].update(block_size=64)),
-        ("training.json", lambda d: d.update(config=[])),
-        ("training.json", lambda d: d.pop("config")),
-        ("tokenizer.json", lambda d: d["model"]["vocab"].pop("a")),
-        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=10_000)),
-        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=d["model"]["vocab"]["b"])),
-        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a="b")),
-        ("tokenizer.json", lambda d: d.update(model={"vocab": {"ab": 0}})),
-        ("tokenizer.json", lambda d: d.update(model={"vocab": {}})),
-        ("tokenizer.json", lambda d: d.update(model=[])),
+        ("config.json", lambda d: d.update(hidden_size=128), "hidden_size is 128, not 64"),
+        ("config.json", lambda d: d.update(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
+        ("config.json", lambda d: d.update(num_attention_heads=4), "num_attention_heads is 4, not"),
+        ("config.json", lambda d: d.update(rope_theta=1e6), "rope_theta is 1000000.0, not 10000.0"),
+        ("config.json", lambda d: d.update(rms_norm_eps=1e-5), "rms_norm_eps is 1e-05, not 1e-06"),
+        (
+            "config.json",
+            lambda d: d.update(tie_word_embeddings=True),
+            "embeddings is True",
+        ),
+        ("config.json", lambda d: d.update(model_type="llama"), "model_type is 'llama'"),
+        ("config.json", lambda d: d.pop("vocab_size"), "vocab_size is None, not 115"),
+        ("training.json", lambda d: d["config"].update(n_embd=128), "hidden_size is 64, not 128"),
+        ("training.json", lambda d: d["config"].update(n_embd="many"), "n_embd='many'"),
+        ("training.json", lambda d: d["config"].update(block_size=64), "embeddings is 32, not 64"),
+        ("training.json", lambda d: d.update(config=[]), "training.json .*config: must be an obj"),
+        ("training.json", lambda d: d.pop("config"), "training.json .*config: Field required"),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].pop("a"), "tokenizer.json lacks an id"),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a=10_000), "lacks an id, or has"),
+        (
+            "tokenizer.json",
+            lambda d: d["model"]["vocab"].update(a=d["model"]["vocab"]["b"]),
+            "tokenizer.json lacks an id, or has one twice",
+        ),
+        ("tokenizer.json", lambda d: d["model"]["vocab"].update(a="b"), "tokenizer.json cannot be"),
+        ("tokenizer.json", lambda d: d.update(model={"vocab": {"ab": 0}}), "tokenizer.json cannot"),
+        (
+            "tokenizer.json",
+            lambda d: d.update(model={"vocab": {}}),
+            "tokenizer.json cannot be read",
+        ),
+        ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json cannot be read"),
     ],
 )
-def test_documents_that_disagree_are_a_format_error(copied: Path, name: str, change: Any) -> None:
+def test_documents_that_disagree_are_a_format_error(
+    copied: Path, name: str, change: Any, said: str
+) -> None:
     change_json(copied, name, change)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=said):
         load_artefact(copied)
 
 
@@ -755,8 +769,11 @@ def test_an_invalid_file_of_a_model_is_a_format_error(
     (copied / name).unlink()
     if content is not None:
         (copied / name).write_bytes(content)
-    with pytest.raises(FormatError):
+        train.write_sums(copied)
+    with pytest.raises(FormatError) as caught:
         load_artefact(copied)
+    assert name in str(caught.value)
+    assert "SHA" not in str(caught.value)
 
 
 def test_an_added_recipe_hyperparameter_is_accepted(copied: Path) -> None:

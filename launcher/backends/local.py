@@ -301,11 +301,11 @@ class LocalBackend:
             description = self.describe(job_id)
             ended = description is None or not description.is_running
             if path.exists():
-                with open_file(path) as file:  # the end may be inside a character
+                with storage.reported(str(path)), open_file(path) as file:
                     file.seek(position)
                     pending += file.read()
                     position = file.tell()
-                *lines, pending = pending.split(b"\n")
+                *lines, pending = pending.split(b"\n")  # its end may be inside a character
                 for line in lines:
                     yield line.decode("utf-8", errors="replace")
             if ended or not follow:
