@@ -108,7 +108,7 @@ def test_light_commands_import_no_torch_aws_or_extra(
     shutil.copytree(finished.home, home)
     said = words.format(job=finished.job_id, text=text_file).split()
     loaded = modules_after(f"from launcher.cli import run\nassert run({said}) == 0", home)
-    extras = {"altair", "vl_convert", "tensorboard", "mlflow", "gguf"}
+    extras = {"altair", "vl_convert", "tensorboard", "mlflow"}
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
 
 
@@ -257,7 +257,6 @@ def test_wrong_arguments_name_the_help_to_read(
                     "": ["jobs"],
                     "fetch-and-sample": ["some-job"],
                     "track": ["some-job"],
-                    "export": ["some-job", "--to", "x"],
                 }.get(command, [])
             ]
         ],

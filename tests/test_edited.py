@@ -162,15 +162,6 @@ def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(directory)
 
 
-def test_a_model_that_is_not_qwen3_is_not_for_export(
-    edited: Finished, cli: Callable[..., Ran]
-) -> None:
-    ran = cli("export", edited.job_id, "--to", "sub/out")
-    assert ran.code == 2
-    assert ran.error.startswith("the model's architecture is that of an edited script: not Qwen3")
-    assert not Path("sub").exists()
-
-
 def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
     directory = edited.directory / "hosts/algo-1/model"
     script = (edited.directory / "code/train.py").read_bytes()

@@ -14,7 +14,6 @@ from test_docs import ROOT, shown_commands
 PAGES = (
     "README",
     "docs/changing-the-model",
-    "docs/export",
     "docs/fine-tuning",
     "docs/hyperparameters",
     "docs/report",
@@ -26,7 +25,7 @@ PAGES = (
 # AWS, servers, compilers, and models of gigabytes have tests of their own.
 ELSEWHERE = {
     *("doctor", "infra", "ml.g5.12xlarge", "play", "--interactive", "--mlflow"),
-    *("compile=on", "gguf", "./Qwen3-0.6B"),
+    *("compile=on", "./Qwen3-0.6B"),
 }
 
 

@@ -21,7 +21,6 @@ from typing import NoReturn
 import click
 
 from launcher.cli.doctor import doctor_command
-from launcher.cli.export import export_command
 from launcher.cli.housekeeping import delete_command, du_command
 from launcher.cli.infra import infra_group
 from launcher.cli.jobs import (
@@ -59,7 +58,7 @@ COMMANDS = {
         delete_command,
         du_command,
     ],
-    "Models": [fetch_and_sample_command, play_command, export_command],
+    "Models": [fetch_and_sample_command, play_command],
     "Reports": [report_command, track_command],
     "AWS account": [infra_group, doctor_command],
 }
