@@ -11,15 +11,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from launcher.documents import Damaged, Number, parse
 
-Row = dict[str, Number]  # a line of metrics.jsonl
+Name = Annotated[str, Field(pattern=r"^[\w./-]{1,64}$")]  # it reaches the terminal
+Row = dict[Name, Number]  # a line of metrics.jsonl
 LARGEST_CURVE = 1 << 26  # bytes: half a million rows
 
-LINE = re.compile(r"step=(\d+)/\d+ ((?:[a-z_]+=\S+ ?)+)$")
-VALUE = re.compile(r"([a-z_]+)=(\d+(?:\.\d+)?)(?!\S)")
+LONGEST_LINE = 1000  # characters of a log's line that may be a row
+LINE = re.compile(r"step=(\d{1,18})/\d+ ([a-z_]+=\S+(?: [a-z_]+=\S+)*) ?$")
+VALUE = re.compile(r"([a-z_]+)=(\d{1,18}(?:\.\d+)?)(?!\S)")
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,19 @@ class Curve:
 
 
 def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
-    """Rows from the lines of metrics.jsonl; skips an incomplete line."""
+    """Rows from the lines of metrics.jsonl; skips an incomplete line, and one without a step."""
     rows = []
     for line in lines:
         with suppress(Damaged):
             rows.append(parse(line, Row, name))
-    return in_order(row for row in rows if "step" in row)
+    return in_order(row for row in rows if type(row.get("step")) is int)
 
 
 def rows_of_log(lines: Iterable[str]) -> list[Row]:
     """Rows from the lines of a log, whose values have fewer digits than those of the file."""
     rows: list[Row] = []
     for line in lines:
-        if found := LINE.search(line):
+        if found := LINE.search(line[-LONGEST_LINE:]):
             values: Row = {name: float(value) for name, value in VALUE.findall(found[2])}
             rows.append({"step": int(found[1]), **values})
     return in_order(rows)

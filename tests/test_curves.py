@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,26 @@ def test_rows_that_a_resumed_run_repeats_count_once() -> None:
 
 def test_a_line_that_only_resembles_a_row_is_ignored() -> None:
     assert rows_of_log(["| step=5/10 and more", "step=5/10", "step=x/10 train_loss=1"]) == []
+
+
+def test_a_hostile_line_of_a_log_takes_no_time() -> None:
+    for line in ("step=1/9 " + "a=a" * 24 + "  ", "step=1/9 " * 40_000 + "!"):
+        started = time.process_time()
+        assert rows_of_log([line, f"step={'9' * 5000}/9 val_loss=1"]) == []
+        assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    "row", [{"step": 7.5}, {"step": 7, "\x1b[2J": 1}, {"step": 7, "a" * 99: 1}]
+)
+def test_an_odd_row_of_a_curve_is_left_out(
+    job: Finished, cli: Callable[..., Ran], row: dict[str, Any]
+) -> None:
+    before = cli("metrics", job.job_id).out
+    with (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert cli("metrics", job.job_id).out == before
+    assert cli("jobs").code == 0
 
 
 def test_samples_are_the_marked_lines_of_the_log() -> None:
