@@ -2295,7 +2295,7 @@ class Tokenizer:
             if size > MOST_IDS:
                 raise DataError(f"tokenizer.json has ids up to {size}")
             self.words = [b"" if id in special else words.get(id, b"") for id in range(size)]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"tokenizer.json cannot be read: {error!r}") from None
         ends = [id for id, content in special.items() if content == end_of_text]
         if end_of_text is not None and not ends:

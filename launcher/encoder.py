@@ -35,6 +35,17 @@ ASCII_WORD = re.compile(
     r"'(?:[sdmt]|ll|ve|re)| ?(?:[a-zA-Z]+|[0-9]+|[^\sa-zA-Z0-9]+)|\s+(?!\S)|\s+", re.ASCII
 )
 LINE = re.compile(r"(?<=\S\n)(?=\S)")  # a cut that leaves the words as they are
+# The expressions by which tokenizers split a text: ours of characters, and those of GPT-2, Llama 3
+# and Qwen.
+PATTERNS = (
+    r"[\s\S]",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    *(
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")
+    ),
+)
 REMEMBERED = 1 << 27  # bytes of words and their ids
 
 
@@ -55,16 +66,36 @@ def strange() -> re.Pattern[str]:
 
 
 def load_words(content: str) -> Tokenizer:
-    """The library's tokenizer, which encodes special tokens in a text as ordinary text."""
+    """The library's tokenizer, which encodes special tokens in a text as ordinary text.
+
+    It gets only what encodes, and of that only what published tokenizers of BPE over bytes have:
+    other parts of a stranger's file can abort the process, or take any time and memory.
+
+    Raises:
+        InputError: the file has other parts.
+    """
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(content)
+        document = json.loads(content)
+        before, model = document["pre_tokenizer"], document["model"]
+        steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+        if (found := document["normalizer"]) not in (None, {"type": "NFC"}):
+            raise ValueError(f"has a normalizer, {found['type']}, that may change the text")
+        for step in steps:
+            known = step["pattern"]["Regex"] in PATTERNS if step["type"] == "Split" else True
+            if step["type"] not in ("ByteLevel", "Digits", "Split") or not known:
+                raise ValueError(f"splits text in an unknown way: {json.dumps(step)}")
+        kept = ("type", "vocab", "merges", "ignore_merges", "unk_token")
+        plain = {
+            "version": "1.0",
+            **{name: document[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")},
+            "model": {name: model[name] for name in kept if model.get(name) is not None},
+        }
+        tokenizer = Tokenizer.from_str(json.dumps(plain))
     except Exception as error:  # the library raises no class of its own
         raise InputError(f"tokenizer.json: {error}") from None
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 

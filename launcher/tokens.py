@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +34,7 @@ from entry_point import train
 from launcher import documents as door
 from launcher.backends.cpu import cores
 from launcher.documents import read_text
-from launcher.encoder import Batch, encoded
+from launcher.encoder import Batch, encoded, load_words
 from launcher.errors import InputError
 from launcher.model import LARGEST_TOKENIZER
 from launcher.storage import Progress, expect
@@ -49,6 +49,7 @@ COMPRESSIONS = ("", ".gz", ".zst")
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+LONGEST_LINE = 1 << 26  # bytes: a document of *.jsonl is in memory as a whole
 PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
 BATCH = 1 << 20  # characters encoded at once
 PARALLEL_FROM = 1 << 25  # bytes: to start processes takes a second
@@ -133,7 +134,12 @@ def pieces_of(path: Path) -> Iterator[str]:
 
 def lines_of(path: Path) -> Iterator[Iterator[str]]:
     with opened(path) as file:
-        for number, line in enumerate(file, 1):
+        for number in count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise InputError(f"{path}:{number}: the line is longer than 64 MiB; split it")
             if line.isspace():
                 continue
             text = text_of(line.rstrip(), f"{path}:{number}")
@@ -206,18 +212,22 @@ def open_words(path: Path) -> Words:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = door.read_file(file, LARGEST_TOKENIZER).decode()
-        document = json.loads(content)
+        content = door.read_file(file, LARGEST_TOKENIZER)
+        document = door.parse(content, dict[str, Any], file)
         end = configured_end(file.with_name("tokenizer_config.json"))
         contents = [token["content"] for token in document["added_tokens"] if token["special"]]
         if end is None:
             end = next((name for name in KNOWN_ENDS if name in contents), None)
-        words = Words(content, end)
+        if "type" not in document["model"]:  # as in GPT-2's own file
+            document["model"]["type"] = "BPE"
+            content = json.dumps(document).encode()
+        words = Words(content.decode(), end)
         if words.tokenizer.unit == "tokens" and end is None:
             raise InputError(
                 f"{file}: it has no token for the end of a text; name one as eos_token in"
                 " tokenizer_config.json beside it"
             )
+        load_words(words.content)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
     except (train.DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
