@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # unpacks to much more is no model.
 LARGEST_RATIO = 20
 RATIO_FREE_BYTES = 1 << 26
+# What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
+NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, IndexError)
 LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
 
 
@@ -224,7 +226,7 @@ def extract(archive: Path, target: Path, uri: str) -> None:
                     shutil.copyfileobj(source, out)
             while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
                 pass
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, RecursionError) as error:
+    except (*NOT_TAR, RecursionError) as error:
         raise ServiceError(f"{uri} is damaged: {error}") from None
     except (FileExistsError, NotADirectoryError):
         raise ServiceError(

@@ -390,11 +390,9 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
         else:
             below = os.walk(root, onerror=raise_error)  # rglob would skip unreadable directories
             files = sorted(Path(place, name) for place, _, names in below for name in names)
-            found = [
-                (path.relative_to(root).as_posix(), path)
-                for path in files
-                if wanted(path) and path.is_file()
-            ]
+            found = [(path.relative_to(root).as_posix(), path) for path in files if wanted(path)]
+            for path in (path for _, path in found if not path.is_file()):
+                raise InputError(f"{path}: not a file, or a broken link; delete it")
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
     if not found:

@@ -89,6 +89,13 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=without_waiting)
 
 
+def check_regular(directory: Path) -> None:
+    """Raise InputError if a directory that a run will read has a named pipe, or a device."""
+    for path in directory.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InputError(f"{path}: not a regular file")
+
+
 def read_file(path: Path, largest: int = LARGEST) -> bytes:
     """Read a regular file of at most `largest` bytes. Raises OSError."""
     with open_file(path) as file:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -298,7 +299,9 @@ def load_script(file: Path, source: bytes) -> ModuleType:
     """
     module = ModuleType(f"user_train_{hashlib.sha256(source).hexdigest()[:12]}")
     module.__file__ = str(file)
+    leave = os._exit
     try:
+        os._exit = sys.exit  # else a script could end the launcher without a word
         sys.modules[module.__name__] = module  # dataclasses need it there
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
@@ -316,6 +319,8 @@ def load_script(file: Path, source: bytes) -> ModuleType:
         raise
     except BaseException as error:  # also SystemExit
         raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
+    finally:
+        os._exit = leave
     return module
 
 

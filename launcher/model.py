@@ -25,7 +25,7 @@ from torch import Tensor
 
 from entry_point import train
 from entry_point.train import GPT, CheckpointError, Config, ConfigError, FormatError
-from launcher.documents import Count, Damaged, Document, Scalar, parse, read_file
+from launcher.documents import Count, Damaged, Document, Scalar, open_file, parse, read_file
 from launcher.errors import InputError
 from launcher.job import load_script
 
@@ -157,7 +157,7 @@ def check_sums(directory: Path) -> None:
     lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in train.MODEL_FILES:
-        with (directory / name).open("rb") as file:
+        with open_file(directory / name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sums.get(name):
                 raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
 

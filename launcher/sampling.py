@@ -76,7 +76,7 @@ def stream_samples(
     """
     for name, value, good, allowed in (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("num_samples", num_samples, num_samples >= 1, "at least 1"),
+        ("num_samples", num_samples, 1 <= num_samples <= 10_000, "from 1 to 10,000"),
         ("temperature", temperature, 0 <= temperature < float("inf"), "a number, at least 0"),
         ("top_k", top_k, top_k >= 0, "at least 0 (0: all)"),
         ("top_p", top_p, 0 < top_p <= 1, "over 0 and at most 1"),
@@ -114,7 +114,7 @@ def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
     if unknown := sorted(set(prompt) - set(known)):
         raise InputError(
             "the prompt has characters that the model has never seen:"
-            f" {', '.join(map(repr, unknown))}"
+            f" {', '.join(map(repr, unknown[:20]))}"
         )
     return [known[character] for character in prompt]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher import corpus, storage
+from launcher.documents import check_regular
 from launcher.errors import InputError
 from launcher.job import TrainingJob
 from launcher.settings import Settings
@@ -46,6 +47,7 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
         return
     path = storage.path_of(named)
     if path.is_dir():
+        check_regular(path)
         yield path, None
         return
     if path.exists() or "/" in named:

@@ -21,6 +21,7 @@ from launcher.aws.instances import has_local_storage, log_instance, looks_like_g
 from launcher.aws.stack import with_stack
 from launcher.backends import Backend
 from launcher.backends.sagemaker import SageMakerBackend
+from launcher.documents import check_regular
 from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, load_settings
@@ -302,6 +303,8 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
     known = corpus.find_upload(uri, settings)
     if known is None and corpus.read_manifest(uri, settings) is not None:
         raise InputError(f"{location}: a file of this upload is missing; upload the text again")
+    if known is not None and path is not None:
+        check_regular(path)
     if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:

@@ -22,6 +22,7 @@ from typing import Any
 import launching
 import pytest
 from launching import Finished, Ran
+from test_documents import cut_sparse_header
 
 from entry_point import train
 from launcher import ServiceError, artefacts, describe, fetch_model
@@ -215,6 +216,11 @@ def test_a_sparse_file_is_refused(job: Finished, cli: Callable[..., Ran]) -> Non
             tar.addfile(member, io.BytesIO(content))
         tar.addfile(sparse)
     assert "not a regular file" in refused(job, cli)
+
+
+def test_a_sparse_header_that_is_cut_off_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:
+    archive_of(job).write_bytes(gzip.compress(cut_sparse_header()))
+    assert "is damaged" in refused(job, cli)
 
 
 def test_the_same_name_twice_is_refused(job: Finished, cli: Callable[..., Ran]) -> None:

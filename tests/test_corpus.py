@@ -131,6 +131,15 @@ def test_a_text_given_as_a_path_is_refused_in_few_words(
     assert launching.tree(home) == set()
 
 
+def test_a_broken_link_to_a_text_is_named(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/open.txt").write_text("To be, or not to be. " * 100)
+    (tmp_path / "texts/gone.txt").symlink_to("nowhere")
+    ran = cli("upload-data", "texts")
+    assert ran.code == 2
+    assert "gone.txt: not a file, or a broken link" in ran.error
+
+
 @pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
 def test_a_subdirectory_that_cannot_be_read_is_named(
     words: list[str],

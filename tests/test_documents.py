@@ -5,11 +5,13 @@ Hypothesis puts hostile values in place of each part of a good document.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import shutil
 import socket
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,7 @@ from launcher.aws.prices import Prices
 from launcher.aws.quotas import Listed
 from launcher.aws.stack import remembered
 from launcher.backends.local import LocalBackend
+from launcher.backends.sagemaker import read_script
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.documents import LARGEST, open_file, parse, read_toml
@@ -349,6 +352,27 @@ def test_a_launch_refuses_special_files(
     assert name in ran.error
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
+def test_a_model_with_a_special_file_is_refused(
+    odd_file: Callable[[Path], None], tmp_path: Path, cli: Callable[..., Ran], name: str
+) -> None:
+    trained = {"script_sha256": train.script_sha256(), "corpus_sha256": "0" * 64, "step": 1}
+    train.write_artefact(tmp_path / "model", lively(), tokenizer_of(VOCABULARY), trained)
+    odd_file(tmp_path / "model" / name)
+    for words in (("launch", "--instance", "local", "--init-from"), ("fetch-and-sample",)):
+        ran = cli(*words, str(tmp_path / "model"))
+        assert ran.code == (2 if words[0] == "launch" else 1)
+        assert name in ran.error
+
+
+def test_tokens_with_a_named_pipe_are_refused(home: Path, upload: corpus.Upload) -> None:
+    directory, manifest = storage.path_of(upload.uri[7:]), Path(f"{upload.uri[7:]}.json")
+    os.mkfifo(directory / "meta.json")
+    manifest.write_text(json.dumps({**read(manifest), "files": [*upload.files, "meta.json"]}))
+    with pytest.raises(InputError, match=r"meta\.json: not a regular file"):
+        find_channel(upload.uri, settings_of(home))
+
+
 @pytest.mark.parametrize(
     ("name", "logs", "sample"),
     [
@@ -392,12 +416,44 @@ def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
 # -- scripts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leaves", ["SystemExit(0)", "GeneratorExit", "BaseException('gone')"])
+@pytest.mark.parametrize(
+    "leaves",
+    ["SystemExit(0)", "GeneratorExit", "BaseException('gone')", "__import__('os')._exit(0)"],
+)
 def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"raise {leaves}")
     with pytest.raises(InputError, match="cannot be imported"):
         load_script(file, file.read_bytes())
+
+
+LINK = tarfile.TarInfo("train.py")
+LINK.type, LINK.linkname = tarfile.SYMTYPE, "train.py"
+
+
+def cut_sparse_header() -> bytes:
+    """A tar whose only header says that its list of holes goes on, and ends there."""
+    header = bytearray(tarfile.TarInfo("train.py").tobuf(tarfile.GNU_FORMAT))
+    header[156], header[482] = ord("S"), 1
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(header))[0]
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    ("tar", "reason"),
+    [
+        (bytes(1 << 25), "larger than 4 MiB"),
+        (LINK.tobuf(), "not a regular file"),
+        (cut_sparse_header(), "index out of range"),
+        (b"nothing", "train.py"),
+    ],
+)
+def test_a_hostile_archive_of_a_script_is_refused(
+    home: Path, tmp_path: Path, tar: bytes, reason: str
+) -> None:
+    (tmp_path / "sourcedir.tar.gz").write_bytes(gzip.compress(tar))
+    with pytest.raises(ServiceError, match=reason):
+        read_script(str(tmp_path / "sourcedir.tar.gz"), settings_of(home))
 
 
 # -- what is said ---------------------------------------------------------------------------------

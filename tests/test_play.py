@@ -27,6 +27,9 @@ from launcher.play import Player, Token, listen, make_server, until
 __all__ = ["generate"]  # the plain loop of Edited, which is looked for here
 
 LETTERS = "\nabcdefghi "  # as many as the small models have
+TWENTY = "the prompt has characters that the model has never seen: " + ", ".join(
+    repr(chr(code)) for code in range(1000, 1020)
+)
 WISH: dict[str, Any] = dict(
     prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
 )
@@ -187,6 +190,7 @@ def test_an_edited_model_gives_no_probabilities(site: Site) -> None:
         ({"max_new_tokens": ""}, "max_new_tokens: must be a valid integer"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
         ({"top_p": 2}, "top_p=2.0: must be over 0 and at most 1"),
+        ({"prompt": "".join(map(chr, range(1000, 9000)))}, TWENTY),
         ({"prompt": "A"}, "the prompt has characters that the model has never seen: 'A'"),
     ],
 )

@@ -144,6 +144,8 @@ def test_the_library_refuses_a_number_out_of_its_range(job: Finished) -> None:
     model, vocabulary = load_model(fetch_model(job.job_id))
     with pytest.raises(InputError, match=r"top_p=2\.0: must be over 0 and at most 1"):
         stream_samples(model, vocabulary, top_p=2.0)
+    with pytest.raises(InputError, match="num_samples=1000000000: must be from 1 to 10,000"):
+        stream_samples(model, vocabulary, num_samples=10**9)
 
 
 def test_text_streams_as_it_is_made(job: Finished) -> None:

@@ -45,6 +45,7 @@ from launcher.aws.session import (
 from launcher.aws.stack import remembered
 from launcher.backends.toolkit import script_lines
 from launcher.curves import LARGEST_CURVE, Row, rows_of_file, rows_of_log
+from launcher.documents import LARGEST, check_size
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
     RUNNING,
@@ -583,11 +584,15 @@ def read_script(archive: str, settings: Settings) -> bytes:
     if content is None:
         raise ServiceError(f"{archive} is missing; give the script with --entry-point")
     try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            file = tar.extractfile("train.py")
-            assert file is not None
+        with gzip.open(io.BytesIO(content)) as packed:
+            plain = check_size(packed.read(2 * LARGEST + 1), 2 * LARGEST)
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
+            member = tar.getmember("train.py")
+            file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+            if file is None:
+                raise tarfile.ReadError("it is not a regular file")
             return file.read()
-    except (tarfile.TarError, zlib.error, EOFError, OSError, KeyError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError, LookupError) as error:
         raise ServiceError(
             f"{archive}: cannot read train.py from it ({error}); give the script with --entry-point"
         ) from None
