@@ -201,8 +201,13 @@ def send_tokens(
     if words is None:
         logger.info(f"tokenizer: learning {vocab_size:,} tokens")
         words = tokens.learn_words(files, vocab_size)
-    settings.cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tokens-", dir=settings.cache_dir) as temporary:
+    cache = settings.cache_dir
+    with storage.reported(str(cache)):
+        cache.mkdir(parents=True, exist_ok=True)
+    with (
+        storage.reported(str(cache)),
+        tempfile.TemporaryDirectory(prefix="tokens-", dir=cache) as temporary,
+    ):
         directory = Path(temporary)
         made = tokens.encode(files, source, words, directory, progress)
         logger.info(f"tokenizer: {made.train:,} tokens to train on, {made.val:,} to validate on")

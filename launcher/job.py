@@ -301,7 +301,7 @@ def load_script(file: Path, source: bytes) -> ModuleType:
     module.__file__ = str(file)
     leave = os._exit
     try:
-        os._exit = sys.exit  # else a script could end the launcher without a word
+        os._exit = sys.exit  # type: ignore[assignment]  # which would end us without a word
         sys.modules[module.__name__] = module  # dataclasses need it there
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)

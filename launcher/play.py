@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,7 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from entry_point.train import GPT, Tokenizer
@@ -42,6 +43,7 @@ from launcher.sampling import is_edited, stream_samples
 
 PAGE = Path(__file__).with_name("play.html")
 MOST_LIKELY = 5
+UNREAD = 10.0  # seconds that a text waits for its reader until it ends
 TURN = 0.03  # seconds; at most this, or one token, passes until the server looks at requests
 
 
@@ -159,15 +161,19 @@ def turn(tokens: Iterator[Token]) -> list[Token]:
 
 
 class Queued(StreamingResponse):
-    """Lines that wait for a lock, and hold it until they or their reader end."""
+    """Lines that wait for a lock, and hold it until they end, or nobody reads them."""
 
     def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock) -> None:
         super().__init__(lines, media_type="application/x-ndjson")
         self.lock = lock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def impatient(message: Message) -> None:
+            await asyncio.wait_for(send(message), UNREAD)
+
         async with self.lock:
-            await super().__call__(scope, receive, send)
+            with suppress(TimeoutError):
+                await super().__call__(scope, receive, impatient)
 
 
 def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
@@ -246,11 +252,13 @@ def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
 def listen(port: int) -> socket.socket:
     """Listen on loopback; port 0 takes a free one. Raises InputError if the port is taken."""
     try:
-        return socket.create_server(("127.0.0.1", port))
+        listener = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise InputError(
             f"--port {port}: {error.strerror}; leave it out to take a free one"
         ) from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections too
+    return listener
 
 
 def make_server(players: Sequence[Player], port: int, token: str) -> uvicorn.Server:
@@ -268,6 +276,9 @@ def make_server(players: Sequence[Player], port: int, token: str) -> uvicorn.Ser
             timeout_graceful_shutdown=0,
         )
     )
-    # It logs the generations that Ctrl-C cancels as errors.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
+    # It logs as errors the generations that Ctrl-C cancels, and those that nobody reads.
+    unread = "ASGI callable returned without completing response."
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not server.should_exit and record.getMessage() != unread
+    )
     return server

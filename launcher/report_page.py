@@ -1,4 +1,4 @@
-"""The page of a report, and its main plot as PNG. Called by the command `report`.
+"""The page of a report. Called by the command `report`.
 
 The page is report.html. Its plots are Vega-Lite, written by Altair. The JavaScript that draws them
 is part of the page, and interprets their expressions, so the page needs neither a request nor
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -134,15 +132,11 @@ def styles(report: Report) -> list[tuple[str, str, list[int]]]:
     ]
 
 
-def line_plot(
-    report: Report, y: str, title: str, series: Sequence[str], legend: bool = False
-) -> dict[str, Any]:
+def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict[str, Any]:
     """A line for each run and series. The page shows the values of the point near the pointer."""
     import altair as alt
 
     labels, colors, dashes = zip(*styles(report), strict=True)
-    columns = 2 if max(map(len, labels)) > 34 else 3
-    shown = alt.Legend(title=None, orient="top", columns=columns, symbolType="stroke")
     scale = alt.Scale(domain=labels, range=colors)
     base = alt.Chart(alt.NamedData("points")).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(format=",.0f"), scale=alt.Scale(nice=False)),
@@ -152,7 +146,7 @@ def line_plot(
             axis=alt.Axis(format="~s") if y == "speed" else alt.Axis(),
             scale=alt.Scale(zero=y == "speed"),
         ),
-        color=alt.Color("color:N", scale=scale, legend=shown if legend else None),
+        color=alt.Color("color:N", scale=scale, legend=None),
     )
     if len(labels) > len(PALETTE) + 1:
         dash = alt.Scale(domain=labels, range=dashes)
@@ -193,7 +187,10 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
         .mark_point(filled=True, size=110, opacity=1)
         .encode(
             x=alt.X(
-                f"{name}:Q", axis=alt.Axis(values=values, format="~g", grid=True), scale=scale
+                field=name,  # "x:Q" would be read as a type
+                type="quantitative",
+                axis=alt.Axis(values=values, format="~g", grid=True),
+                scale=scale,
             ).title(name),
             y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
             color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
@@ -224,30 +221,6 @@ def finished(chart: Any) -> dict[str, Any]:
         "axisY": {**above, "domain": False, "ticks": False, "tickCount": 5, "minExtent": 40},
     }
     return {**spec, "width": "container", "padding": {"left": 0, "right": 8, "top": 5, "bottom": 5}}
-
-
-def png(report: Report) -> bytes:
-    """The plot of the losses, 1920 x 1080 pixels, for a slide."""
-    import vl_convert
-
-    spec = line_plot(report, "drawn", report.unit, list(SERIES), legend=True)
-    spec["datasets"] = {"points": list(points(report))}
-    spec |= {"width": 960, "height": 540, "padding": 28}
-    spec["autosize"] = {"type": "fit", "contains": "padding"}
-    words = "thick lines: validation; thin lines: training" if len(report.runs) > 1 else ""
-    spec["title"] = {"text": report.title, "subtitle": words, "anchor": "start", "offset": 12}
-    legend = {"labelFontSize": 14, "labelLimit": 420, "symbolStrokeWidth": 3, "offset": 12}
-    axis = {"labelFontSize": 14, "titleFontSize": 14, "titlePadding": 12}
-    sub = {"subtitleColor": "var(--muted)", "subtitleFontSize": 14, "subtitlePadding": 6}
-    spec["config"] |= {
-        "background": "var(--paper)",
-        "title": {"color": "var(--ink)", "fontSize": 20, **sub},
-        "legend": {**legend, "labelColor": "var(--ink)"},
-        "axis": {**spec["config"]["axis"], **axis},
-        "axisY": {"domain": False, "ticks": False, "tickCount": 6},
-    }
-    text = re.sub(r"var\(--([\w-]+)\)", lambda found: LIGHT[found[1]], json.dumps(spec))
-    return bytes(vl_convert.vegalite_to_png(text, vl_version=vega_lite(), scale=2))
 
 
 # -- the page --------------------------------------------------------------------------------------

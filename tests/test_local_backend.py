@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -481,6 +482,16 @@ def test_a_job_that_cannot_be_written_leaves_nothing(
     assert ran.error.startswith(f"{home / 'jobs'}")
     assert "No space left on device, so the job was not started; " in ran.error
     assert list((home / "jobs").iterdir()) == before
+
+
+def test_a_full_disk_names_the_archive(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("launcher.backends.local_runner.tarfile.open", Mock(side_effect=full))
+    reason = run_job(tmp_path, text_file, "model.touch()")["reason"]
+    assert reason.startswith("ServiceError: ")
+    assert "output/model.tar.gz: this machine's disk is full" in reason
 
 
 def test_a_failed_rank_ends_an_earlier_rank_that_waits(tmp_path: Path, text_file: Path) -> None:

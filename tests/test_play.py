@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,12 @@ class Site:
     players: list[Player]
 
     def connect(self, path: str, body: dict[str, Any] | None = None, **changes: Any) -> Any:
-        """The answer to a request, which is a POST if it has a body."""
+        """The answer to a request, which is a POST if it has a body; the connection if it waits."""
         path = f"{path}?token={changes.get('token', 'secret')}"
         headers = {"Host": changes["host"]} if "host" in changes else {}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET" if body is None else "POST", path, json.dumps(body), headers)
-        return connection.getresponse()
+        return closing(connection) if changes.get("waits") else connection.getresponse()
 
     def tokens(self, number: int = 0, **wish: Any) -> list[dict[str, Any]]:
         answer = self.connect(f"/generate/{number}", {**WISH, **wish})
@@ -235,6 +236,14 @@ def test_a_reader_that_leaves_ends_the_generation(site: Site) -> None:
     assert len(site.text()) == 40  # it would wait for the other one
 
 
+def test_a_reader_that_reads_nothing_blocks_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.play.UNREAD", 0.5)
+    with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}, waits=True):
+        assert len(site.text()) == 40
+
+
 def test_two_models_generate_at_the_same_time(site: Site) -> None:
     with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}) as answer:
         assert site.text(1) == expected(site.players[1])
@@ -262,12 +271,17 @@ def test_a_job_is_played_until_ctrl_c(job: Finished) -> None:
             job.job_id, "The ", 40, temperature=0
         ) * 2
         endless = {**WISH, "prompt": "The ", "max_new_tokens": 10**9}
-        with site.connect("/generate/0", endless, token=found[2]) as answer:
+        with (
+            site.connect("/generate/0", endless, token=found[2]) as answer,
+            site.connect("/generate/0", endless, token=found[2], waits=True),
+        ):
             assert answer.readline()
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
         assert process.stdout.read() == ""
-        assert process.stderr.read().splitlines()[-1] == "ended"
+        told = process.stderr.read()
+        assert "Traceback" not in told
+        assert told.splitlines()[-1] == "ended"
 
 
 def test_a_model_that_is_not_there_is_told(cli: Callable[..., Ran]) -> None:

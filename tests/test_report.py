@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import html
 import json
+import os
 import re
 import shutil
 import sys
@@ -88,6 +89,11 @@ def test_a_hostile_sample_is_inert(job: Finished, text_of: Callable[..., str]) -
     text = text_of(job.job_id)
     assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in text
     assert "<img" not in re.sub(r"(?s)<script>.*?</script>", "", text)
+
+
+def test_a_hyperparameter_may_have_any_name() -> None:
+    runs = [made_up(f"run-{n}", "characters", n, n, **{"x:Q": n}) for n in (1, 2, 3)]
+    assert '<div id="by-x:Q"' in page(compare(runs))
 
 
 def test_a_hostile_name_is_inert_in_the_data() -> None:
@@ -185,12 +191,17 @@ def test_a_running_job_is_reported_so_far(job: Finished, text_of: Callable[..., 
     assert "is still running: this report shows its first 10 of 10 steps." in text
 
 
-def test_the_png_is_made_for_a_slide(job: Finished, cli: Callable[..., Ran]) -> None:
-    ran = cli("report", "latest", "-o", "page.html", "--png", "plot.png")
-    assert ran.out == "page.html\n"
-    head = Path("plot.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(head[16:20]), int.from_bytes(head[20:])) == (1920, 1080)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_only_a_regular_file_is_replaced(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "there").write_text("mine")
+    os.mkfifo("pipe")
+    Path("link").symlink_to("there")
+    ran = cli("report", job.job_id, "-o", kind)
+    assert (ran.code, ran.error.partition(":")[0]) == (2, kind)
+    assert Path("link").is_symlink()
+    assert Path("pipe").is_fifo()
 
 
 def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:

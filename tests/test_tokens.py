@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
+import os
 import random
 import shutil
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -506,6 +509,28 @@ def test_a_launch_refuses_tokens_that_lost_a_file(documents: Path, cli: Callable
     ran = cli("launch", "--instance", "local", "--data", uri)
     assert ran.code == 2
     assert ran.error == f"{uri}: a file of this upload is missing; upload the text again"
+
+
+@pytest.mark.parametrize(
+    ("failing", "code", "reason"),
+    [
+        ("launcher.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
+        ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_an_upload_that_cannot_write_names_the_directory(
+    documents: Path,
+    home: Path,
+    cli: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+    code: int,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
+    ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
+    assert ran.code == 1
+    assert ran.error.startswith(f"{home / 'cache'}: {reason}")
 
 
 # -- sampling --------------------------------------------------------------------------------------

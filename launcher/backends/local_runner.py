@@ -363,6 +363,7 @@ class LocalRun:
         for source, name in ((base / "model", "model"), (base / "output" / "data", "output")):
             target = self.directory / "output" / f"{name}.tar.gz"
             with (
+                storage.reported(str(target)),
                 storage.replacing(target) as file,
                 tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar,
             ):

@@ -21,13 +21,6 @@ from launcher.errors import InputError, ServiceError
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write (default: report-JOB-ID.html, or report-N-runs.html).",
 )
-@click.option(
-    "--png",
-    "png_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write the plot of the losses, for a slide.",
-)
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @click.pass_context
 def report_command(
@@ -35,7 +28,6 @@ def report_command(
     job_ids: tuple[str, ...],
     group: str | None,
     output: Path | None,
-    png_file: Path | None,
     opens: bool,
 ) -> None:
     """Write a report of jobs, or of a sweep, as one HTML file. Print its path.
@@ -43,13 +35,13 @@ def report_command(
     \b
     Example:
       sm-nanogpt report latest --open
-      sm-nanogpt report JOB-ID JOB-ID -o comparison.html --png comparison.png
+      sm-nanogpt report JOB-ID JOB-ID -o comparison.html
       sm-nanogpt report --group latest
     """
     from launcher.cli.sweep import jobs_of
     from launcher.report import compare, read_runs
-    from launcher.report_page import check_packages, page, png
-    from launcher.storage import write_bytes, write_text
+    from launcher.report_page import check_packages, page
+    from launcher.storage import write_text
     from launcher.tracking import list_jobs, metrics
 
     check_packages()
@@ -71,10 +63,9 @@ def report_command(
     several = len(report.runs) > 1
     what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
     output = output or Path(f"report-{what}.html")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise InputError(f"{output}: not a regular file; name another one with --output")
     write_text(str(output), page(report))
-    if png_file is not None:
-        write_bytes(str(png_file), png(report))
-        note(f"plot: {png_file}")
     click.echo(output)
     if opens:
         import webbrowser
