@@ -31,6 +31,7 @@ import launcher
 from entry_point import train
 from launcher import ServiceError, TrainingJob, storage
 from launcher import cli as commands
+from launcher.cli.options import presets_and_defaults
 from launcher.cli.show import byte_progress
 from launcher.job import LOCAL_FIELDS, option
 
@@ -558,8 +559,15 @@ def test_the_list_of_jobs_shows_the_best_loss(job: Finished, cli: Callable[..., 
     assert re.search(r" 2\.0000 +1\.5000 ", cli("jobs").out)
 
 
-def test_the_list_of_jobs_shows_model_and_data(job: Finished, cli: Callable[..., Ran]) -> None:
-    assert re.search(r" 1x32 +- +input-[0-9a-f]{12}\n", cli("jobs").out)
+def test_the_list_of_jobs_shows_data_preset_and_changes(
+    job: Finished, cli: Callable[..., Ran]
+) -> None:
+    assert re.search(r" - +input-[0-9a-f]{12}  cpu n_layer=1 n_embd=32 ", cli("jobs").out)
+    record = json.loads((job.directory / "job.json").read_text())
+    values = train.make_config({"dropout": 0.25, "max_steps": 7}, "laptop")
+    record["hyperparameters"] = dataclasses.asdict(values)
+    (job.directory / "job.json").write_text(json.dumps(record))
+    assert cli("jobs").out.endswith("  laptop dropout=0.25\n")
 
 
 def test_logs_print_the_output_of_the_run(job: Finished, cli: Callable[..., Ran]) -> None:
@@ -594,11 +602,37 @@ def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch: pytest.Mo
 # -- the same from Python -------------------------------------------------------------------------
 
 
-def test_a_shell_completes_commands(home: Path) -> None:
-    env = {"COMP_WORDS": "sm-nanogpt fe", "COMP_CWORD": "1"}
-    env["_SM_NANOGPT_COMPLETE"] = "bash_complete"
-    ran = launching.command(home=home, env=env)
-    assert (ran.code, ran.out) == (0, "plain,fetch-and-sample\n")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("fe", ["plain,fetch-and-sample"]),
+        ("logs la", ["plain,latest"]),
+        ("logs sm-", ["plain,sm-nanogpt-20260101-000000-abcdef-1"]),
+        ("stop --group sm-", ["plain,sm-nanogpt-20260101-000000-abcdef"]),
+        ("launch --preset la", ["plain,laptop"]),
+        ("launch --preset a", ["plain,auto"]),
+        ("launch --set n_l", ["plain,n_layer="]),
+        ("launch --sweep n_l", ["plain,n_layer="]),
+        ("launch --config here/my", ["file,here/my"]),
+        ("upload-data in", ["file,in"]),
+        ("fetch-and-sample ./mod", ["file,./mod"]),
+    ],
+)
+def test_a_shell_completes(
+    words: str, completed: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (home / "jobs/sm-nanogpt-20260101-000000-abcdef-1").mkdir(parents=True)
+    monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")
+    assert commands.run([]) == 0
+    assert capsys.readouterr().out.splitlines() == completed
+
+
+def test_defaults_are_read_without_torch() -> None:
+    presets, defaults = presets_and_defaults()
+    assert presets == train.PRESETS
+    assert train.Config(**defaults) == train.Config()
 
 
 def test_another_projects_entry_point_package_is_refused(home: Path) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import GROUP, JOB_ID, JSON, Command, complete_job, settings_of
+from launcher.cli.options import (
+    GROUP,
+    JOB_ID,
+    JSON,
+    Command,
+    complete_job,
+    presets_and_defaults,
+    settings_of,
+)
 from launcher.cli.show import (
     following,
     moment,
@@ -20,6 +28,7 @@ from launcher.cli.show import (
     print_curve,
     print_fields,
     print_json,
+    print_table,
     shown,
 )
 from launcher.cli.sweep import jobs_of, print_ranking
@@ -83,22 +92,34 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     if not found:
         note(f"no jobs yet: {settings.command('launch --instance local')}")
         return
-    width = max(len(d.job_id) for d in found)
-    row = (
-        f"{{:<{width}}} {{:<10}} {{:<18}} {{:<16}} {{:>11}} {{:>9}} {{:>9}} {{:>7}} {{:>10}}  {{}}"
-    )
-    heads = ("JOB-ID", "STATE", "INSTANCE", "CREATED", "STEP", "BEST LOSS", "BITS/BYTE")
-    click.echo(row.format(*heads, "MODEL", "COST", "DATA"))
+    heads = "JOB-ID,STATE,INSTANCE,STEP,BEST LOSS,BITS/BYTE,COST,DATA,SETTINGS"
+    rows = [heads.split(",")]
     for d in found:
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created))
         step, loss, bits = progress_words(d)
         instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
         cost = "-" if d.cost is None else usd(d.cost)
-        # layers x width
-        model = "{n_layer}x{n_embd}".format_map(defaultdict(lambda: "?", d.hyperparameters))
         data = d.data.rstrip("/").rpartition("/")[2]
-        cells = (d.job_id, d.status, instance, created, step, loss or "-", bits or "-")
-        click.echo(shown(row.format(*cells, model, cost, data)))
+        cells = [d.job_id, d.status, instance, step, loss or "-", bits or "-", cost, data]
+        rows.append([*cells, settings_words(d.hyperparameters)])
+    print_table(rows)
+
+
+def settings_words(values: Mapping[str, Any]) -> str:
+    """The nearest preset, and the hyperparameters that differ from it."""
+    presets, defaults = presets_and_defaults()
+    defaults = {**defaults, "learning_rate": 0.02}  # of Muon, which a default of 0 means
+    shown_elsewhere = ("max_steps", "device")
+
+    def changes(preset: str) -> list[str]:
+        base = {**values, **defaults, **presets[preset]}
+        return [
+            f"{name}={f'{value:g}' if isinstance(value, float) else value}"
+            for name, value in values.items()
+            if base[name] != value and name not in shown_elsewhere
+        ]
+
+    nearest: list[str] = min(([name, *changes(name)] for name in presets), key=len)
+    return " ".join(nearest)
 
 
 def progress_words(description: JobDescription) -> tuple[str, str | None, str | None]:

@@ -15,7 +15,9 @@ from launcher.cli.options import (
     YES,
     Command,
     agree_to_cost,
+    complete_hyperparameter,
     complete_job,
+    complete_preset,
     lists,
     pairs,
     settings_of,
@@ -71,6 +73,7 @@ class LaunchCommand(Command):
 @click.option(
     "--preset",
     metavar="NAME",
+    shell_complete=complete_preset,
     help="cpu (default; a minute on a CPU), quick (seconds), laptop (three minutes), baby (default"
     " on SageMaker GPU instances), small, gpt2 (124 M parameters), or auto (by the text's length).",
 )
@@ -80,6 +83,7 @@ class LaunchCommand(Command):
     metavar="KEY=VALUE",
     multiple=True,
     callback=pairs,
+    shell_complete=complete_hyperparameter,
     help="Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
 )
 @click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
@@ -108,6 +112,7 @@ class LaunchCommand(Command):
     metavar="KEY=V1,V2,...",
     multiple=True,
     callback=lists,
+    shell_complete=complete_hyperparameter,
     help="Launch a job for each value of a hyperparameter; several --sweep make a grid.",
 )
 @click.option(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import sys
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,11 +85,43 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 
 
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the id of a local job."""
+    """Complete `latest`, or the id of a local job or sweep."""
     from launcher.settings import load_settings
 
     names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
-    return [name for name in names if name.startswith(incomplete)]
+    if parameter.name == "group":
+        names = list(dict.fromkeys(n.rpartition("-")[0] for n in names if n.count("-") > 4))
+    return [name for name in ["latest", *names] if name.startswith(incomplete)]
+
+
+def complete_preset(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    presets, _ = presets_and_defaults()
+    return [name for name in ["auto", *presets] if name.startswith(incomplete)]
+
+
+def complete_hyperparameter(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    _, defaults = presets_and_defaults()
+    return [f"{name}=" for name in defaults if name.startswith(incomplete)]
+
+
+@lru_cache
+def presets_and_defaults() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The presets and default hyperparameters of train.py, without its import of torch."""
+    presets, defaults = dict[str, dict[str, Any]](), dict[str, Any]()
+    script = Path(__file__).parents[2] / "entry_point" / "train.py"
+    for node in ast.parse(script.read_text("utf-8")).body:
+        found: Any = node
+        if isinstance(node, ast.ClassDef) and node.name == "Config":
+            fields: list[Any] = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            defaults = {each.target.id: ast.literal_eval(each.value.args[0]) for each in fields}
+        elif isinstance(node, ast.AnnAssign) and found.target.id == "PRESETS":
+            for key, value in zip(found.value.keys, found.value.values, strict=True):
+                presets[key.value] = {w.arg: ast.literal_eval(w.value) for w in value.keywords}
+    return presets, defaults
 
 
 def pairs(
@@ -163,7 +198,12 @@ def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes:
         )
 
 
-GROUP = click.option("--group", metavar="SWEEP", help="The jobs of a sweep, by its id or `latest`.")
+GROUP = click.option(
+    "--group",
+    metavar="SWEEP",
+    shell_complete=complete_job,
+    help="The jobs of a sweep, by its id or `latest`.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)

@@ -164,6 +164,14 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=asdict))
 
 
+def print_table(rows: Sequence[Sequence[str]], err: bool = False) -> None:
+    """Print rows with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        click.echo(shown("  ".join(cells).rstrip()), err=err)
+
+
 def print_fields(fields: Mapping[str, str | None]) -> None:
     """Print a line for each field that is not None, with the values aligned."""
     width = max(map(len, fields)) + 2

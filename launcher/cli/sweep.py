@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.options import agree_to_cost
-from launcher.cli.show import note, print_json, shown
+from launcher.cli.show import note, print_json, print_table
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -205,7 +205,4 @@ def print_ranking(found: Sequence[JobDescription], err: bool = False) -> None:
         count = f"{done}/{len(rank.jobs)}"
         values = [str(rank.values[name]) for name in names]
         rows.append([str(place), loss, spread, count, *values, best.job_id])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        click.echo(shown("  ".join(cells).rstrip()), err=err)
+    print_table(rows, err)
