@@ -1157,16 +1157,20 @@ ENVIRONMENT = [
 ]
 
 
+PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded"
+
+
 def test_logs_show_only_the_lines_of_the_script() -> None:
     lines = [
-        ("algo-1", f"{CHATTER}INFO     Imported framework"),
-        ("algo-2", "bash: no job control in this shell"),
-        *(("algo-1", line) for line in ENVIRONMENT),
-        ("algo-1", f"{TAGGED}step=1/2 train_loss=1.0"),
-        ("algo-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
-        ("algo-1", "mpirun noticed that process rank 3 exited"),
-        ("algo-2", f"{CHATTER}INFO     Orted process exited"),
-        ("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
+        ("algo-1-1", f"{CHATTER}INFO     Imported framework"),
+        ("algo-2-1", "bash: no job control in this shell"),
+        *(("algo-1-1", line) for line in ENVIRONMENT),
+        ("algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
+        ("algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
+        ("algo-1-1", f"{TAGGED}{PRELOAD} (cannot open shared object file): ignored."),
+        ("algo-1-1", "mpirun noticed that process rank 3 exited"),
+        ("algo-2-1", f"{CHATTER}INFO     Orted process exited"),
+        ("algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
     ]
     assert list(script_lines(lines)) == [
         "step=1/2 train_loss=1.0",
@@ -1176,15 +1180,20 @@ def test_logs_show_only_the_lines_of_the_script() -> None:
     ]
 
 
-def test_logs_find_the_script_lines_under_torchrun() -> None:
-    hosts = ("algo-1", "algo-2")
-    lines = [(host, line) for host in hosts for line in ENVIRONMENT]
-    lines += [
-        ("algo-1", "step=1/2"),
-        ("algo-2", "a warning"),
-        ("algo-1", f"{CHATTER}INFO     Done"),
-    ]
-    assert list(script_lines(lines)) == ["step=1/2", "algo-2: a warning"]
+def test_logs_find_the_script_lines_of_each_start_under_torchrun() -> None:
+    """A spot job that starts again has new streams, which the toolkit begins anew."""
+    lines = []
+    for start in ("17", "18"):
+        streams = (f"algo-1-{start}", f"algo-2-{start}")
+        lines += [(stream, line) for stream in streams for line in ENVIRONMENT]
+        lines += [
+            (streams[0], f"step={start}/20"),
+            (streams[1], "a warning"),
+            (streams[1], f"{PRELOAD} (cannot open shared object file): ignored."),
+            (streams[0], f"{CHATTER}INFO     Done"),
+        ]
+    warned = "algo-2: a warning"
+    assert list(script_lines(lines)) == ["step=17/20", warned, "step=18/20", warned]
 
 
 def test_an_empty_log_shows_the_state_of_the_job(cli: Callable[..., Ran], launched: str) -> None:
@@ -1363,7 +1372,7 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
         return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
 
     monkeypatch.setattr(backend, "news", news)
-    assert list(backend.host_lines("job", True)) == [("algo-1", "the end")]
+    assert list(backend.stream_lines("job", True)) == [("algo-1", "the end")]
 
 
 def test_a_long_outage_ends_the_following_but_not_the_job(

@@ -356,10 +356,12 @@ class SageMakerBackend:
             self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
 
     def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
-        lines = self.host_lines(job_id, follow)
-        return (f"{host}: {line}" for host, line in lines) if raw else script_lines(lines)
+        lines = self.stream_lines(job_id, follow)
+        if not raw:
+            return script_lines(lines)
+        return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
 
-    def host_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
+    def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
         seen: dict[str, str] = {}
         again = self.settings.command(f"logs {job_id} --follow")
@@ -367,8 +369,8 @@ class SageMakerBackend:
         while True:
             ask = partial(self.news, job_id, seen)
             raw, events, seen = patiently(ask, again) if follow else ask()
-            for _, host, message in events:
-                yield host, message
+            for _, stream, message in events:
+                yield stream, message
             if events or not ended:  # the last lines come after the end
                 heard = time.monotonic()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
@@ -387,7 +389,10 @@ class SageMakerBackend:
         return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
 
     def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
-        """Yield (time in ms, host, message) of each event since `seen`, which is updated."""
+        """Yield (time in ms, stream, message) of each event since `seen`, which is updated.
+
+        A stream is HOST-TIME here.
+        """
         client = self.client("logs")
         try:
             with service_errors("DescribeLogStreams"):
@@ -400,7 +405,6 @@ class SageMakerBackend:
         except Missing:  # the account has no logs yet
             return
         for stream in streams:
-            host = stream.removeprefix(f"{job_id}/").rsplit("-", 1)[0]
             while True:
                 token = {"nextToken": seen[stream]} if stream in seen else {}
                 with service_errors("GetLogEvents"):
@@ -412,7 +416,8 @@ class SageMakerBackend:
                     )
                     events, following = page["events"], page["nextForwardToken"]
                 for event in events:
-                    yield event["timestamp"], host, event["message"].rstrip("\n")
+                    message = event["message"].rstrip("\n")
+                    yield event["timestamp"], stream.removeprefix(f"{job_id}/"), message
                 # At its end, a stream returns the token of the request.
                 finished = seen.get(stream) == following
                 seen[stream] = following

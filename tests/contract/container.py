@@ -356,6 +356,8 @@ class Cluster:
             self.variables.setdefault("OMP_NUM_THREADS", str(threads))
         if new_image:
             self.variables["PYTHONPATH"] = str(NEW_TOOLKIT)
+            # Their start script preloads a library that it cannot make, as it lacks the source.
+            self.variables["LD_PRELOAD"] = "/libchangehostname.so"
         keys = directory / "keys"
         keys.mkdir(parents=True)
         for name in ("user", "host"):

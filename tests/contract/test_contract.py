@@ -18,6 +18,7 @@ from launching import until
 from runs import SMALL, edited_script, words
 
 from entry_point import train
+from launcher.backends.toolkit import script_lines
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 
@@ -206,6 +207,9 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
     )
     assert "model.safetensors" in {path.name for path in hosts[0].model.iterdir()}
     assert list(hosts[1].model.iterdir()) == []
+    assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
+    lines = [(f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
+    assert not [line for line in script_lines(lines) if "ld.so" in line]
 
 
 def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> None:
