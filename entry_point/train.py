@@ -3294,8 +3294,7 @@ class Watch:
 def end_hung(why: str) -> NoReturn:
     """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
     with suppress(OSError):  # the reader may be gone
-        sys.stderr.write(failure_report(HangError(why)) + "\n")
-        sys.stderr.flush()
+        report(failure_report(HangError(why)))
     os._exit(1)
 
 
@@ -3604,7 +3603,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         if (
             hung and None in codes and not failed
         ):  # the only rank on this host hangs, so it cannot report that
-            sys.stderr.write(failure_report(HangError(hung[0])) + "\n")
+            report(failure_report(HangError(hung[0])))
             failed = [(0, 1)]
         if failed and not status:
             (dead, status), deadline = failed[0], min(deadline, time.monotonic() + 2)
@@ -3626,7 +3625,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
     dead += container.host_index * n_local
     killed = f"rank {dead} on {container.current_host} was killed by {signal.Signals(-status).name}"
     killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
-    sys.stderr.write(failure_report(TrainingError(killed)) + "\n")
+    report(failure_report(TrainingError(killed)))
     return 128 - status
 
 
@@ -3725,6 +3724,20 @@ def failure_report(error: BaseException) -> str:
     return "\n".join(
         [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
     )
+
+
+def report(failure: str) -> None:
+    """Prints a failure_report, and leaves its last line where SageMaker reads the reason.
+
+    The first rank to fail knows it; others may say that they were asked to stop.
+    """
+    line = failure.rpartition("\n")[2]
+    if "SM_CURRENT_HOST" in os.environ and re.match(r"\w+: ", line):
+        base = Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+        with suppress(OSError), (base / "output/failure").open("x") as file:
+            file.write(line)
+    sys.stderr.write(failure + "\n")
+    sys.stderr.flush()
 
 
 def log(line: str) -> None:
@@ -4105,7 +4118,7 @@ def run(argv: Sequence[str]) -> NoReturn:
                 on_stop_signals(signal.SIG_DFL)
                 time.sleep(5)
         sys.stdout.flush()
-        sys.stderr.write(f"{frames}{newline}{line}\n")
+        report(f"{frames}{newline}{line}")
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -76,6 +76,7 @@ def make_hosts(base: Path, text: str | Sequence[str], n_hosts: int = 1) -> list[
         (training / "input.txt").write_text(own, encoding="utf-8", newline="")
         config = root / "input/config"
         config.mkdir()
+        (root / "output").mkdir()
         (config / "resourceconfig.json").write_text(
             json.dumps({"current_host": name, "hosts": names})
         )

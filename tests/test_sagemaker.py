@@ -1055,24 +1055,27 @@ def test_a_failed_job_shows_its_reason_and_its_last_lines(
 
 
 WRAPPED = "AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{}\nCommand ..., exit code: 1"
+PLAIN = "AlgorithmError: {}, exit code: 1"  # what train.py leaves
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("form", "words", "told"),
     [
-        ('ErrorMessage "DataError: no text [Exception]\n ----"', "DataError: no text"),
-        ('ErrorMessage "DataError: no text"', "DataError: no text"),
-        ('ErrorMessage "OutOfMemoryError: CUDA [RuntimeError]"', "OutOfMemoryError: CUDA"),
-        ('ErrorMessage "----\n"\nExtraInfo "OutOfMemory: killed"', "OutOfMemory: killed"),
-        ('ErrorMessage ""', " ".join(WRAPPED.format('ErrorMessage ""').split())),
+        (WRAPPED, 'ErrorMessage "DataError: no text [Exception]\n ----"', "DataError: no text"),
+        (WRAPPED, 'ErrorMessage "DataError: no text"', "DataError: no text"),
+        (WRAPPED, 'ErrorMessage "OutOfMemoryError: CUDA [RuntimeError]"', "OutOfMemoryError: CUDA"),
+        (WRAPPED, 'ErrorMessage "----\n"\nExtraInfo "OutOfMemory: killed"', "OutOfMemory: killed"),
+        (WRAPPED, 'ErrorMessage ""', " ".join(WRAPPED.format('ErrorMessage ""').split())),
+        (PLAIN, "DataError: no text [Exception]", "DataError: no text"),
+        (PLAIN, "OSError: no disk", "OSError: no disk"),
     ],
 )
 def test_a_job_reports_the_scripts_own_failure(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, words: str, told: str
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, form: str, words: str, told: str
 ) -> None:
-    cloud.sagemaker.next_script = {"reason": WRAPPED.format(words)}
+    cloud.sagemaker.next_script = {"reason": form.format(words)}
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
-    assert f"failed: {told}" in cli("wait", job_id).error
+    assert f"failed: {told};" in cli("wait", job_id).error
     assert f"reason:      {told}\n" in cli("status", job_id).out
 
 

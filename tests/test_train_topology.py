@@ -789,6 +789,19 @@ def test_a_failure_is_reported_in_one_line() -> None:
     assert line == "DataError: two lines"
 
 
+@pytest.mark.parametrize("there", ["", "TheFirst: cause"])
+def test_the_first_failure_is_the_reason_that_sagemaker_reads(
+    tmp_path: Path, text: str, there: str
+) -> None:
+    env = make_hosts(tmp_path, text)[0]
+    failure = tmp_path / "algo-1/output/failure"
+    if there:
+        failure.write_text(there)
+    end = run(words(**{**SMALL, "batch_size": 7}, processes=2), cwd=tmp_path, env=env)
+    assert end.last_line.startswith("ConfigError: ")
+    assert failure.read_text() == (there or end.last_line)
+
+
 def test_a_failure_in_a_container_has_a_name_the_toolkit_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -324,9 +324,6 @@ class LocalRun:
             reason = errors[0][1]
         else:
             reason = f"HostError: {(killed or failed)[0].describe_exit()}"
-        for host in failed:
-            with suppress(OSError):  # the state has it too
-                (self.base(host.name) / "output" / "failure").write_text(reason)
         return reason
 
     def keep_output(self, host: Host) -> None:

@@ -72,9 +72,12 @@ CONSOLES = {
 }
 QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
 
-# In a FailureReason, the toolkit surrounds the last line of the failed rank, `Name: cause [kind]`,
-# with pages of its own, and adds a line for a killed process.
-CAUSE = re.compile(r'^ErrorMessage "(\w+: .*?)(?: \[\w+\])?"?\s*$', re.MULTILINE)
+# A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
+# toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
+CAUSE = re.compile(
+    r'^(?:AlgorithmError: |ErrorMessage ")(\w+: .*?)(?: \[\w+\])?"?(?:, exit code: \d+)?\s*$',
+    re.MULTILINE,
+)
 EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 

@@ -19,7 +19,8 @@ NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
 
-    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other than the first start with the host's name.
+    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other
+    than the first start with the host's name.
     """
     started, at_command = set[str](), set[str]()
     for stream, line in lines:
