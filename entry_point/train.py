@@ -2413,11 +2413,18 @@ def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
     )
 
 
-def mapped(path: Path, dtype: torch.dtype) -> Tensor:
+def mapped(path: Path, dtype: torch.dtype, warn: Callable[[str], object]) -> Tensor:
     """The ids in a file, read from it as they are used."""
     with path.open("rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the memory cannot be written
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:  # private, since a FUSE mount, as FastFile's, may refuse shared maps
+            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        except OSError as error:
+            warn(
+                f"note: {path.parent} cannot be mapped ({error.strerror}), so each process reads"
+                " all of it into memory; --input-mode File needs less"
+            )
+            return torch.frombuffer(bytearray(file.read()), dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -2455,7 +2462,10 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     if same:
         if start is not None and start.unit == "tokens" and not tokens:
             raise DataError(f"the model to start from takes tokens; {ENCODE_AGAIN}")
-        corpus = read_tokens(container) if tokens else read_text(container, config, group, start)
+        if tokens:
+            corpus = read_tokens(container, functools.cache(log if group.rank == 0 else str))
+        else:
+            corpus = read_text(container, config, group, start)
         if start is not None and corpus.tokenizer.words != start.words:
             raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")
         same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
@@ -2483,7 +2493,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return corpus
 
 
-def read_tokens(container: Container) -> Corpus:
+def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
     """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
     directory = container.training
     assert directory is not None
@@ -2503,7 +2513,7 @@ def read_tokens(container: Container) -> Corpus:
                 path, size = directory / shard["name"], shard["tokens"]
                 if path.stat().st_size != size * dtype.itemsize:
                     raise DataError(f"{path} is damaged: its size is not that in meta.json")
-                shards.append(mapped(path, dtype))
+                shards.append(mapped(path, dtype, warn))
             parts.append(Shards(shards))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
@@ -2535,7 +2545,8 @@ def read_text(
                 raise DataError(f"{error.filename or place}: {error.strerror}") from None
         described = group.share(described, source=first, within=f"host{group.host_index}")
         vocabulary = described["vocabulary"]
-        parts = [mapped(Path(path), id_dtype(len(vocabulary))) for path in described["parts"]]
+        ids = id_dtype(len(vocabulary))
+        parts = [mapped(Path(path), ids, log) for path in described["parts"]]
         group.barrier()
     finally:
         # A mapped file lives until the last process that maps it ends, even by SIGKILL.

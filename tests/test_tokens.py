@@ -6,6 +6,7 @@ import errno
 import gzip
 import itertools
 import json
+import mmap
 import os
 import random
 import shutil
@@ -406,6 +407,27 @@ def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> 
     expected = row["val_loss"] * count / size / torch.tensor(2.0).log().item()
     assert row["bits_per_byte"] == pytest.approx(expected, rel=1e-3)
     assert f"bits_per_byte={row['bits_per_byte']:.5f}" in end.output
+
+
+@pytest.mark.parametrize("refused", [mmap.MAP_SHARED, mmap.MAP_SHARED | mmap.MAP_PRIVATE])
+def test_tokens_are_read_where_they_cannot_be_mapped(
+    made: Path, refused: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A FUSE mount, as FastFile's, may refuse shared maps, or all."""
+    expected = ids_of(corpus_of(made).train)
+
+    def map_file(
+        fd: int, size: int, flags: int = mmap.MAP_SHARED, *protection: int, **access: int
+    ) -> mmap.mmap:
+        if flags & refused:
+            raise OSError(errno.ENODEV, "No such device")
+        return original(fd, size, flags, *protection, **access)
+
+    original = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", map_file)
+    assert ids_of(corpus_of(made).train) == expected
+    notes = capsys.readouterr().out.splitlines()
+    assert len(notes) == bool(refused & mmap.MAP_PRIVATE)
 
 
 def test_a_run_on_tokens_refuses_a_validation_channel(made: Path, tmp_path: Path) -> None:
