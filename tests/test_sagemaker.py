@@ -443,6 +443,17 @@ def test_a_launch_says_that_torchrun_replaces_pytorchddp(
         assert (said in ran.err) == (size == "48xlarge")
 
 
+@pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
+def test_a_launch_warns_that_torchrun_ignores_nccl_debug(
+    home: Path, cli: Callable[..., Ran], text_file: Path, launcher: str
+) -> None:
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    words = ("--data", str(text_file), "--dry-run", "--launcher", launcher)
+    ran = cli(*place, *LAUNCH, *words, "--environment", "NCCL_DEBUG=INFO")
+    assert ran.code == 0, ran.err
+    assert ("warning: --environment NCCL_DEBUG" in ran.err) == (launcher == "torchrun")
+
+
 @pytest.mark.parametrize(
     ("words", "level"), [((), "WARN"), (("--environment", "NCCL_DEBUG=INFO"), "INFO")]
 )

@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import math
 import re
 import tarfile
@@ -62,6 +63,8 @@ from launcher.settings import Settings
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
+
+logger = logging.getLogger(__name__)
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
@@ -162,6 +165,11 @@ class SageMakerBackend:
         if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
         log_image(image, job.instance, job.launcher, date.today())
+        if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
+            logger.warning(
+                "--environment NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for"
+                " torchrun; --launcher pytorchddp keeps it"
+            )
         if not self.settings.role and not dry_run:
             raise InputError(
                 f"no execution role: `{self.settings.command('infra deploy')}` creates one, or set"

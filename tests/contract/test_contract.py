@@ -198,7 +198,9 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
     """Their toolkit passes the line through a shell, unquoted."""
     script = tmp_path_factory.mktemp("declaring") / "train.py"
     edited_script(script, DECLARE)
-    options = dict(launcher="torchrun", new_image=True, script=script)
+    options = dict(
+        launcher="torchrun", new_image=True, script=script, variables={"NCCL_DEBUG": "INFO"}
+    )
     hosts = finished("new-torchrun", hosts=2, values=ODD_VALUES, **options)
     assert_done(hosts)
     assert "running on 2 hosts x 2 CPU = 4 processes in one group" in hosts[0].log
@@ -206,6 +208,8 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
     assert {rank: argv for rank, (_, argv) in declared(hosts).items()} == dict.fromkeys(
         range(4), expected
     )
+    # The toolkit overrides the job's environment, which a launch warns of.
+    assert {env["NCCL_DEBUG"] for env, _ in declared(hosts).values()} == {"WARN"}
     assert "model.safetensors" in {path.name for path in hosts[0].model.iterdir()}
     assert list(hosts[1].model.iterdir()) == []
     assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
