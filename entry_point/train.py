@@ -30,6 +30,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import mmap
@@ -850,6 +851,9 @@ def character_tokenizer(vocabulary: str) -> dict[str, Any]:
     }
 
 
+EDITED = "sm-nanogpt-edited"
+
+
 def write_artefact(
     directory: Path, model: GPT, tokenizer: Tokenizer, training: Mapping[str, Any]
 ) -> str:
@@ -871,7 +875,7 @@ def write_artefact(
         tensors = weights
         why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
         document = {
-            "model_type": "sm-nanogpt-edited",
+            "model_type": EDITED,
             "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
             "vocab_size": len(tokenizer),
         }
@@ -957,7 +961,7 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
         ConfigError: a given one differs from the model's, or the model is not one for this script.
     """
     shape = read_shape(directory)
-    longest = shape.pop("block_size")
+    free = {"block_size": min(shape.pop("longest"), 1024)} if "longest" in shape else {}
     fields = {f.name: f for f in dataclasses.fields(Config)}
     values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
     for name in values.keys() & shape.keys():
@@ -965,17 +969,19 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
         value = parse_value(fields[name], value) if isinstance(value, str) else value
         if value != shape[name]:
             raise ConfigError(f"{name}={value!r}: the model to start from has {shape[name]!r}")
-    return {**FINE_TUNING, "block_size": min(longest, 1024), **values, **shape}
+    return {**FINE_TUNING, **free, **values, **shape}
 
 
 def read_shape(directory: Path) -> dict[str, Any]:
-    """The hyperparameters that a model prescribes, and its longest context as block_size.
+    """The hyperparameters that a model prescribes, and the longest block_size of a Qwen3.
 
     Raises:
         ConfigError: there is no such model, or it has something that this script does not compute.
     """
     try:
         found = json.loads((directory / "config.json").read_bytes())
+        if found.get("model_type") == EDITED:
+            return read_edited(directory)
         rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
         stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
         computed = {
@@ -1009,12 +1015,27 @@ def read_shape(directory: Path) -> dict[str, Any]:
                 found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
             ),
             "vocab_size": found["vocab_size"],
-            "block_size": min(found["max_position_embeddings"], slides or math.inf),
+            "longest": min(found["max_position_embeddings"], slides or math.inf),
         }
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
+
+
+def read_edited(directory: Path) -> dict[str, Any]:
+    """What read_shape returns, of a model that only this very script computes."""
+    training = json.loads((directory / "training.json").read_bytes())
+    if (needed := training["script_sha256"]) != script_sha256():
+        raise ConfigError(
+            f"an edited script trained the model to start from (SHA-256 {needed[:12]}...), which is"
+            " not Qwen3's; use that script"
+        )
+    fields = itertools.takewhile(
+        lambda field: field.metadata["group"] in ("model", ""), dataclasses.fields(Config)
+    )
+    names = [field.name for field in fields if field.name != "dropout"]
+    return {name: training["config"][name] for name in names}
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -1046,9 +1067,12 @@ def load_pretrained(model: GPT, directory: Path) -> None:
         raise FormatError(f"{index} cannot be read: {error!r}") from None
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
-    live = to_hugging_face(model.state_dict(), model.config)
+    live: Mapping[str, Tensor] = model.state_dict()
+    edited = json.loads((directory / "config.json").read_bytes()).get("model_type") == EDITED
+    if not edited:
+        live = to_hugging_face(live, model.config)
     fill(live, tensors, "the model to start from")
-    if not model.config.norm_weights:
+    if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():
             if name.endswith("norm.weight") and not bool((tensor == 1).all()):
                 raise ModelError(f"{name} is not all ones, but norm_weights is False")

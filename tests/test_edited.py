@@ -14,6 +14,7 @@ import launching
 import pytest
 import torch
 from launching import Finished, Ran
+from models import tokenizer_of
 
 from entry_point import train
 from launcher import InputError, fetch_model, load_model, sample
@@ -160,6 +161,37 @@ def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
     assert "its logits differ from Qwen3's" in config["why"]
     with pytest.raises(ValueError, match="sm-nanogpt-edited"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_model_can_be_started_from(edit: str, tmp_path: Path) -> None:
+    module = module_of(launching.edited(tmp_path / "mine.py", *EDITS[edit]))
+    more = {"softcap": 3.0} if edit == "hyperparameter" else {}
+    model = module.GPT(module.make_config({"n_layer": 1, "n_embd": 32, **more}), 11)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    training = {"script_sha256": module.script_sha256()}
+    assert module.write_artefact(tmp_path, model.eval(), tokenizer_of("abcdefghijk"), training)
+    config = module.make_config(module.starting_values(tmp_path, {}))
+    started = module.GPT(config, 11).eval()
+    module.load_pretrained(started, tmp_path)
+    ids = torch.arange(11)[None]
+    assert torch.equal(started(ids), model(ids))
+    with pytest.raises(train.ConfigError, match=module.script_sha256()[:12]):
+        train.starting_values(tmp_path, {})
+
+
+def test_a_run_starts_from_an_edited_model_by_its_script(
+    edited: Finished, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("launch", "--instance", "local", "--init-from", edited.job_id)
+    words += ("--data", str(text_file), *launching.sets(max_steps=2, device="cpu", batch_size=4))
+    ran = cli(*words)
+    assert ran.code == 2
+    assert "name it with --entry-point FILE" in ran.error
+    ran = cli(*words, "--entry-point", str(edited.directory / "code/train.py"))
+    assert ran.code == 0, ran.err
+    assert "step=0/2 val_loss=" in ran.err
 
 
 def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
