@@ -184,7 +184,7 @@ def test_an_edited_model_can_be_started_from(edit: str, tmp_path: Path) -> None:
 def test_a_run_starts_from_an_edited_model_by_its_script(
     edited: Finished, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    words = ("launch", "--instance", "local", "--init-from", edited.job_id)
+    words: tuple[str, ...] = ("launch", "--instance", "local", "--init-from", edited.job_id)
     words += ("--data", str(text_file), *launching.sets(max_steps=2, device="cpu", batch_size=4))
     ran = cli(*words)
     assert ran.code == 2

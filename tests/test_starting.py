@@ -125,7 +125,7 @@ def test_a_published_model_is_trained_and_published_again(
         cwd=tmp_path,
     )
     assert ended.status == 0, ended.output
-    first, *_, last = metrics(tmp_path / "out/checkpoints")
+    first, *_, last = metrics(tmp_path / "out/output")
     assert first["step"] == 0
     assert last["val_loss"] < first["val_loss"] - 0.5
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
@@ -233,7 +233,7 @@ def tune(trained: Path, text: str, out: Path, **values: Any) -> Any:
 def test_step_0_is_the_model_as_it_was(trained: Path, text: str, tmp_path: Path) -> None:
     ended = tune(trained, text[:100_000], tmp_path / "out", log_interval=2, eval_interval=2)
     assert ended.status == 0, ended.output
-    first = metrics(tmp_path / "out/checkpoints")[0]
+    first = metrics(tmp_path / "out/output")[0]
     before = json.loads((trained / "model/training.json").read_text())
     assert first["step"] == 0
     assert first["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)

@@ -391,7 +391,7 @@ def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) ->
         out = tmp_path / str(processes)
         end = run(words(**how, out=out, processes=processes), cwd=tmp_path)
         assert end.status == 0, end.output
-        losses.append([row["train_loss"] for row in metrics(out / "checkpoints")])
+        losses.append([row["train_loss"] for row in metrics(out / "output")])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=1e-5)
 
@@ -399,7 +399,7 @@ def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) ->
 def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> None:
     end = run(words(**{**SMALL, "eval_windows": 0}, data=made, out="out"), cwd=tmp_path)
     assert end.status == 0, end.output
-    row = metrics(tmp_path / "out/checkpoints")[-1]
+    row = metrics(tmp_path / "out/output")[-1]
     corpus = corpus_of(made)
     count = (len(corpus.val) - 1) // 32 * 32
     predicted = corpus.tokenizer.decode(ids_of(corpus.val)[1 : count + 1])
