@@ -536,6 +536,10 @@ class MLP(nn.Module):
         return self.down(self.activation(gate) * up)
 
 
+def activation_name() -> str:
+    return getattr(MLP.activation, "__name__", type(MLP.activation).__name__)
+
+
 class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -766,23 +770,20 @@ def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str
 LOGIT_TOLERANCE = 1e-4
 
 
-CHECKED_IDS = 1 << 14
-
-
 @torch.inference_mode()
 def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Compares the exported model's logits with the model's own (CPU, float32).
 
-    The windows hold each id once, in random order, as an edit may depend on what a text holds; of a
-    large vocabulary they hold as many as take a few seconds.
+    Two windows hold as many different ids as fit, in random order, as an edit may depend on what a
+    text holds. All GPUs wait meanwhile, so there are no more.
 
     Raises:
         ModelError: they differ: the model is not the one that config.json describes.
     """
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
     T = model.config.block_size
-    order = [torch.randperm(size, generator=generator) for _ in range(-(-T // size))]
-    for ids in torch.cat(order)[: max(T, CHECKED_IDS)].split(T):
+    order = [torch.randperm(size, generator=generator) for _ in range(-(-2 * T // size))]
+    for ids in torch.cat(order)[: 2 * T].split(T):
         own = model(ids[None])[0]
         difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
         if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
@@ -795,7 +796,12 @@ def hugging_face_config(
     """config.json; end is the id of the end of a document.
 
     The window and max_window_layers=0 make transformers' cache slide like ours.
+
+    Raises:
+        ModelError: the activation is none that config.json can name.
     """
+    if not hasattr(F, activation := activation_name()):
+        raise ModelError(f"its activation, {activation}, is not a function of torch.nn.functional")
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -810,7 +816,7 @@ def hugging_face_config(
         "rms_norm_eps": NORM_EPS,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": MLP.activation.__name__,
+        "hidden_act": activation,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": True,
@@ -871,9 +877,12 @@ def write_artefact(
         tensors = to_hugging_face(weights, config)
         document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
-    except Exception as error:  # an edited model may lack an activation, or have another shape
-        tensors = weights
-        why = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # an edited model may have other parts, or another shape
+        if is_out_of_memory(error):
+            raise
+        tensors, why = weights, str(error)
+        if not isinstance(error, ModelError):
+            why = f"it cannot be compared: {type(error).__name__}: {error}"
         document = {
             "model_type": EDITED,
             "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
@@ -986,7 +995,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
         stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
         computed = {
             "model_type": "qwen3",
-            "hidden_act": MLP.activation.__name__,
+            "hidden_act": activation_name(),
             "rms_norm_eps": NORM_EPS,
             "attention_bias": False,
             "quantization_config": None,
@@ -3742,6 +3751,12 @@ class NonFiniteLossError(TrainingError):
     """The loss, the gradients or the weights became infinite or not a number."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """CUDA raises a class of its own; CPUs and MPS only have a message."""
+    words = "out of memory|can't allocate memory|ALLOC_FAILED"
+    return isinstance(error, MemoryError) or bool(re.search(words, str(error)))
+
+
 def failure_report(error: BaseException) -> str:
     """The text to print for an error. Its last line is `ErrorName: cause`.
 
@@ -4110,9 +4125,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
-        # CUDA raises a class of its own; CPUs and MPS only have a message.
-        words = "out of memory|can't allocate memory|ALLOC_FAILED"
-        if not isinstance(error, MemoryError) and not re.search(words, str(error)):
+        if not is_out_of_memory(error):
             raise
         first = (str(error).strip() or "MemoryError").splitlines()[0]
         raise OutOfMemoryError(

@@ -29,7 +29,7 @@ from launcher.documents import Count, Damaged, Document, Scalar, open_file, pars
 from launcher.errors import InputError
 from launcher.job import load_script
 
-ACTIVATION = train.MLP.activation.__name__
+ACTIVATION = train.activation_name()
 LARGEST_TOKENIZER = 1 << 25  # bytes
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -277,7 +278,15 @@ def test_the_package_loads_a_qwen3_model_without_its_script(
         ),
         (
             ("    activation = staticmethod(F.silu)", "    activation = nn.GELU()"),
-            "AttributeError: 'GELU' object has no attribute '__name__'",
+            "its activation, GELU, is not a function of torch.nn.functional",
+        ),
+        (
+            ("staticmethod(F.silu)", "staticmethod(lambda x: F.relu(x) ** 2)"),
+            "its activation, <lambda>, is not a function of torch.nn.functional",
+        ),
+        (
+            ("    activation = staticmethod(F.silu)", "    other = staticmethod(F.silu)"),
+            "it cannot be compared: AttributeError: type object 'MLP' has no attribute",
         ),
     ],
 )
@@ -294,6 +303,35 @@ def test_a_model_that_is_not_qwen3_is_exported_as_edited(
     ).startswith(why)
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
+
+
+def exported(tmp_path: Path) -> str:
+    words = "".join(map(chr, range(1000, 6000)))
+    model = train.GPT(train.Config(), len(words)).eval()
+    model.init_weights(1)
+    tokenizer = train.Tokenizer(train.character_tokenizer(words))
+    return train.write_artefact(tmp_path / "model", model, tokenizer, {})
+
+
+def test_the_check_of_an_export_takes_two_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = Mock(side_effect=train.qwen3_logits)
+    monkeypatch.setattr(train, "qwen3_logits", computed)
+    assert exported(tmp_path) == ""
+    assert [len(call.args[0]) for call in computed.mock_calls] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_too_little_memory_is_no_difference_from_qwen3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(train, "qwen3_logits", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        exported(tmp_path)
+    assert not (tmp_path / "model/config.json").exists()
 
 
 def test_the_best_weights_of_another_script_are_not_kept(
