@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -305,22 +306,26 @@ def load_script(file: Path, source: bytes) -> ModuleType:
         sys.modules[module.__name__] = module  # dataclasses need it there
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-        _ = module.make_config, module.PRESETS, module.metric_definitions
-        _ = module.script_sha256, module.with_weights, module.write_artefact
-        _ = module.starting_values, module.read_tokenizer
-    except AttributeError as error:
-        raise InputError(
-            f"{file}: not an edited copy of this version's train.py ({error}); start from the file"
-            " that `sm-nanogpt copy-script` writes"
-        ) from None
-    except SyntaxError as error:
-        raise InputError(f"{file}: {error}") from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit
-        raise InputError(f"{file}: cannot be imported ({type(error).__name__}: {error})") from None
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)
+        ]
+        line, words = lines[-1] if lines else None, str(error)
+        if isinstance(error, SyntaxError):
+            line, words = error.lineno, error.msg
+        place = f"{file}:{line}" if line else str(file)
+        raise InputError(f"{place}: {type(error).__name__}: {words}") from None
     finally:
         os._exit = leave
+    needed = "make_config PRESETS metric_definitions script_sha256 with_weights write_artefact"
+    needed += " starting_values read_tokenizer"
+    if missing := [name for name in needed.split() if not hasattr(module, name)]:
+        raise InputError(
+            f"{file}: not an edited copy of this version's train.py (it has no {missing[0]}); start"
+            " from the file that `sm-nanogpt copy-script` writes"
+        )
     return module
 
 

@@ -191,11 +191,13 @@ def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
     [
         ("missing.py", None, "no such file"),
         ("words.txt", "hello", "not a Python file"),
-        ("syntax.py", "x =", "invalid syntax"),
+        ("syntax.py", "x = 1\nx =", ":2: SyntaxError: invalid syntax"),
         ("other.py", "x = 1", "not an edited copy of this version's train.py"),
-        ("crash.py", "1 / 0", "ZeroDivisionError"),
-        ("leaves.py", "raise SystemExit(3)", "SystemExit"),
-        ("imports.py", "import no_such_module", "no_such_module"),
+        ("typo.py", "import math\nmath.gleu", ":2: AttributeError: module 'math' has no"),
+        ("deep.py", "import json\n\njson.loads('')", ":3: JSONDecodeError"),
+        ("leaves.py", "raise SystemExit(3)", ":1: SystemExit: 3"),
+        ("imports.py", "import no_such_module", ":1: ModuleNotFoundError"),
+        ("null.py", "\0", ": SyntaxError: source code string cannot contain null bytes"),
     ],
 )
 def test_an_entry_point_must_be_a_copy_of_the_script(
