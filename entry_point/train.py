@@ -3760,16 +3760,19 @@ def is_out_of_memory(error: Exception) -> bool:
 def failure_report(error: BaseException) -> str:
     """The text to print for an error. Its last line is `ErrorName: cause`.
 
-    SageMaker takes the failure reason from the first line that names an exception it knows. So the
-    frames of an unexpected error come before that line, without their source text.
+    SageMaker's toolkit takes the failure reason from the first line that names an exception it knows.
+    There the frames of an unexpected error come without their source text.
     """
+    toolkit = "SM_FRAMEWORK_MODULE" in os.environ
     cause = " ".join(str(error).split()) or "no message"
     line = f"{type(error).__name__}: {cause}"
     known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-    if "SM_FRAMEWORK_MODULE" in os.environ and known not in line:
+    if toolkit and known not in line:
         line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
     if isinstance(error, (TrainingError, KeyboardInterrupt)):
         return line
+    if not toolkit:
+        return "".join(traceback.format_tb(error.__traceback__)) + line
     frames = traceback.extract_tb(error.__traceback__)
     return "\n".join(
         [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
@@ -4155,8 +4158,8 @@ def run(argv: Sequence[str]) -> NoReturn:
         status = int(end.code or 0)
     except BaseException as error:
         frames, newline, line = failure_report(error).rpartition("\n")
-        if dist.is_initialized() and not isinstance(error, TrainingError):
-            # This may be an echo of another rank's failure.
+        if dist.is_initialized() and isinstance(error, RuntimeError):
+            # This may be an echo of another rank's failure: torch's own errors are RuntimeErrors.
             if received and not multiprocessing.parent_process():
                 # torchrun has asked this rank to stop, knows the failure, and waits for this rank.
                 line = f"asked to stop, this rank then failed: {line}"

@@ -640,14 +640,37 @@ def test_a_failed_ranks_reason_is_the_last_line(text_file: Path, tmp_path: Path,
     assert end.last_line == "DataError: the dog ate it"
 
 
-def test_an_unexpected_error_names_its_place_without_code(text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("container", [True, False])
+def test_an_unexpected_error_shows_code_outside_of_the_toolkit(
+    text_file: Path, tmp_path: Path, container: bool
+) -> None:
     edit = ("    corpus = load_corpus(container, config, group)\n", "    corpus = 1 / 0\n")
-    command = edited_script(tmp_path / "train.py", edit)
-    end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command)
+    command = edited_script(tmp_path / "mine.py", edit)
+    env = environment(**{"SM_FRAMEWORK_MODULE": "training:main"} if container else {})
+    end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command, env=env)
     assert end.status == 1
     assert end.last_line == "ZeroDivisionError: division by zero"
-    assert re.search(r"^  at train\.py:\d+ in train$", end.output, re.MULTILINE)
-    assert "Traceback" not in end.output
+    place = r"^  at mine\.py:\d+ in train$" if container else r'^  File ".*/mine\.py", line \d+, in'
+    assert re.search(place, end.output, re.MULTILINE)
+    assert ("    corpus = 1 / 0\n" in end.output) is not container
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [(AttributeError("gleu"), []), (DataError("none"), []), (RuntimeError("closed by peer"), [5])],
+)
+def test_only_what_may_be_an_echo_is_reported_late(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, waits: list[int]
+) -> None:
+    sleep, end = Mock(), Mock(side_effect=SystemExit)
+    monkeypatch.setattr(train, "main", Mock(side_effect=error))
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train, "on_stop_signals", Mock())
+    monkeypatch.setattr(train.time, "sleep", sleep)
+    monkeypatch.setattr(train.os, "_exit", end)
+    with pytest.raises(SystemExit):
+        train.run([])
+    assert [call.args[0] for call in sleep.mock_calls] == waits
 
 
 def test_a_killed_rank_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
@@ -675,7 +698,7 @@ def test_running_out_of_memory_is_one_line_with_advice(text_file: Path, tmp_path
     advice = "OutOfMemoryError: set a larger gradient_accumulation_steps (now 1), or a smaller"
     assert end.last_line.startswith(advice)
     assert "can't allocate memory" in end.last_line
-    assert "  at " not in end.output
+    assert '  File "' not in end.output
 
 
 def test_a_port_in_use_is_one_line_with_advice(tmp_path: Path, text: str) -> None:
@@ -685,7 +708,7 @@ def test_a_port_in_use_is_one_line_with_advice(tmp_path: Path, text: str) -> Non
     assert end.status == 1
     assert end.last_line.startswith("TopologyError: cannot serve the ranks at 127.0.0.1:")
     assert end.last_line.endswith("(MASTER_PORT names another port)")
-    assert "  at " not in end.output
+    assert '  File "' not in end.output
 
 
 # -- a rank that hangs -----------------------------------------------------------------------------
