@@ -3178,6 +3178,7 @@ def in_one_line(error: Exception) -> str:
 JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
 # No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
 LONGEST_WAIT = timedelta(minutes=30)
+STOP_SECONDS = 5.0  # takes the place of hang_seconds once a run is to stop, and 5 more in a parent
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -3250,8 +3251,10 @@ class Watch:
     A rank reports how many operations with the others it has begun (`beats`), and how many seconds
     it may take to the next one (`patience`). Two kinds of rank hang: one that has not reported for
     hang_seconds, because its process is stopped or its host unreachable; and those with the fewest
-    beats, for which all others wait, when their patience is over. A rank that is slow within its
-    patience does not hang, nor do those that wait for it.
+    beats, for which all others wait, when their patience (at least hang_seconds) is over. A rank
+    that is slow within its patience does not hang, nor do those that wait for it. A rank may take
+    JOIN_TIMEOUT until its first report; one from before torchrun's restart, which the store still
+    has, does not count. Ranks that reported until the store stopped answering do not hang.
 
     Only seconds awake count: after Ctrl-Z and `fg`, or a closed lid, the others do not hang.
     """
@@ -3264,22 +3267,22 @@ class Watch:
         host: str,
         hang_seconds: float,
         on_hang: Callable[[str], object],
-        join_seconds: float = LONGEST_WAIT.total_seconds(),
     ) -> None:
         self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
-        self.hang_seconds = hang_seconds
+        self.world_size, self.hang_seconds = world_size, hang_seconds
         self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
         # For each rank: number of reports, beats, patience, host.
-        self.heard: list[list[Any]] = [[0, 0, join_seconds, "some host"]] * world_size
+        self.heard: list[list[Any]] = []
         self.talks = 0
+        self.joined = False  # whether each rank is known to have come
         self.ended = threading.Event()
         self.talker = threading.Thread(target=self.talk, daemon=True)
         self.talker.start()
         threading.Thread(target=self.judge, daemon=True).start()
 
     def expect(self, seconds: float) -> None:
-        """Sets how long this rank may take to its next beat, within bounds."""
-        self.patience = min(max(seconds, self.hang_seconds), LONGEST_WAIT.total_seconds())
+        """Sets how long this rank may take to its next beat, up to LONGEST_WAIT."""
+        self.patience = min(seconds, LONGEST_WAIT.total_seconds())
 
     def talk(self) -> None:
         with suppress(
@@ -3292,9 +3295,9 @@ class Watch:
                     break
             # A connection of its own, since the main thread may wait on the other one.
             store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
-            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(len(self.heard))]
-            for key, nothing in zip(keys, self.heard, strict=True):
-                store.compare_set(key, "", json.dumps(nothing))
+            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(self.world_size)]
+            for key in keys:
+                store.compare_set(key, "", json.dumps([0, 0, self.patience, "some host"]))
             while not self.ended.is_set():
                 self.talks += 1
                 if self.rank is not None:
@@ -3304,24 +3307,36 @@ class Watch:
                 self.ended.wait(1)
 
     def judge(self) -> None:
-        before, talks = self.heard, 0
-        unheard, quiet, still = 0, [0] * len(before), [0] * len(before)  # seconds without a change
+        before, talks, unheard = self.heard, 0, 0
+        quiet, still = [0] * self.world_size, [0] * self.world_size  # seconds without a change
+        came = [False] * self.world_size  # whether a report has changed
         more = 5 if self.rank is None else 0  # the parent reports only if no rank can
         while not self.ended.wait(1):
-            unheard = unheard + 1 if 0 < talks == self.talks else 0
+            unheard = unheard + 1 if talks == self.talks else 0
             talks, now = self.talks, self.heard
+            before = before or now
             for rank, (was, report) in enumerate(zip(before, now, strict=True)):
+                # A parent's store is new, and so is each report in it.
+                came[rank] |= report != was or (self.rank is None and report[0] > 0)
                 quiet[rank] = quiet[rank] + 1 if report == was else 0
-                still[rank] = still[rank] + 1 if report[1] == was[1] else 0
+                still[rank] = still[rank] + (not unheard) if report[1] == was[1] else 0
             before, names = now, [f"rank {rank} on {report[3]}" for rank, report in enumerate(now)]
-            limits = [self.hang_seconds if report[0] else report[2] for report in now]
-            silent = [rank for rank, limit in enumerate(limits) if quiet[rank] > limit + more]
+            joining = JOIN_TIMEOUT.total_seconds()
+            limits = [self.hang_seconds if self.joined or known else joining for known in came]
+            silent = [
+                rank
+                for rank, limit in enumerate(limits)
+                if quiet[rank] > max(limit + more, unheard + 2)
+            ]
             last = [rank for rank, report in enumerate(now) if report[1] == min(s[1] for s in now)]
+            patience = [max(report[2], self.hang_seconds) for report in now]
+            if not now:
+                continue
             if unheard > self.hang_seconds + more:
                 hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
             elif silent:
                 hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            elif all(still[rank] > now[rank][2] + more for rank in last):
+            elif all(still[rank] > patience[rank] + more for rank in last):
                 hung = f"{', '.join(names[rank] for rank in last)} made no progress"
                 hung += " while the others waited" * (len(last) < len(now))
             else:
@@ -3399,7 +3414,6 @@ class Group:
                 host,
                 hang_seconds,
                 on_hang=end_hung,
-                join_seconds=120 if alone else LONGEST_WAIT.total_seconds(),
             )
             if ranks.local_world_size == ranks.world_size:
                 # torchrun's store outlives the ranks, and still has entries from before a restart.
@@ -3429,6 +3443,7 @@ class Group:
         # The store also holds keys of earlier groups, so this group uses a prefix of its own.
         began = torch.tensor(time.time_ns(), device=device)
         self.broadcast_([began])
+        self.watch.joined = True
         self.store = dist.PrefixStore(str(int(began)), self.store)
         self.check_hosts(container, ranks)
 
@@ -3632,14 +3647,15 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
         nonlocal stop_signal, stopped_at, deadline
         if not stop_signal:
             stop_signal, stopped_at = signum, time.monotonic()
+            watch.hang_seconds = min(watch.hang_seconds, STOP_SECONDS)
             terminate()
         elif is_second(stopped_at):
             sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
             deadline = min(deadline, time.monotonic() + 2)
             terminate(signal.SIGINT)
 
-    on_stop_signals(forward)
     watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
+    on_stop_signals(forward)
     dead, status = 0, 0  # the rank that failed first, and how
     while True:
         codes = [child.exitcode for child in children]
@@ -3648,7 +3664,7 @@ def spawn(config: Config, container: Container, n_local: int) -> int:
             hung and None in codes and not failed
         ):  # the only rank on this host hangs, so it cannot report that
             report(failure_report(HangError(hung[0])))
-            failed = [(0, 1)]
+            failed = [(0, 128 + stop_signal if stop_signal else 1)]
         if failed and not status:
             (dead, status), deadline = failed[0], min(deadline, time.monotonic() + 2)
             terminate()
@@ -3760,8 +3776,8 @@ def is_out_of_memory(error: Exception) -> bool:
 def failure_report(error: BaseException) -> str:
     """The text to print for an error. Its last line is `ErrorName: cause`.
 
-    SageMaker's toolkit takes the failure reason from the first line that names an exception it knows.
-    There the frames of an unexpected error come without their source text.
+    SageMaker's toolkit takes the failure reason from the first line that names an exception it
+    knows. There the frames of an unexpected error come without their source text.
     """
     toolkit = "SM_FRAMEWORK_MODULE" in os.environ
     cause = " ".join(str(error).split()) or "no message"

@@ -423,7 +423,7 @@ def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
 def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"raise {leaves}")
-    with pytest.raises(InputError, match=f"mine.py:1: {leaves[:9]}"):
+    with pytest.raises(InputError, match=r"mine\.py:1: \w+(Exit|Exception): "):
         load_script(file, file.read_bytes())
 
 

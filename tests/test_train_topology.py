@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -733,6 +734,22 @@ def test_a_hung_rank_ends_the_run_with_its_name(hanging: subprocess.Popen[str]) 
     assert re.match(NO_SIGN.format(1, socket.gethostname()), end.last_line)
 
 
+def test_one_signal_ends_a_hung_run_in_seconds(text_file: Path, tmp_path: Path) -> None:
+    command = edited_script(
+        tmp_path / "train.py",
+        ("STOP_SECONDS = 5.0", "STOP_SECONDS = 0.1"),
+        ("more = 5 if self", "more = 1 if self"),
+    )
+    endless = words(**{**ENDLESS, "hang_seconds": 60}, data=text_file, processes=2)
+    with started(endless, cwd=tmp_path, command=command) as process:
+        wait_for_line(process, "step=5/")
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        end = ended(process, limit=30)
+    assert end.status == 128 + signal.SIGTERM
+    assert end.last_line.startswith(f"HangError: rank 1 on {socket.gethostname()} ")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_hung_run(
     hanging: subprocess.Popen[str], number: signal.Signals
@@ -797,6 +814,62 @@ def test_a_rank_may_take_as_long_as_it_announced(patience: float) -> None:
     assert {line.partition(" for ")[0] for line in hung} == (
         set() if patience > 1 else {"rank 0 on here made no progress while the others waited"}
     )
+
+
+# What a rank reports: number of reports, beats, patience, host.
+ABSENT = [0, 0, 1800.0, "some host"]
+LIVE = [[[n, 3, 1800.0, "here"], [n, 3, 1800.0, "there"]] for n in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hung"),
+    [
+        ([[[n, 0, 1800.0, "here"], ABSENT] for n in range(1, 590)], ""),
+        ([[[n, 0, 1800.0, "here"], ABSENT] for n in range(1, 620)], "rank 1 on some host gave no"),
+        # torchrun has started them again, and rank 1's report is from before.
+        ([[[n, 0, 1800.0, "here"], [900, 500, 1.0, "old"]] for n in range(1, 500)], ""),
+        (
+            [*LIVE, *[[[n, 3, 1800.0, "here"], LIVE[-1][1]] for n in range(5, 20)]],
+            "rank 1 on there",
+        ),
+        ([*LIVE, *[None] * 5], ""),
+        ([*LIVE, *[None] * 20], "rank 0 on here, or what serves the store of the ranks, does not"),
+        (
+            [[[n, 3, 1.0, "here"], [n, 4, 1.0, "there"]] for n in range(1, 20)],
+            "rank 0 on here made",
+        ),
+        ([[[n, 3, 15.0, "here"], [n, 4, 1.0, "there"]] for n in range(1, 14)], ""),
+    ],
+    ids=[
+        "starts late",
+        "never starts",
+        "restarts late",
+        "stops",
+        "store pauses",
+        "store stops",
+        "makes no progress",
+        "announced a long step",
+    ],
+)
+def test_a_watch_names_the_rank_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[Any], hung: str
+) -> None:
+    """Each second it hears these reports, or (None) waits for the store's answer."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    found: list[str] = []
+    watch, asks = train.Watch(("here", 1), 2, 0, "here", 10.0, found.append), True
+
+    def wait(_: float) -> bool:
+        nonlocal asks
+        heard = seconds.pop(0)
+        watch.heard, watch.talks = heard or watch.heard, watch.talks + asks
+        asks = heard is not None
+        return not seconds
+
+    monkeypatch.setattr(watch.ended, "wait", wait)
+    watch.judge()
+    assert "".join(found).startswith(hung)
+    assert bool(found) is bool(hung)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
