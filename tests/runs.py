@@ -230,8 +230,9 @@ def wait_for_file(directory: Path, pattern: str, limit: float = LIMIT) -> Path:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in a directory."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """The rows of the last start in a directory of checkpoints or of output."""
+    file = max(directory.glob("metrics*.jsonl"))
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def edited_script(path: Path, *edits: tuple[str, str]) -> tuple[str, str]:

@@ -89,7 +89,7 @@ def test_an_odd_row_of_a_curve_is_left_out(
     job: Finished, cli: Callable[..., Ran], row: dict[str, Any]
 ) -> None:
     before = cli("metrics", job.job_id).out
-    with (job.directory / "hosts/algo-1/checkpoints/metrics.jsonl").open("a") as file:
+    with (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     assert cli("metrics", job.job_id).out == before
     assert cli("jobs").code == 0
