@@ -34,7 +34,8 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
         InputError: there is no such directory.
         ServiceError: there is no such job, or it left no model.
     """
-    if storage.local_path(named) is None:
+    path = storage.local_path(named)
+    if path is None:
         sizes = storage.list_files(named, settings)
         if "config.json" not in sizes:
             raise InputError(f"{named}: no config.json is there")
@@ -45,7 +46,6 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
-    path = storage.path_of(named)
     if path.is_dir():
         check_regular(path)
         yield path, None

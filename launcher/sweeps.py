@@ -1,13 +1,14 @@
 """Sweeps: a grid of jobs, a few at a time, under one cost ceiling.
 
-A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-2 is the
+A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
 second try of the first. So the jobs of a sweep are known by their ids alone. What is still to run
 is in `sweeps/GROUP.json` below the home of the machine that launched it. Called by the commands
-`launch`, `jobs`, `stop` and `report`.
+`launch`, `jobs`, `stop`, `delete` and `report`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import re
@@ -19,18 +20,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from launcher import storage
+from launcher.aws.money import CeilingTooLow, usd
 from launcher.aws.session import patiently
+from launcher.backends import Backend
 from launcher.documents import Count, Document, Scalar
 from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings
 from launcher.submission import Ready, naming, prepare
-from launcher.tracking import backend_for, list_jobs, stop, with_costs
+from launcher.tracking import backend_for, list_jobs, with_costs
 
-MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-(\d+))?")
+logger = logging.getLogger(__name__)
+
+MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
+
+Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
 
 class Sweep(Document):
@@ -38,21 +47,47 @@ class Sweep(Document):
 
     job: TrainingJob
     members: list[dict[str, Scalar]]
-    parallel: Count
+    parallel: Annotated[Count, Field(ge=1)]
 
     def ready(
-        self, index: int, settings: Settings, dry_run: bool = False, spent: float = 0.0
+        self,
+        number: int,
+        settings: Settings,
+        dry_run: bool = False,
+        tries: Sequence[JobDescription] = (),
     ) -> Ready:
-        """The member's job, checked. Its cost ceiling is its share of that of the sweep, less the
-        USD that it has spent on earlier tries."""
-        ceiling = self.job.max_cost
-        share = None if ceiling is None else ceiling / len(self.members) - spent
-        given = {name: getattr(self.job, name) for name in self.job.model_fields_set}
-        values = {**self.job.hyperparameters, **self.members[index]}
-        if share is not None:
-            given["max_cost"] = share
-        job = TrainingJob(**{**given, "hyperparameters": values})
-        return prepare(job, settings, dry_run)
+        """The member's next job, checked. It continues the last try if that left a checkpoint.
+
+        Its cost ceiling is its share of that of the sweep, which includes all its tries.
+
+        Raises:
+            CeilingTooLow: its tries have used up its share.
+        """
+        given = said(self.job)
+        given["hyperparameters"] = {**self.job.hyperparameters, **self.members[number - 1]}
+        continued: list[str] = []  # whose cost `prepare` counts
+        if tries:
+            backend = backend_for(self.job.instance, settings)
+            last = backend.describe(tries[-1].job_id)
+            if last is not None and last.checkpoint_uri:
+                given = {"resume": last.job_id}
+                earlier: str | None = last.job_id
+                while self.job.max_cost is not None and earlier is not None:
+                    continued.append(earlier)
+                    earlier = backend.job(earlier).resume
+        if self.job.max_cost is not None:
+            others = [each for each in tries if each.job_id not in continued]
+            spent = sum(each.cost or 0.0 for each in with_costs(others, settings))
+            share = self.job.max_cost / len(self.members)
+            if share <= spent:
+                raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
+            given["max_cost"] = share - spent
+        return prepare(TrainingJob(**given), settings, dry_run)
+
+
+def said(job: TrainingJob) -> dict[str, Any]:
+    """The fields that the user gave."""
+    return {name: getattr(job, name) for name in job.model_fields_set}
 
 
 @contextmanager
@@ -94,64 +129,112 @@ def read_record(group: str, settings: Settings) -> Sweep | None:
     return storage.read_document(str(record_of(group, settings)), Sweep)
 
 
-def stop_file(group: str, settings: Settings) -> Path:
-    """While it exists, the command that runs the sweep starts no further job."""
-    return record_of(group, settings).with_suffix(".stop")
+@contextmanager
+def alone(group: str, settings: Settings) -> Iterator[None]:
+    """Keep a second command of this machine from running the sweep, which would start each job
+    twice.
+
+    Raises:
+        ServiceError: another command runs it.
+    """
+    path = record_of(group, settings).with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServiceError(
+                f"another command runs sweep {group}: let it end, or stop it with"
+                f" `{settings.command(f'stop --group {group}')}`"
+            ) from None
+        yield
 
 
-def members(found: Iterable[JobDescription], group: str) -> dict[int, JobDescription]:
-    """The newest job of each member of a sweep, by number, among these jobs."""
-    newest: dict[int, tuple[int, JobDescription]] = {}
+def stop_mark(job_id: str, group: str, backend: Backend, settings: Settings) -> str:
+    """The file by which `stop_all` tells the command that runs a sweep to stop it. That may be on
+    another machine, so for SageMaker the file is in the store, beside the files of its jobs."""
+    files = backend.places(job_id)[0]
+    if not files.startswith("s3://"):
+        return str(record_of(group, settings).with_suffix(".stop"))
+    return storage.join(files.removesuffix(job_id), group, "stop")
+
+
+def tries_of(found: Iterable[object], group: str) -> Tries:
+    """The jobs of a sweep among these."""
+    tries: Tries = defaultdict(list)
     for job in found:
-        name = MEMBER.fullmatch(job.job_id)
-        if name and name[1] == group:
-            number, attempt = int(name[2]), int(name[3] or 1)
-            if attempt > newest.get(number, (0,))[0]:
-                newest[number] = (attempt, job)
-    return {number: job for number, (_, job) in sorted(newest.items())}
+        name = MEMBER.fullmatch(job.job_id) if isinstance(job, JobDescription) else None
+        if name and name[1] == group and isinstance(job, JobDescription):
+            tries[int(name[2])].append(job)
+    for each in tries.values():
+        each.sort(key=lambda job: attempt_of(job.job_id))
+    return tries
 
 
-def full_group(word: str, found: Iterable[JobDescription]) -> str:
-    """The id of a sweep, from its start or end, the id of one of its jobs, or `latest`, among all
-    jobs, newest first.
+def attempt_of(job_id: str) -> int:
+    name = MEMBER.fullmatch(job_id)
+    return int(name[3] or 1) if name else 0
+
+
+def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
+    """The id of a member's next try."""
+    again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
+    return f"{group}-{number}{again}"
+
+
+def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
+    """The id of a sweep and its jobs, from its start or end, the id of one of its jobs, or
+    `latest`.
 
     Raises:
         InputError: no sweep, or several, have that id.
+        ServiceError: SageMaker cannot be asked, and the id is not whole.
     """
+    found, unreadable, failure = list_jobs(settings)
     names = (MEMBER.fullmatch(description.job_id) for description in found)
-    groups = list(dict.fromkeys(name[1] for name in names if name))
-    if word == "latest" and groups:
-        return groups[0]
+    recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
+    groups = sorted({*(name[1] for name in names if name), *recorded}, reverse=True)
     member = MEMBER.fullmatch(word)
     part = member[1] if member else word
+    if failure is not None and part not in groups:
+        raise failure
+    if word == "latest" and groups:
+        part = groups[0]
     matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
     if len(matches) != 1:
         raise InputError(
             f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
             " a sweep is the id of its jobs without the number at the end"
         )
-    return matches[0]
+    for job in unreadable:
+        if job.job_id.startswith(f"{matches[0]}-"):
+            logger.info(f"job {job.job_id} is left out: {job.error}")
+    return matches[0], tries_of(found, matches[0])
 
 
-def all_tries(word: str, settings: Settings) -> tuple[str, tuple[str, ...]]:
-    """The full id of a sweep, and the ids of all its jobs, earlier tries included.
-
-    Raises:
-        InputError: as full_group.
-    """
-    found = list_jobs(settings)[0]
-    group = full_group(word, found)
-    names = (MEMBER.fullmatch(description.job_id) for description in found)
-    return group, tuple(name[0] for name in names if name and name[1] == group)
+def unfinished(job_id: str, settings: Settings) -> str | None:
+    """The newest sweep of this machine, if jobs of it are left and the newest job, `job_id`, is
+    not newer."""
+    records = record_of("*", settings).parent.glob("*.json")
+    group = max((path.stem for path in records), default="")
+    moment = len("sm-nanogpt-20261125-000000")
+    if not group or group[:moment] < job_id[:moment]:
+        return None
+    sweep, tries = read_record(group, settings), tries_of(list_jobs(settings)[0], group)
+    ended = sum(each[-1].status == "Completed" for each in tries.values())
+    return group if sweep and ended < len(sweep.members) else None
 
 
 @dataclass
 class Progress:
-    """A job of a sweep that was started (ended: it has ended), for the screen."""
+    """A job of a sweep for the screen: what it continues, how it stands once it was started, or the
+    cost ceiling that keeps it from being started."""
 
     number: int
     job_id: str
-    description: JobDescription | None
+    description: JobDescription | None = None
+    continued: str | None = None
+    limit: CeilingTooLow | None = None
 
     @property
     def ended(self) -> bool:
@@ -161,89 +244,124 @@ class Progress:
 def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
     """Start the jobs that have not completed, `parallel` at a time, until all have ended.
 
-    Yields each job when it starts, about once a second while it runs, and when it ends. A job that
+    Yields each job when it starts, at each poll while it runs, and when it ends. A job that
     stopped or failed earlier continues from its checkpoint.
 
     Raises:
         InputError: `prepare` refuses a job.
         ServiceError: the store or the service failed. The jobs that run keep running.
     """
-    stop_file(group, settings).unlink(missing_ok=True)
     backend = backend_for(sweep.job.instance, settings)
-    found = [job for job in backend.list() if isinstance(job, JobDescription)]
-    started = members(found, group)
-    running = {n: d.job_id for n, d in started.items() if d.is_running}
-    done = {n for n, d in started.items() if d.status == "Completed"}
-    waiting = [n for n in range(1, len(sweep.members) + 1) if n not in running and n not in done]
-    while waiting or running:
-        if stop_file(group, settings).exists():
-            waiting = []
-        while waiting and len(running) < sweep.parallel:
-            number = waiting.pop(0)
-            job_id = f"{group}-{number}"
-            if earlier := started.get(number):
-                name = MEMBER.fullmatch(earlier.job_id)
-                assert name is not None
-                job_id = f"{group}-{number}-{int(name[3] or 1) + 1}"
-                earlier = backend.describe(earlier.job_id)
-            with quietly():
-                if earlier and earlier.checkpoint_uri:
-                    ready = prepare(TrainingJob(resume=earlier.job_id), settings)
-                else:
-                    tries = [d for d in found if d.job_id.startswith(f"{group}-{number}-")]
-                    tries += [d for d in found if d.job_id == f"{group}-{number}"]
-                    spent = sum(d.cost or 0.0 for d in with_costs(tries, settings))
-                    ready = sweep.ready(number - 1, settings, spent=spent)
+    again = settings.command(f"launch --resume {group}")
+    found = tries_of(backend.list(), group)
+    newest = {number: tries[-1] for number, tries in found.items()}
+    mark, stopped, running = "", False, dict[int, str]()
+    if newest:
+        mark = stop_mark(next(iter(newest.values())).job_id, group, backend, settings)
+        storage.write_text(mark, "run", settings)
+    left = [n for n in range(1, len(sweep.members) + 1) if not is_done(newest.get(n))]
+    left.sort(key=lambda n: n not in newest or not newest[n].is_running)
+    while left or running:
+        if mark and patiently(partial(storage.read_bytes, mark, settings), again) == b"stop":
+            left, stopped = [], True
+        if left and len(running) < sweep.parallel:
+            number = left.pop(0)
+            tries = found[number]
+            while (job := backend.describe(next_id(group, number, tries))) is not None:
+                tries.append(job)  # SageMaker lists a new job late
+            if tries and (is_done(tries[-1]) or tries[-1].is_running):
+                if tries[-1].is_running:
+                    running[number] = tries[-1].job_id
+                continue
+            try:
+                with quietly():
+                    ready = sweep.ready(number, settings, tries=tries)
+            except CeilingTooLow as limit:
+                if not tries:
+                    raise
+                yield Progress(number, tries[-1].job_id, limit=limit)
+                continue
             ready.upload()
+            job_id = next_id(group, number, tries)
             with naming(job_id, settings):
                 ready.submit(job_id)
             running[number] = job_id
-            yield Progress(number, job_id, None)
-        time.sleep(max(0.5, backend.poll_seconds / max(1, len(running))))
+            mark = mark or stop_mark(job_id, group, backend, settings)
+            yield Progress(number, job_id, continued=ready.job.resume)
+            continue
+        time.sleep(max(0.5, backend.poll_seconds))
         for number, job_id in list(running.items()):
-            again = settings.command(f"launch --resume {group}")
             description = patiently(partial(backend.describe, job_id), again)
             if description is None:
                 raise ServiceError(f"job {job_id} was deleted while it ran")
+            if stopped and description.status == "InProgress":
+                backend.stop(job_id)
             if not description.is_running:
                 del running[number]
             yield Progress(number, job_id, description)
 
 
-def stop_all(group: str, settings: Settings) -> list[JobDescription]:
-    """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs."""
-    if record_of(group, settings).exists():
-        stop_file(group, settings).touch()
-    running = [d for d in members(list_jobs(settings)[0], group).values() if d.is_running]
-    for description in running:
-        stop(description.job_id, settings)
+def is_done(job: JobDescription | None) -> bool:
+    return job is not None and job.status == "Completed"
+
+
+def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescription]:
+    """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs.
+
+    The command that runs the sweep stops a job that it starts meanwhile.
+    """
+    newest = [each[-1] for each in tries.values()]
+    if not newest:
+        return []
+    backend, running = backend_for(newest[0].instance, settings), []
+    try:
+        for job in newest:
+            now = backend.describe(job.job_id) if job.is_running else None
+            if now is not None and now.is_running:
+                running.append(now)
+                if now.status == "InProgress":  # a second stop would not wait for a checkpoint
+                    backend.stop(now.job_id)
+    finally:
+        mark = stop_mark(newest[0].job_id, group, backend, settings)
+        storage.write_text(mark, "stop", settings)
     return running
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The jobs of one configuration, which differ only in their seed. losses are in nats."""
+    """The jobs of one configuration, which differ only in their seed. losses are in nats; n counts
+    the jobs that were not started too."""
 
     values: dict[str, Any]
     losses: list[float]
     jobs: list[JobDescription]
+    n: int
 
     @property
     def loss(self) -> float:
         return fmean(self.losses) if self.losses else float("inf")
 
 
-def ranking(found: Sequence[JobDescription]) -> list[Rank]:
-    """The configurations of some jobs by their best validation loss, the lowest first."""
-    differing = differences([description.hyperparameters for description in found])
-    same: dict[tuple[Any, ...], list[JobDescription]] = defaultdict(list)
-    for description in found:
-        values = {n: description.hyperparameters.get(n) for n in differing if n != "seed"}
-        same[tuple(values.items())].append(description)
+def ranking(
+    found: Sequence[JobDescription | None], planned: Sequence[Mapping[str, Any]] | None = None
+) -> list[Rank]:
+    """The configurations of some jobs by their best validation loss, the lowest first.
+
+    planned: what was varied, for each job; None: what differs. A job is None until it is started.
+    """
+    if planned is None:
+        planned = [job.hyperparameters if job else {} for job in found]
+        differing = differences(planned)
+        planned = [{name: each.get(name) for name in differing} for each in planned]
+    same: dict[tuple[Any, ...], list[JobDescription | None]] = defaultdict(list)
+    for job, values in zip(found, planned, strict=True):
+        same[tuple((n, value) for n, value in values.items() if n != "seed")].append(job)
     ranks = []
-    for key, jobs in same.items():
-        best = [(d.metrics or {}).get("best_loss") for d in jobs]
-        ranks.append(Rank(dict(key), [loss for loss in best if loss is not None], jobs))
+    for key, each in same.items():
+        jobs = [job for job in each if job is not None]
+        best = [(job.metrics or {}).get("best_loss") for job in jobs]
+        losses = [loss for loss in best if loss is not None]
+        ranks.append(Rank(dict(key), losses, jobs, len(each)))
     return sorted(ranks, key=lambda rank: rank.loss)
 
 

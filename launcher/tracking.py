@@ -29,7 +29,7 @@ from launcher.settings import Settings, load_settings
 logger = logging.getLogger(__name__)
 
 # As submission.new_job_id makes it, with the numbers of a sweep's jobs.
-FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}(-\d+){0,2}")
+FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 
 REMEDIES = {
     "CapacityError": CAPACITY,

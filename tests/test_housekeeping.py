@@ -37,7 +37,7 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(
     job: Finished, home: Path, cli: Callable[..., Ran]
 ) -> None:
     group = "sm-nanogpt-20260101-000000-abcdef"
-    for name in ("1", "1-2", "2"):
+    for name in ("1", "1-try2", "2"):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
     write_record(group, Sweep(job=TrainingJob(), members=[{}, {}], parallel=1), settings)

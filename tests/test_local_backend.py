@@ -31,8 +31,8 @@ from launching import ENDLESS, Finished, Ran
 
 import launcher
 from entry_point import train
-from launcher import TrainingJob, describe, jobs, logs, wait
-from launcher.backends.local import GONE, last_metrics, own_checkpoint, write_json
+from launcher import Settings, TrainingJob, describe, jobs, logs, wait
+from launcher.backends.local import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import Host, LocalRun
 from launcher.job import LOCAL_FIELDS
 from launcher.submission import take_over
@@ -492,6 +492,21 @@ def test_a_full_disk_names_the_archive(
     reason = run_job(tmp_path, text_file, "model.touch()")["reason"]
     assert reason.startswith("ServiceError: ")
     assert "output/model.tar.gz: this machine's disk is full" in reason
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_an_interrupted_start_leaves_no_job(
+    leftover: bool, home: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no command would list or delete it. A killed launch may leave one; it is in no way."""
+    job = TrainingJob(data=str(text_file), processes_per_instance=1)
+    backend, directory = LocalBackend(Settings(home=home)), home / "jobs" / "a-job"
+    if leftover:
+        (directory / "code").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
+        context.setattr("subprocess.Popen", Mock(side_effect=KeyboardInterrupt))
+        backend.submit("a-job", job, (1, 0))
+    assert not directory.exists()
 
 
 def test_a_failed_rank_ends_an_earlier_rank_that_waits(tmp_path: Path, text_file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 import launching
 import pytest
 from emulator import Emulator
-from launching import Finished, Ran
+from launching import Finished, Ran, until
 
-from launcher import Settings, jobs, sweeps
+from launcher import Settings, sweeps
+from launcher.aws.money import CeilingTooLow
+from launcher.backends.local import LocalBackend
+from launcher.errors import ServiceError
 from launcher.job import JobDescription, TrainingJob
-from launcher.sweeps import Sweep, full_group, grid, members, ranking, stop_all
+from launcher.sweeps import Sweep, find_sweep, grid, ranking, stop_all, tries_of
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 CLOUD = ("launch", "--instance", "ml.g5.xlarge")
@@ -47,12 +51,27 @@ class Fake:
         self.jobs = {job.job_id: job for job in jobs}
         self.asked: dict[str, int] = {}
         self.most = 0
+        self.described = 0
+        self.stopped: list[str] = []
+
+    def stop(self, job_id: str) -> None:
+        self.stopped.append(job_id)
+        self.jobs[job_id] = described(job_id, "Stopping")
+
+    def job(self, job_id: str) -> TrainingJob:
+        return TrainingJob()
+
+    def places(self, job_id: str) -> list[str]:
+        return [f"file:///{job_id}"]
 
     def list(self) -> Iterator[JobDescription]:
         yield from self.jobs.values()
 
-    def describe(self, job_id: str) -> JobDescription:
-        job = self.jobs[job_id]
+    def describe(self, job_id: str) -> JobDescription | None:
+        job = self.jobs.get(job_id)
+        if job is None:
+            return None
+        self.described += 1
         self.asked[job_id] = self.asked.get(job_id, 0) + 1
         if job.is_running and self.asked[job_id] > 1:
             job = self.jobs[job_id] = described(job_id)
@@ -70,17 +89,23 @@ def ran(
     """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
 
     def run(
-        *jobs: JobDescription, stop_at: str = "", job: TrainingJob | None = None
+        *jobs: JobDescription,
+        stop_at: str = "",
+        job: TrainingJob | None = None,
+        used_up: tuple[str, ...] = (),
+        sleep: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[Fake, list[TrainingJob]]:
         fake, prepared = Fake(*jobs), list[TrainingJob]()
 
         def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Any:
             prepared.append(job)
-            return SimpleNamespace(upload=lambda: None, submit=fake.submit)
+            if job.resume in used_up:
+                raise CeilingTooLow("even a run of 60 s costs more")
+            return SimpleNamespace(job=job, upload=lambda: None, submit=fake.submit)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
         monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
-        monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(sweeps.time, "sleep", sleep)
         settings = Settings(home=home)
         sweep = Sweep(
             job=job or TrainingJob(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
@@ -88,7 +113,7 @@ def ran(
         sweeps.write_record(GROUP, sweep, settings)
         for progress in sweeps.run(GROUP, sweep, settings):
             if progress.job_id == stop_at:
-                sweeps.stop_file(GROUP, settings).touch()
+                stop_all(GROUP, tries_of([described(f"{GROUP}-1")], GROUP), settings)
         return fake, prepared
 
     return run
@@ -116,12 +141,12 @@ def test_a_sweep_continues_where_it_was(
 ) -> None:
     stopped = described(f"{GROUP}-2", "Stopped")
     object.__setattr__(stopped, "checkpoint_uri", "file:///x")
-    failed = described(f"{GROUP}-4-2", "Failed")
+    failed = described(f"{GROUP}-4-try2", "Failed")
     fake, prepared = ran(described(f"{GROUP}-1"), stopped, described(f"{GROUP}-4"), failed)
-    assert set(fake.jobs) - {f"{GROUP}-1", f"{GROUP}-2", f"{GROUP}-4", f"{GROUP}-4-2"} == {
-        f"{GROUP}-2-2",
+    assert set(fake.jobs) - {f"{GROUP}-1", f"{GROUP}-2", f"{GROUP}-4", f"{GROUP}-4-try2"} == {
+        f"{GROUP}-2-try2",
         f"{GROUP}-3",
-        f"{GROUP}-4-3",
+        f"{GROUP}-4-try3",
     }
     assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
 
@@ -133,11 +158,24 @@ def test_a_failed_trys_cost_lowers_the_next_ceiling(
         return [replace(description, cost=0.25) for description in found]
 
     monkeypatch.setattr(sweeps, "with_costs", with_costs)
-    failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-2")]
+    failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-try2")]
     job = TrainingJob(instance="ml.g5.xlarge", data="x", max_cost=4)
     fake, prepared = ran(*failed, described(f"{GROUP}-11", "Failed"), job=job)
     assert [each.max_cost for each in prepared] == [0.5, 1, 1, 1]
-    assert f"{GROUP}-1-3" in fake.jobs
+    assert f"{GROUP}-1-try3" in fake.jobs
+
+
+def test_a_resumed_try_has_the_share_that_others_left(
+    ran: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prepare` itself counts the tries that this one continues."""
+    monkeypatch.setattr(
+        sweeps, "with_costs", lambda found, settings: [replace(job, cost=0.25) for job in found]
+    )
+    stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
+    job = TrainingJob(instance="ml.g5.xlarge", data="x", max_cost=4)
+    _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, job=job)
+    assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 0.75)
 
 
 def test_a_job_that_runs_is_not_started_again(
@@ -148,11 +186,53 @@ def test_a_job_that_runs_is_not_started_again(
     assert fake.most == 2
 
 
-def test_a_stopped_sweep_starts_no_further_job(
-    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
-) -> None:
+def test_a_sweep_that_is_stopped_stops_its_jobs_and_starts_none(ran: Any) -> None:
+    """Also a job that started while somebody stopped the sweep, maybe on another machine."""
     fake, _ = ran(stop_at=f"{GROUP}-2")
-    assert list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
+    assert fake.stopped == list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
+
+
+def test_a_job_that_is_not_listed_yet_is_not_started_again(
+    ran: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fake, "list", lambda self: iter(()))
+    fake, prepared = ran(described(f"{GROUP}-1", "InProgress"), described(f"{GROUP}-2"))
+    assert len(prepared) == 2
+    assert set(fake.jobs) == {f"{GROUP}-{n}" for n in range(1, 5)}
+
+
+def test_a_job_at_its_ceiling_does_not_keep_the_others(ran: Any) -> None:
+    stopped = replace(described(f"{GROUP}-1", "Stopped"), checkpoint_uri="s3://x")
+    fake, prepared = ran(stopped, used_up=(f"{GROUP}-1",))
+    assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
+    assert len(prepared) == 4
+
+
+def test_all_jobs_are_described_once_a_poll(ran: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "poll_seconds", 5.0)
+    slept = list[float]()
+    fake, _ = ran(sleep=slept.append)
+    assert set(slept) == {5.0}
+    assert fake.described == 2 * len(slept)
+
+
+def test_a_sweep_is_run_by_one_command(home: Path) -> None:
+    settings = Settings(home=home)
+    with (
+        sweeps.alone(GROUP, settings),
+        pytest.raises(ServiceError, match="another command runs"),
+        sweeps.alone(GROUP, settings),
+    ):
+        pass
+
+
+def test_a_record_runs_at_least_one_job_at_a_time(home: Path) -> None:
+    settings = Settings(home=home)
+    sweeps.write_record(GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), settings)
+    record = sweeps.record_of(GROUP, settings)
+    record.write_text(record.read_text().replace('"parallel": 1', '"parallel": 0'))
+    with pytest.raises(ServiceError, match="parallel"):
+        sweeps.read_record(GROUP, settings)
 
 
 def test_a_record_keeps_what_was_said(home: Path) -> None:
@@ -176,10 +256,17 @@ def test_the_ranking_is_by_the_mean_over_seeds() -> None:
     assert (first.values, first.losses, second.loss) == ({"n_layer": 2}, [2.4], 2.5)
 
 
-def test_the_newest_try_of_a_member_counts() -> None:
-    ids = [f"{GROUP}-1", f"{GROUP}-1-2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
-    found = members([described(each) for each in ids], GROUP)
-    assert {n: d.job_id for n, d in found.items()} == {1: ids[1], 10: ids[2]}
+def test_the_ranking_has_the_jobs_that_were_not_started() -> None:
+    found = [described("a", n_layer=1, best_loss=2.0), None]
+    first, second = ranking(found, [{"n_layer": "1"}, {"n_layer": "2"}])
+    assert (first.values, first.n) == ({"n_layer": "1"}, 1)
+    assert (second.values, second.jobs, second.n) == ({"n_layer": "2"}, [], 1)
+
+
+def test_the_newest_try_of_a_member_is_its_last() -> None:
+    ids = [f"{GROUP}-1", f"{GROUP}-1-try2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
+    found = tries_of([described(each) for each in reversed(ids)], GROUP)
+    assert {n: [d.job_id for d in each] for n, each in found.items()} == {1: ids[:2], 10: [ids[2]]}
 
 
 @pytest.mark.parametrize(
@@ -290,6 +377,22 @@ def test_a_continued_sweep_says_what_it_costs(
     assert ran.err.count("warning: the run reads the text 39 times") == 1
 
 
+def test_a_continued_sweep_takes_a_larger_ceiling(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, home: Path
+) -> None:
+    settings = Settings(home=home)
+    job = TrainingJob(instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
+    sweeps.write_record(
+        GROUP, Sweep(job=job, members=grid({"n_layer": ["2"]}, 1, 0), parallel=1), settings
+    )
+    assert "0.02 USD (--max-cost) is too low" in cli("launch", "--resume", GROUP).error
+    ran = cli("launch", "--resume", GROUP, "--max-cost", "1")
+    assert ran.code == 0, ran.err
+    record = sweeps.read_record(GROUP, settings)
+    assert record is not None
+    assert record.job.max_cost == 1
+
+
 def test_a_local_sweep_runs_to_its_end(home: Path, text_file: Path) -> None:
     words = launching.launching("--sweep", "n_embd=16,32", "--parallel", "2", data=text_file)
     del words[words.index("n_embd=32") - 1 : words.index("n_embd=32") + 1]
@@ -309,7 +412,8 @@ def swept(job: Finished) -> str:
 
 @pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
 def test_a_sweep_is_found_by_a_part_of_its_id(word: str, swept: str, job: Finished) -> None:
-    assert full_group(word, jobs(Settings(home=job.home))) == swept
+    group, tries = find_sweep(word, Settings(home=job.home))
+    assert (group, sorted(tries)) == (swept, [1, 2])
 
 
 def test_a_sweep_has_one_report(swept: str, cli: Callable[..., Ran]) -> None:
@@ -335,17 +439,66 @@ def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:
     assert (ran.code, ran.error.partition(";")[0]) == (2, "'nope' matches no sweeps")
 
 
-def test_stopping_a_sweep_stops_its_running_jobs(
-    swept: str, job: Finished, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    settings, stopped = Settings(home=job.home), list[str]()
-    found = [described(f"{GROUP}-1"), described(f"{GROUP}-2", "InProgress")]
-    monkeypatch.setattr(sweeps, "list_jobs", lambda settings: (found, [], None))
-    monkeypatch.setattr(sweeps, "stop", lambda job_id, settings: stopped.append(job_id))
-    sweeps.write_record(swept, Sweep(job=TrainingJob(), members=[{}], parallel=1), settings)
-    stop_all(swept, settings)
-    assert stopped == [f"{GROUP}-2"]
-    assert sweeps.stop_file(swept, settings).exists()
+    """The command that stops it has another home, and so no record of the sweep."""
+    ran = list[Ran]()
+
+    def stop() -> None:
+        until(lambda: len(cloud.sagemaker.jobs) == 1)
+        group = next(iter(cloud.sagemaker.jobs)).rpartition("-")[0]
+        settings = Settings(home=tmp_path / "other")
+        stop_all(*find_sweep(group, settings), settings)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    ran.append(cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4,6"))
+    thread.join()
+    assert ran[0].code == 1
+    assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Stopped"]
+
+
+def test_a_sweep_starts_from_the_model_that_was_the_latest(
+    home: Path, job: Finished, text_file: Path, cli: Callable[..., Ran]
+) -> None:
+    words = ("--sweep", "max_steps=1,2", "--set", "sample_length=0", "--set", "eval_windows=4")
+    at_once = ("--data", str(text_file), "--init-from", "latest", *words)
+    ran = cli("launch", "--instance", "local", "--preset", "quick", *at_once)
+    assert ran.code == 0, ran.err
+    local = LocalBackend(Settings(home=home))
+    models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
+    assert len(models) == 1
+    assert job.job_id in str(models)
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "metrics", "stop", "delete"])
+def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(
+    command: str, home: Path, cli: Callable[..., Ran]
+) -> None:
+    sweeps.write_record(
+        GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), Settings(home=home)
+    )
+    ran = cli(command, GROUP)
+    takes = command if command in ("stop", "delete") else "jobs"
+    assert ran.code == 2
+    assert f"`sm-nanogpt {takes} --group {GROUP}`" in ran.error
+
+
+def test_an_interrupted_sweep_shows_all_its_jobs_and_is_resumed_as_the_latest(
+    swept: str, job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(job.directory)
+    members = grid({"n_embd": ["32", "48", "64"]}, 1, 0)
+    sweep = Sweep(job=TrainingJob(instance="local"), members=members, parallel=1)
+    sweeps.write_record(swept, sweep, Settings(home=job.home))
+    table = cli("jobs", "--group", "latest").out.splitlines()
+    assert "n_embd" in table[0]
+    assert [line.split()[3:5] for line in table[3:]] == [["0/1", "64"]]
+    resumed = list[str]()
+    monkeypatch.setattr("launcher.cli.sweep.run_sweep", lambda group, *_: resumed.append(group))
+    assert cli("launch", "--resume", "latest").code == 0
+    assert resumed == [swept]
 
 
 def test_stop_takes_a_job_or_a_sweep(cli: Callable[..., Ran]) -> None:

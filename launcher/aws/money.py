@@ -38,6 +38,10 @@ SHORTEST_RUN = 60
 DISK_PER_HOUR = 0.27 / 730
 
 
+class CeilingTooLow(InputError):
+    """Not even the shortest run stays below the cost ceiling."""
+
+
 @dataclass(frozen=True)
 class Ceiling:
     """The most that a job and those it resumes may cost, in USD, and the option that says so."""
@@ -97,14 +101,15 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
     spent is the cost in USD of the jobs that this one resumes.
 
     Raises:
-        InputError: the ceiling is too low, or --max-run is too long for it.
+        CeilingTooLow: even the shortest run would cost more.
+        InputError: --max-run is too long for the ceiling.
     """
     keep_alive = job.keep_alive or 0
     parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
     longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
     least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
     if longest < SHORTEST_RUN:
-        raise InputError(
+        raise CeilingTooLow(
             f"a cost of {usd(ceiling.amount)} ({ceiling.source}) is too low: even a run"
             f" of {SHORTEST_RUN} s may cost {usd(least)} ({', '.join(parts)})"
         )

@@ -144,10 +144,12 @@ class LocalBackend:
         }
         script = job.script.read_bytes()
         try:
+            if not (directory / "job.json").exists():  # a launch was killed here
+                shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
             try:
                 self.start(directory, script, record)
-            except OSError:  # else no command would list it
+            except BaseException:  # also Ctrl-C; else no command would list it
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
         except OSError as error:

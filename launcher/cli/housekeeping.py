@@ -53,14 +53,22 @@ def delete_command(
     """
     from launcher.artefacts import fetch_described
     from launcher.housekeeping import delete, places_of
-    from launcher.sweeps import all_tries, record_of, stop_file
+    from launcher.storage import remove
+    from launcher.sweeps import find_sweep, record_of, stop_mark
+    from launcher.tracking import backend_for
 
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
+    marks: list[str] = []
     if group is not None:
-        group, job_ids = all_tries(group, settings)
+        group, tries = find_sweep(group, settings)
+        every = [job for each in tries.values() for job in each]
+        job_ids = tuple(job.job_id for job in every)
+        for job in every[:1]:
+            backend = backend_for(job.instance, settings)
+            marks = [stop_mark(job.job_id, group, backend, settings)]
     found = []
     for job_id in dict.fromkeys(job_ids):
         description, places = places_of(job_id, settings)
@@ -86,8 +94,11 @@ def delete_command(
         freed = in_units(sum(place.size for place in places))
         note(f"deleted {description.job_id}: {freed}")
     if group is not None:
-        for file in (record_of(group, settings), stop_file(group, settings)):
-            file.unlink(missing_ok=True)
+        for mark in marks:
+            if mark.startswith("s3://"):
+                remove(mark, settings)
+        for path in record_of("*", settings).parent.glob(f"{group}.*"):
+            path.unlink()
 
 
 @click.command("du", cls=Command)

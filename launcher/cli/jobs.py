@@ -31,12 +31,13 @@ from launcher.cli.show import (
     print_table,
     shown,
 )
-from launcher.cli.sweep import jobs_of, print_ranking
+from launcher.cli.sweep import print_ranking
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
     from launcher.settings import Settings
+    from launcher.sweeps import Tries
 
 
 @click.command("jobs", cls=Command)
@@ -61,14 +62,19 @@ def jobs_command(
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
     """
+    from launcher.sweeps import find_sweep, read_record
     from launcher.tracking import list_jobs, with_costs
 
     if group is not None and limit is not None:
         raise InputError("--group and --limit cannot be combined: a ranking needs all its jobs")
     settings = settings_of(context)
-    found, unreadable, failure = list_jobs(settings)
+    found, unreadable, failure = ([], [], None) if group else list_jobs(settings)
+    tries: Tries = {}
     if group is not None:
-        found = jobs_of(group, found)
+        group, tries = find_sweep(group, settings)
+        if status:
+            tries = {n: each for n, each in tries.items() if each[-1].status == status}
+        found = [each[-1] for each in tries.values()]
     found = [d for d in found if status in (None, d.status)][:limit]
     for job in unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
@@ -79,7 +85,7 @@ def jobs_command(
     if as_json:
         print_json(found)
     elif group is not None:
-        print_ranking(found)
+        print_ranking(tries, None if status else read_record(group, settings))
     elif found or not (failure or unreadable or status):
         print_jobs(found, settings)
     if failure is not None:
@@ -351,11 +357,10 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     if (job_id is None) == (group is None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
-        from launcher.sweeps import full_group, stop_all
-        from launcher.tracking import list_jobs
+        from launcher.sweeps import find_sweep, stop_all
 
-        group = full_group(group, list_jobs(settings)[0])
-        for description in stop_all(group, settings):
+        group, tries = find_sweep(group, settings)
+        for description in stop_all(group, tries, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
         again = settings.command(f"launch --resume {group}")

@@ -58,13 +58,28 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         for name in {"job_id", "job_ids", "resume"} & ctx.params.keys():
             if word := ctx.params[name]:
+                from launcher.sweeps import unfinished
                 from launcher.tracking import full_id
 
                 settings = settings_of(ctx)
                 many = isinstance(word, tuple)
                 ids = [full_id(each, settings) for each in (word if many else [word])]
+                if name != "resume":
+                    self.refuse_sweeps(ids, settings)
+                elif word == "latest":
+                    ids = [unfinished(ids[0], settings) or ids[0]]
                 ctx.params[name] = tuple(ids) if many else ids[0]
         return super().invoke(ctx)
+
+    def refuse_sweeps(self, ids: list[str], settings: Settings) -> None:
+        """Raise InputError for the id of a sweep in place of a job's."""
+        from launcher.sweeps import record_of
+
+        for each in ids:
+            if record_of(each, settings).exists():
+                takes = any(parameter.name == "group" for parameter in self.params)
+                group = settings.command(f"{self.name if takes else 'jobs'} --group {each}")
+                raise InputError(f"{each} is a sweep: use `{group}`, or one of its jobs, {each}-1")
 
 
 class Group(Command, click.Group):

@@ -38,18 +38,19 @@ def report_command(
       sm-nanogpt report JOB-ID JOB-ID -o comparison.html
       sm-nanogpt report --group latest
     """
-    from launcher.cli.sweep import jobs_of
     from launcher.report import compare, read_runs
     from launcher.report_page import check_packages, page
     from launcher.storage import write_text
-    from launcher.tracking import list_jobs, metrics
+    from launcher.sweeps import find_sweep
+    from launcher.tracking import metrics
 
     check_packages()
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
-        found = jobs_of(group, list_jobs(settings)[0])
+        group, tries = find_sweep(group, settings)
+        found = [each[-1] for _, each in sorted(tries.items())]
         # SageMaker lists the metrics of a running job late; its log has them.
         drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
         job_ids = tuple(d.job_id for d in drawn)

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +16,10 @@ from launcher.cli.show import note, print_json, print_table
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.job import JobDescription, TrainingJob
+    from launcher.job import TrainingJob
     from launcher.settings import Settings
     from launcher.submission import Ready
-    from launcher.sweeps import Sweep
+    from launcher.sweeps import Sweep, Tries
 
 
 def is_sweep(word: str, settings: Settings) -> bool:
@@ -41,8 +42,9 @@ def launch_sweep(
     Raises:
         InputError: a job cannot run; none was started.
     """
+    from launcher.storage import file_sha256, write_bytes
     from launcher.submission import new_job_id
-    from launcher.sweeps import Sweep, grid, quietly, write_record
+    from launcher.sweeps import Sweep, alone, grid, quietly, write_record
 
     if job.resume is not None:
         raise InputError(
@@ -61,9 +63,9 @@ def launch_sweep(
     base = job.hyperparameters.get("seed", 1337)
     each = grid(values, seeds, int(base))
     sweep = Sweep(job=job, members=each, parallel=parallel)
-    first = sweep.ready(0, settings, dry_run)
+    first = sweep.ready(1, settings, dry_run)
     with quietly():
-        every = [first, *(sweep.ready(n, settings, dry_run) for n in range(1, len(each)))]
+        every = [first, *(sweep.ready(n, settings, dry_run) for n in range(2, len(each) + 1))]
     group = new_job_id()
     if dry_run:
         print_json([ready.request(f"{group}-{n}") for n, ready in enumerate(every, 1)])
@@ -72,14 +74,19 @@ def launch_sweep(
     if not local:
         confirm_cost(every, sweep.job.max_cost, settings, yes)
     first.upload()
-    # Absolute paths, so that a later --resume works from any directory.
-    places = {n: getattr(first.job, n) for n in ("data", "validation", "entry_point")}
-    fixed = {name: place for name, place in places.items() if place is not None}
+    # What later jobs read must be what the first one does, whatever is changed or launched
+    # meanwhile, and from any directory.
+    names = ("data", "validation", "init_from", "entry_point")
+    fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
+    if script := first.job.entry_point:
+        fixed["entry_point"] = settings.kept_script(file_sha256(script))
+        write_bytes(str(fixed["entry_point"]), script.read_bytes())
     sweep = Sweep(job=job.model_copy(update=fixed), members=each, parallel=parallel)
     write_record(group, sweep, settings)
     click.echo(group)
     sys.stdout.flush()
-    run_sweep(group, sweep, settings)
+    with alone(group, settings):
+        run_sweep(group, sweep, settings)
 
 
 def confirm_cost(
@@ -96,10 +103,12 @@ def confirm_cost(
 
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
-    from launcher.sweeps import members, quietly, read_record
+    from launcher.aws.money import CeilingTooLow
+    from launcher.job import TrainingJob
+    from launcher.sweeps import alone, quietly, read_record, said, tries_of, write_record
     from launcher.tracking import list_jobs
 
-    group = given.pop("resume")
+    group, max_cost = given.pop("resume"), given.pop("max_cost", None)
     if given:
         raise InputError(
             f"{group} is a sweep, which continues as it was launched: leave out"
@@ -107,20 +116,27 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
         )
     sweep = read_record(group, settings)
     assert sweep is not None
+    if max_cost is not None:
+        job = TrainingJob(**{**said(sweep.job), "max_cost": max_cost})
+        sweep = sweep.model_copy(update={"job": job})
     if parallel:
         sweep = sweep.model_copy(update={"parallel": parallel})
     if sweep.job.instance == "local" and sweep.parallel > 1:
         share_cores(sweep.parallel)
-    if sweep.job.instance != "local":
-        tried = members(list_jobs(settings)[0], group)
-        done = {number for number, d in tried.items() if d.status == "Completed"}
-        left = [n for n in range(len(sweep.members)) if n + 1 not in done]
-        with quietly():
-            every = [sweep.ready(n, settings) for n in left]
-        confirm_cost(every, sweep.job.max_cost, settings, yes)
-    click.echo(group)
-    sys.stdout.flush()
-    run_sweep(group, sweep, settings)
+    with alone(group, settings):
+        if sweep.job.instance != "local":
+            tries, every = tries_of(list_jobs(settings)[0], group), []
+            for number in range(1, len(sweep.members) + 1):
+                earlier = tries.get(number, [])
+                if earlier and (earlier[-1].is_running or earlier[-1].status == "Completed"):
+                    continue
+                with quietly(), suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
+                    every.append(sweep.ready(number, settings, tries=earlier))
+            confirm_cost(every, sweep.job.max_cost, settings, yes)
+        write_record(group, sweep, settings)
+        click.echo(group)
+        sys.stdout.flush()
+        run_sweep(group, sweep, settings)
 
 
 def share_cores(parallel: int) -> None:
@@ -137,11 +153,12 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
     """
     from tqdm import tqdm
 
-    from launcher.sweeps import members, run, stop_all
+    from launcher.sweeps import run, stop_all, tries_of
     from launcher.tracking import list_jobs, reason_of, wait
 
     n = len(sweep.members)
     steps: dict[int, float] = {}
+    limited = ""
     again = settings.command(f"launch --resume {group}")
     bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {postfix}", disable=None)
     try:
@@ -151,8 +168,12 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
                 values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
                 named = f"[{number}/{n}] {progress.job_id}"
                 with bar.external_write_mode():
-                    if d is None:
-                        note(f"{named} started: {values}")
+                    if progress.limit is not None:
+                        limited = " --max-cost USD"
+                        note(f"{named} is at its cost ceiling: {values} ({progress.limit})")
+                    elif d is None:
+                        how = f"continues {progress.continued}" if progress.continued else "started"
+                        note(f"{named} {how}: {values}")
                     elif progress.ended:
                         loss = (d.metrics or {}).get("best_loss")
                         result = f", best loss {loss:.5f}" if loss is not None else ""
@@ -160,49 +181,44 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
                         note(f"{named} {d.status.lower()}{result}: {values}{reason}")
                 metrics = (d.metrics if d else None) or {}
                 share = metrics.get("step", 0) / (metrics.get("max_steps") or math.inf)
-                steps[number] = 1 if progress.ended else share
+                steps[number] = 1 if progress.ended or progress.limit else share
                 bar.n = sum(steps.values())
                 bar.set_postfix_str(f"{sum(v == 1 for v in steps.values())}/{n} jobs ended")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if sweep.job.instance != "local":
             raise KeyboardInterrupt(
-                f"the jobs that run keep running; `{again}` starts the others"
+                *error.args, f"the jobs that run keep running; `{again}` starts the others"
             ) from None
         note("stopping the running jobs after a checkpoint")
-        for description in stop_all(group, settings):
+        for description in stop_all(group, tries_of(list_jobs(settings)[0], group), settings):
             wait(description.job_id, settings)
         raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
-    found = list(members(list_jobs(settings)[0], group).values())
-    print_ranking(found, err=True)
-    if sum(d.status == "Completed" for d in found) < n:
-        raise ServiceError(f"not all jobs of the sweep completed; `{again}` continues it")
+    tries = tries_of(list_jobs(settings)[0], group)
+    print_ranking(tries, sweep, err=True)
+    if sum(each[-1].status == "Completed" for each in tries.values()) < n:
+        raise ServiceError(f"not all jobs of the sweep completed; `{again}{limited}` continues it")
 
 
-def jobs_of(word: str, found: Sequence[JobDescription]) -> list[JobDescription]:
-    """The newest job of each member of a sweep, among all jobs.
-
-    Raises:
-        InputError: no sweep, or several, have that id.
-    """
-    from launcher.sweeps import full_group, members
-
-    return list(members(found, full_group(word, found)).values())
-
-
-def print_ranking(found: Sequence[JobDescription], err: bool = False) -> None:
-    """Print the configurations of some jobs by their best loss, with its spread over seeds."""
+def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
+    """Print the configurations of a sweep by their best loss, with its spread over seeds."""
     from launcher.sweeps import ranking
 
-    ranks = ranking(found)
+    if sweep is None:  # it was launched from another machine
+        ranks = ranking([each[-1] for _, each in sorted(tries.items())])
+    else:
+        numbers = range(1, len(sweep.members) + 1)
+        found = [tries[n][-1] if tries.get(n) else None for n in numbers]
+        ranks = ranking(found, sweep.members)
     names = list(ranks[0].values) if ranks else []
     rows = [["RANK", "BEST LOSS", "SPREAD", "JOBS", *names, "BEST JOB"]]
     for place, rank in enumerate(ranks, 1):
-        best = min(rank.jobs, key=lambda d: (d.metrics or {}).get("best_loss", math.inf))
+        by_loss = sorted(rank.jobs, key=lambda d: (d.metrics or {}).get("best_loss", math.inf))
+        best = by_loss[0].job_id if by_loss else "-"
         losses = rank.losses
         loss = f"{rank.loss:.4f}" if losses else "-"
         spread = f"{min(losses):.4f}-{max(losses):.4f}" if len(losses) > 1 else "-"
         done = sum(d.status == "Completed" for d in rank.jobs)
-        count = f"{done}/{len(rank.jobs)}"
+        count = f"{done}/{rank.n}"
         values = [str(rank.values[name]) for name in names]
-        rows.append([str(place), loss, spread, count, *values, best.job_id])
+        rows.append([str(place), loss, spread, count, *values, best])
     print_table(rows, err)
