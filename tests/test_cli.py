@@ -109,7 +109,7 @@ def test_light_commands_import_no_torch_aws_or_extra(
     shutil.copytree(finished.home, home)
     said = words.format(job=finished.job_id, text=text_file).split()
     loaded = modules_after(f"from launcher.cli import run\nassert run({said}) == 0", home)
-    extras = {"altair", "vl_convert", "tensorboard", "mlflow"}
+    extras = {"altair", "vl_convert", "tensorboard"}
     assert not loaded & {"torch", "boto3", "botocore", "s3fs", "sagemaker", *extras}
 
 

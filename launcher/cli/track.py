@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,6 @@ import click
 
 from launcher.cli.options import Command, complete_job, settings_of
 from launcher.cli.show import note
-from launcher.errors import InputError
 
 if TYPE_CHECKING:
     from launcher.curves import Curve
@@ -31,59 +28,41 @@ POLL_SECONDS = 5.0
 @click.option(
     "--tensorboard",
     metavar="DIR",
+    required=True,
     type=click.Path(file_okay=False, path_type=Path),
     help="Write event files to DIR/JOB-ID.",
-)
-@click.option(
-    "--mlflow", metavar="URI", help="Send to an MLflow server, a database, or SageMaker (an ARN)."
 )
 @click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
 @click.pass_context
 def track_command(
     context: click.Context,
     job_ids: tuple[str, ...],
-    tensorboard: Path | None,
-    mlflow: str | None,
+    tensorboard: Path,
     follow: bool,
 ) -> None:
-    """Show the curves of jobs in TensorBoard or MLflow. The jobs may still run.
+    """Show the curves of jobs in TensorBoard. The jobs may still run.
 
     \b
     Example:
       sm-nanogpt track JOB-ID --tensorboard runs --follow
-      sm-nanogpt track JOB-ID --mlflow http://localhost:5000
     """
-    from launcher.trackers import to_mlflow, to_tensorboard
-
-    trackers: list[Callable[[Curve, JobDescription], str]] = []
-    if tensorboard is not None:
-        trackers.append(partial(to_tensorboard, tensorboard))
-    if mlflow is not None:
-        trackers.append(partial(to_mlflow, mlflow))
-    if not trackers:
-        raise InputError("name a tracker: --tensorboard DIR, --mlflow URI, or both")
     settings = settings_of(context)
     try:
-        add(list(dict.fromkeys(job_ids)), trackers, settings, follow)
+        add(list(dict.fromkeys(job_ids)), tensorboard, settings, follow)
     except KeyboardInterrupt:
         what = "the jobs keep running, and the same command adds the rest"
         raise KeyboardInterrupt(*[what] * follow) from None
 
 
-def add(
-    job_ids: list[str],
-    trackers: list[Callable[[Curve, JobDescription], str]],
-    settings: Settings,
-    follow: bool,
-) -> None:
-    """Bring each tracker up to date; with follow, until the jobs end."""
+def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:
+    """Bring the event files up to date; with follow, until the jobs end."""
     from tqdm import tqdm
 
-    from launcher.trackers import with_times
+    from launcher.trackers import Board, with_times
 
     sent: dict[str, tuple[Curve, str]] = {}
     times: dict[str, dict[int, float]] = {job_id: {} for job_id in job_ids}
-    places: dict[str, list[str]] = {}
+    boards = {job_id: Board(directory, job_id) for job_id in job_ids}
     quiet = not (follow and sys.stderr.isatty())
     with ExitStack() as stack:
         bars = {
@@ -95,7 +74,7 @@ def add(
                 description, curve = state(job_id, settings, again=job_id in sent)
                 curve = with_times(curve, description, times[job_id])
                 if sent.get(job_id) != (curve, description.status):
-                    places[job_id] = [track(curve, description) for track in trackers]
+                    boards[job_id].update(curve, description)
                     sent[job_id] = curve, description.status
                 step = int(curve.rows[-1]["step"]) if curve.rows else 0
                 bars[job_id].total = description.hyperparameters.get("max_steps")
@@ -104,7 +83,7 @@ def add(
                     job_ids.remove(job_id)
                     bars[job_id].close()
                     note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
-                    click.echo("\n".join(places[job_id]))
+                    click.echo(boards[job_id].place)
             if job_ids:
                 time.sleep(POLL_SECONDS)
 
