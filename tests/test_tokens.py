@@ -12,6 +12,7 @@ import random
 import shutil
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,7 +27,7 @@ from runs import SMALL, make_hosts, metrics, run, run_hosts, words
 
 from entry_point import train
 from launcher import InputError, ServiceError, tokens, upload_data
-from launcher.corpus import find_text
+from launcher.corpus import find_text, send
 from launcher.encoder import Encoder, encoded, load_words, start
 from launcher.sampling import encode, pieces
 from launcher.settings import Settings
@@ -531,6 +532,19 @@ def test_a_launch_refuses_tokens_that_lost_a_file(documents: Path, cli: Callable
     ran = cli("launch", "--instance", "local", "--data", uri)
     assert ran.code == 2
     assert ran.error == f"{uri}: a file of this upload is missing; upload the text again"
+
+
+def test_a_shard_that_was_replaced_is_not_sent(documents: Path, home: Path, tmp_path: Path) -> None:
+    settings = Settings(home=home)
+    made = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
+    directory = local_path(made.uri)
+    assert directory is not None
+    shard = directory / "train-00000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    other = replace(made, uri=f"{(tmp_path / 'other').as_uri()}")
+    with pytest.raises(InputError, match="changed"):
+        send(other, [directory / name for name in made.files], settings)
+    assert not (tmp_path / "other.json").exists()
 
 
 @pytest.mark.parametrize(
