@@ -3,7 +3,8 @@
 AWS::NoValue leaves a list; a bucket policy is a resource; a change set may be empty; executed, it
 gives the stack its outputs and parameters, tells of each resource, and rolls back when one fails,
 which keeps what is to be retained unless RetainExceptOnCreate is said; change sets of a stack that
-is not made yet share it; a role's policies are text.
+is not made yet share it; the policies of roles and keys are text; an update reaches what only
+conditions change.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class CloudFormation:
         made = create_resource(name, document, resources, account_id, region_name)
         if made is not None and kind == "AWS::IAM::Role":
             made.policies = {each: as_text(policy) for each, policy in made.policies.items()}
+        if made is not None and kind == "AWS::KMS::Key":
+            made.policy = as_text(made.policy)
         if made is not None:
             event(stack, name, kind, "CREATE_COMPLETE")
         return made
@@ -111,6 +114,7 @@ class CloudFormation:
             return
         try:
             change_set.apply()
+            refresh(stack.resource_map)
             status = f"{kind}_COMPLETE"
             stack.template, stack.template_dict = change_set.template, change_set.template_dict
             stack.output_map = stack._create_output_map()
@@ -122,6 +126,26 @@ class CloudFormation:
             stack._add_stack_event(status.replace("COMPLETE", "IN_PROGRESS"), "It failed")
         stack._add_stack_event(status)
         stack.status = status
+
+
+def refresh(resources: Any) -> None:
+    """An update also reaches what differs by a condition alone; moto leaves that as it was."""
+    for name, made in list(resources._parsed_resources.items()):
+        if made is None or name not in resources._resource_json_map:
+            continue
+        document = parsing.parse_resource(resources._resource_json_map[name], resources)[1]
+        found = document["Properties"]
+        if document["Type"] == "AWS::IAM::Role":
+            made.policies = {
+                each["PolicyName"]: as_text(each["PolicyDocument"]) for each in found["Policies"]
+            }
+        elif document["Type"] == "AWS::IAM::ManagedPolicy":
+            for version in made.versions:
+                version.document = as_text(found["PolicyDocument"])
+        elif document["Type"] == "AWS::S3::Bucket":
+            encryption = parsing.resource_class_from_type("AWS::S3::Bucket")
+            place = (resources._account_id, resources._region_name)
+            encryption.update_from_cloudformation_json(made, name, document, *place)
 
 
 def roll_back(resources: Any, keep: bool) -> None:
