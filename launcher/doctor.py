@@ -34,7 +34,7 @@ from launcher.aws.images import (
 from launcher.aws.instances import describe_instance, gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.money import usd
 from launcher.aws.prices import Prices
-from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, read_quota
+from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, WITHOUT_GPU, read_quota
 from launcher.aws.session import aws_session, check_region, code_and_message, quick_client, why
 from launcher.aws.stack import Stack, find_stack, is_whole
 from launcher.backends.local import LocalBackend
@@ -515,7 +515,8 @@ def compare_quota(patient: Patient, use: str) -> str:
     except ServiceError as error:
         raise Doubt(f"could not check {name!r}: {error}") from None
     if allowed < 1:
-        raise InputError(f"{name!r} is {allowed:g}: request an increase in {CONSOLE}")
+        first = f"; meanwhile, {WITHOUT_GPU}" if looks_like_gpu(patient.instance) else ""
+        raise InputError(f"{name!r} is {allowed:g}: request an increase in {CONSOLE}{first}")
     used = running_instances(patient, spot=use == SPOT)
     if used >= allowed:
         raise Doubt(f"{name!r} is {allowed:g}, and all are in use: wait, or stop a job")

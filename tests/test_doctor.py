@@ -534,6 +534,7 @@ def test_a_quota_of_zero_fails_for_training_and_warns_for_spot(
     found = examined()
     assert found["quota"][0] == FAILURE
     assert "request an increase" in found["quota"][1]
+    assert "launch --instance ml.m5.xlarge" in found["quota"][1]
     assert found["spot quota"][0] == WARNING
 
 

@@ -13,6 +13,7 @@ from datetime import date
 from typing import Any
 
 from launcher import storage
+from launcher.aws.instances import looks_like_gpu
 from launcher.aws.session import quick_client, service_errors
 from launcher.documents import Document
 from launcher.errors import InputError, ServiceError
@@ -30,6 +31,7 @@ LONGEST_RUN = "Longest run time for a training job"  # in seconds; 432,000 by de
 DAY = 86_400  # the run time that SageMaker gives a job that asks for none
 NO_QUOTA = "ListServiceQuotas: the account has no quota of that name"
 CONSOLE = "the Service Quotas console (Amazon SageMaker)"
+WITHOUT_GPU = "`launch --instance ml.m5.xlarge --preset quick` needs no GPU"  # for new accounts
 
 
 def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
@@ -62,6 +64,7 @@ def check_quotas(job: TrainingJob, settings: Settings, session: Any) -> None:
         if allowed < need:
             on_spot = len(job.instances) == 1 and name.endswith(f" for {TRAINING}")
             other = f"; spot jobs have another quota ({SPOT!r}): try --spot" if on_spot else ""
+            other += f"; {WITHOUT_GPU}" if allowed < 1 and looks_like_gpu(job.instance) else ""
             raise InputError(
                 f"the account's quota {name!r} is {allowed:.0f} in {session.region_name}, and this"
                 f" job needs {need}: request an increase in {CONSOLE}, or {instead}{other}"

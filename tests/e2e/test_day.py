@@ -1,0 +1,54 @@
+"""The script of the first day on a real account, whole, against the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from unittest.mock import patch
+
+import cloudformation_service
+import first_day
+import pytest
+import training_runs
+from emulator import Emulator, client
+
+from launcher.aws import infra
+from launcher.cli import run
+
+
+def in_this_process(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.dict(os.environ, env, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = run(list(words))
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_every_step_passes_and_nothing_is_left(
+    aws: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STORE", "ROLE"):
+        monkeypatch.delenv(f"SM_NANOGPT_{name}")
+    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 0.3)
+    for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
+        monkeypatch.setattr(training_runs, name, 1.0)
+    aws.sagemaker.rate = aws.sagemaker.run.rate = 5.0  # type: ignore[attr-defined]
+    monkeypatch.setattr(first_day, "execute", in_this_process)
+    buckets = client("s3", aws.url).list_buckets()["Buckets"]
+    with cloudformation_service.repaired():
+        code = first_day.main(["--emulator", "--yes", "--directory", str(tmp_path / "day")])
+    transcript = (tmp_path / "day/transcript.txt").read_text()
+    assert code == 0, transcript[-5000:]
+    state = json.loads((tmp_path / "day/state.json").read_text())
+    assert len(state["passed"]) == len(first_day.STEPS)
+    assert not aws.sagemaker.jobs
+    assert client("s3", aws.url).list_buckets()["Buckets"] == buckets
+    assert not client("iam", aws.url).list_users()["Users"]

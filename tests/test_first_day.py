@@ -1,0 +1,118 @@
+"""The script of the first day on a real account: what runs, what is spent, what it stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import first_day
+import pytest
+from emulator import Emulator
+from first_day import Day, Step
+
+JOB = "sm-nanogpt-20261124-120000-00000a"
+PAGE = Path(first_day.__file__).with_name("first-day.md")
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commands that were run; a job that one launched has cost 2 USD."""
+    ran: list[str] = []
+
+    def execute(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
+        ran.append(words[0])
+        status = {"billable_seconds": 60, "cost": 2.0, "instance": "ml.m5.xlarge"}
+        return 0, {"launch": JOB, "status": json.dumps(status)}.get(words[0], ""), ""
+
+    monkeypatch.setattr(first_day, "execute", execute)
+    return ran
+
+
+@pytest.fixture
+def begin(
+    cloud: Emulator, commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs the script with other steps; returns its exit code and its state."""
+
+    def call(*steps: Callable[[Day], None], ceiling: float = 3) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(first_day, "STEPS", [Step(0, ceiling, run) for run in steps])
+        code = first_day.main(["--emulator", "--yes", "--directory", str(tmp_path / "day")])
+        return code, json.loads((tmp_path / "day/state.json").read_text())
+
+    return call
+
+
+def deploys(day: Day) -> None:
+    day.state["stack"] = {}
+
+
+def launches(day: Day) -> None:
+    day.sm("launch")
+    day.write(f"arn:aws:iam::{day.account}:role/any")
+
+
+def surprises(day: Day) -> None:
+    launches(day)
+    day.check("one is two", 1 == 2)
+
+
+def never(day: Day) -> None:
+    raise AssertionError
+
+
+def test_a_surprise_ends_the_day_and_stops_its_job(
+    begin: Callable[..., Any], commands: list[str], tmp_path: Path
+) -> None:
+    code, state = begin(deploys, surprises, never)
+    assert (code, list(state["passed"])) == (1, ["0"])
+    assert commands == ["launch", "stop", "status"]
+    assert state["jobs"][JOB]["usd"] == 2
+    transcript = (tmp_path / "day/transcript.txt").read_text()
+    assert "expected: one is two" in transcript
+    assert "123456789012" not in transcript
+
+
+def test_what_passed_is_not_repeated(begin: Callable[..., Any]) -> None:
+    begin(deploys, surprises)
+    code, state = begin(never, launches)
+    assert (code, list(state["passed"])) == (0, ["0", "1"])
+
+
+def test_no_step_starts_that_could_exceed_the_budget(begin: Callable[..., Any]) -> None:
+    begin(deploys, launches)
+    code, state = begin(never, never, never, ceiling=first_day.BUDGET - 1)
+    assert (code, list(state["passed"])) == (1, ["0", "1"])
+
+
+def test_an_interruption_stops_the_job(begin: Callable[..., Any], commands: list[str]) -> None:
+    def interrupted(day: Day) -> None:
+        launches(day)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(deploys, interrupted)
+    assert commands == ["launch", "stop", "status"]
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        ([], [*range(17)]),
+        (["3"], [3]),
+        (["0-2", "16"], [0, 1, 2, 16]),
+        (["2", "0-1"], [0, 1, 2]),
+    ],
+)
+def test_steps_are_named_by_numbers_and_ranges(words: list[str], numbers: list[int]) -> None:
+    assert first_day.chosen(words) == numbers
+
+
+def test_the_page_lists_each_step_with_its_costs() -> None:
+    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    rows = [(int(c[1]), float(c[4]), float(c[5])) for c in lines if c[1].strip().isdigit()]
+    steps = first_day.STEPS
+    assert rows == [(n, step.expected, step.ceiling) for n, step in enumerate(steps)]
+    assert sum(step.ceiling for step in steps) < first_day.BUDGET
+    assert sum(step.ceiling for step in steps[:9]) < 3
