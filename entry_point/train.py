@@ -971,6 +971,7 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
     """
     shape = read_shape(directory)
     free = {"block_size": min(shape.pop("longest"), 1024)} if "longest" in shape else {}
+    free["mask_documents"] = shape.pop("mask_documents", False)
     fields = {f.name: f for f in dataclasses.fields(Config)}
     values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
     for name in values.keys() & shape.keys():
@@ -982,7 +983,8 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_shape(directory: Path) -> dict[str, Any]:
-    """The hyperparameters that a model prescribes, and the longest block_size of a Qwen3.
+    """The hyperparameters that a model prescribes, and free ones: mask_documents, and the longest
+    block_size of a Qwen3.
 
     Raises:
         ConfigError: there is no such model, or it has something that this script does not compute.
@@ -1020,6 +1022,7 @@ def read_shape(directory: Path) -> dict[str, Any]:
             "n_hidden": found["intermediate_size"],
             "tie_embeddings": found["tie_word_embeddings"],
             "norm_weights": trained.get("norm_weights", not trained),
+            "mask_documents": trained.get("mask_documents", False),
             "rope_theta": float(
                 found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
             ),
@@ -1068,8 +1071,8 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     try:
         index = directory / "model.safetensors.index.json"
         parts = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
-        for name in sorted(set(parts.values())) or ["model.safetensors"]:
-            tensors |= read_safetensors(directory / Path(name).name)[0]
+        for name in sorted(set(map(plain_name, parts.values()))) or ["model.safetensors"]:
+            tensors |= read_safetensors(directory / name)[0]
     except OSError as error:
         raise FormatError(f"{error.filename}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -1080,6 +1083,9 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     edited = json.loads((directory / "config.json").read_bytes()).get("model_type") == EDITED
     if not edited:
         live = to_hugging_face(live, model.config)
+    for name, tensor in tensors.items():
+        if name in live and live[name].is_floating_point() > tensor.is_floating_point():
+            raise ModelError(f"{name} is of {tensor.dtype}, not of a type of weights")
     fill(live, tensors, "the model to start from")
     if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():
@@ -2397,6 +2403,13 @@ class Corpus:
     sha256: str
 
 
+def plain_name(name: Any) -> str:
+    """The name of a file; raises ValueError if it may lie in another directory."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is no plain name of a file")
+    return name
+
+
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the *.txt files below a directory, sorted by path.
 
@@ -2526,6 +2539,14 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return corpus
 
 
+def largest_id(shard: Tensor) -> int:
+    """The largest id, without a sign; 0 of a large shard, which a host may read over a network."""
+    if shard.nbytes > 1 << 26:
+        return 0
+    sign = 1 << (8 * shard.itemsize - 1)
+    return int((shard ^ -sign).max()) + sign
+
+
 def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
     """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
     directory = container.training
@@ -2543,10 +2564,16 @@ def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
         for name in ("train", "val"):
             shards = []
             for shard in meta[name]["shards"]:
-                path, size = directory / shard["name"], shard["tokens"]
+                path, size = directory / plain_name(shard["name"]), shard["tokens"]
                 if path.stat().st_size != size * dtype.itemsize:
                     raise DataError(f"{path} is damaged: its size is not that in meta.json")
                 shards.append(mapped(path, dtype, warn))
+                if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
+                    raise DataError(f"{path}: only the last shard may be shorter than the others")
+                if (found := largest_id(shards[-1])) >= len(tokenizer):
+                    raise DataError(
+                        f"{path} has the id {found}, and the tokenizer only {len(tokenizer)} tokens"
+                    )
             parts.append(Shards(shards))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None

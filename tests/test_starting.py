@@ -163,6 +163,15 @@ def test_an_unsupported_model_feature_is_refused_by_name(
     assert refused in str(error.value)
 
 
+def test_a_model_with_masked_documents_stays_so(tmp_path: Path, byte_pairs: tokens.Words) -> None:
+    publish(tmp_path, byte_pairs)
+    assert not train.starting_values(tmp_path, {})["mask_documents"]
+    trained = {"config": {"mask_documents": True, "norm_weights": True}}
+    (tmp_path / "training.json").write_text(json.dumps(trained))
+    assert train.starting_values(tmp_path, {})["mask_documents"]
+    assert train.starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(train.ConfigError, match=r"config\.json: No such file"):
         train.starting_values(tmp_path, {})
@@ -183,6 +192,8 @@ def test_a_hyperparameter_unlike_the_models_is_refused(
     [
         ("missing", "No such file"),
         ("damaged", "is damaged"),
+        ("elsewhere", "'../model.safetensors' is no plain name"),
+        ("whole numbers", r"model\.norm\.weight is of torch\.int32"),
         (
             "other",
             r"model\.norm\.weight is nothing in the model to start from and \[64\] in this script",
@@ -199,9 +210,14 @@ def test_weights_that_do_not_fit_are_refused(
         file.unlink()
     elif damage == "damaged":
         file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "elsewhere":
+        index["weight_map"]["model.norm.weight"] = "../model.safetensors"
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         tensors, _ = train.read_safetensors(file)
-        del tensors["model.norm.weight"]
+        weight = tensors.pop("model.norm.weight")
+        if damage == "whole numbers":
+            tensors["model.norm.weight"] = weight.int()
         train.write_safetensors(file, tensors, {})
     with pytest.raises((train.FormatError, train.ModelError), match=error):
         loaded(tmp_path)

@@ -382,6 +382,52 @@ def test_a_damaged_data_set_is_refused(
         corpus_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda shard: {**shard, "name": f"../sub/{shard['name']}"}, "is no plain name"),
+        (lambda shard: {**shard, "name": f"/{shard['name']}"}, "is no plain name"),
+        (lambda shard: {**shard, "name": ".."}, "is no plain name"),
+        (lambda shard: {**shard, "name": 7}, "is no plain name"),
+        (lambda shard: {**shard, "tokens": -shard["tokens"]}, "its size is not that in meta"),
+    ],
+)
+def test_a_data_set_names_only_files_of_its_own(
+    change: Any, reason: str, made: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "sub"
+    shutil.copytree(made, directory)
+    meta = json.loads((made / "meta.json").read_text())
+    meta["train"]["shards"][0] = change(meta["train"]["shards"][0])
+    (directory / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(train.DataError, match=reason):
+        corpus_of(directory)
+
+
+def test_shards_of_unequal_length_are_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    meta = json.loads((made / "meta.json").read_text())
+    content = (made / "val-00000.bin").read_bytes()
+    (tmp_path / "val-00001.bin").write_bytes(content + content[:2])
+    more = {"name": "val-00001.bin", "tokens": len(content) // 2 + 1}
+    meta["val"]["shards"] = [meta["val"]["shards"][0], more]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(
+        train.DataError, match=r"val-00001\.bin: only the last shard may be shorter"
+    ):
+        corpus_of(tmp_path)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    content = (made / "train-00000.bin").read_bytes()
+    (tmp_path / "train-00000.bin").write_bytes(content[:-2] + b"\xff\xff")
+    with pytest.raises(
+        train.DataError, match=r"train-00000\.bin has the id 65535, and the tokenizer"
+    ):
+        corpus_of(tmp_path)
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 
