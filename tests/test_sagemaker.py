@@ -1194,7 +1194,7 @@ def test_logs_show_only_the_lines_of_the_script() -> None:
     ]
 
 
-def test_logs_find_the_script_lines_of_each_start_under_torchrun() -> None:
+def test_logs_find_the_lines_of_each_start_under_torchrun() -> None:
     """A spot job that starts again has new streams, which the toolkit begins anew."""
     lines = []
     for start in ("17", "18"):

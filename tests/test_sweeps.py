@@ -485,7 +485,7 @@ def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(
     assert f"`sm-nanogpt {takes} --group {GROUP}`" in ran.error
 
 
-def test_an_interrupted_sweep_shows_all_its_jobs_and_is_resumed_as_the_latest(
+def test_an_interrupted_sweep_is_shown_whole_and_resumed(
     swept: str, job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(job.directory)

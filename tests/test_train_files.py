@@ -461,7 +461,7 @@ def test_the_values_that_define_a_run_may_not_change(name: str, was: Any, now: A
         train.check_resumable(state_of(7), state_of(0, **{name: now}))
 
 
-def test_a_hyperparameter_newer_than_a_checkpoint_was_its_default() -> None:
+def test_a_newer_hyperparameter_takes_its_default_at_a_resume() -> None:
     before = state_of(7)
     del before["config"]["mask_documents"]
     train.check_resumable(before, state_of(0))
