@@ -34,13 +34,21 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
     """A job, and where its files are, its fetched models first.
 
     Raises:
-        ServiceError: there is no such job, or it runs.
+        ServiceError: there is no such job, it cannot be deleted yet, or a link is in its place.
     """
     backend, description = find(job_id, settings)
     if description.is_running:
         stop = settings.command(f"stop {job_id}")
         raise ServiceError(f"job {job_id} is {description.status}; stop it first: `{stop}`")
+    if description.has_open_pool:  # AWS would refuse to delete the job, after its files are gone
+        raise ServiceError(
+            f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"
+            " after the job; delete the job then"
+        )
     locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
+    for path in filter(None, map(storage.local_path, locations)):
+        if path.is_symlink():  # it may lead to files that are not ours
+            raise ServiceError(f"{path} is a link; remove it by hand")
     return description, [measured(uri, settings) for uri in locations]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -29,6 +30,8 @@ from launcher.errors import InputError, ServiceError, must_be
 if TYPE_CHECKING:
     from launcher.aws.prices import Price
 
+logger = logging.getLogger(__name__)
+
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 # Fields that local jobs have; the others are for SageMaker only.
@@ -46,7 +49,6 @@ LOCAL_FIELDS = {
 }
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
-TAG_CHARACTERS = re.compile(r"[\w\s.:/=+\-@]*")
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 CURVE = re.compile(r"metrics-\d{8}\.jsonl")
@@ -97,7 +99,9 @@ class TrainingJob(BaseModel):
     affordable_run: int | None = Field(default=None, ge=60)  # set at launch, from the cost ceiling
     worst_cost: float | None = None  # USD, set at launch; None: no known price
     spot: bool = False
-    max_wait: int | None = Field(default=None, ge=60)  # None: twice max_run, up to 28 days
+    max_wait: int | None = Field(
+        default=None, ge=60, le=LONGEST_RUN
+    )  # None: twice max_run, up to 28 days
     keep_alive: int | None = Field(default=None, ge=1, le=3600)
     volume_size: int = Field(default=50, ge=1, le=16_384)  # GiB
     input_mode: Literal["File", "FastFile"] = "File"  # of the text; a model is always copied
@@ -150,22 +154,12 @@ class TrainingJob(BaseModel):
             problem = "--keep-alive and --spot cannot be combined"
         elif bool(self.subnets) != bool(self.security_group_ids):
             problem = "--subnet and --security-group must be given together"
-        elif len(self.environment) > 100:
-            problem = f"--environment: {len(self.environment)} variables, and AWS allows 100"
-        elif len(self.tags) > 48:
-            problem = f"--tag: {len(self.tags)} tags, and AWS allows 48 beside ours"
-        for name, value in self.environment.items():
-            if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
-                problem = (
-                    f"--environment {name}: use letters, digits and _ in the name, and at most 512"
-                    " characters in the value"
-                )
-        for name, value in self.tags.items():
-            ours = name.lower().startswith("aws:") or name == TAG_KEY
-            if ours or not (TAG_CHARACTERS.fullmatch(name) and 1 <= len(name) <= 128):
-                problem = f"--tag {name}: the key is not allowed (letters, digits and _.:/=+-@)"
-            elif not TAG_CHARACTERS.fullmatch(value) or len(value) > 256:
-                problem = f"--tag {name}={value}: the value is not allowed (as the key, up to 256)"
+        for name in self.environment:
+            if name.startswith(("SM_", "SAGEMAKER_")):
+                problem = f"--environment {name}: SageMaker sets it"
+        for name in self.tags:
+            if name.lower().startswith("aws:") or name == TAG_KEY:
+                problem = f"--tag {name}: this key is not for users"
         if problem:
             raise InputError(problem)
         return self
@@ -411,6 +405,10 @@ class UnreadableJob:
 
     job_id: str
     error: ServiceError
+
+
+def log_pending(description: JobDescription) -> None:
+    logger.info(f"job {description.job_id} is {description.state}: {description.message}")
 
 
 def newest_checkpoint(names: Iterable[str]) -> int | None:

@@ -177,6 +177,11 @@ class Settings(BaseSettings):
         return self.home / "last-uploads.json"
 
     @property
+    def last_launched(self) -> Path:
+        """File with the id of the last job that this machine launched on SageMaker."""
+        return self.home / "last-launched"
+
+    @property
     def last_stacks(self) -> Path:
         """File of the stacks that were last seen, by region, profile and name."""
         return self.home / "stacks.json"

@@ -106,8 +106,6 @@ def reported(uri: str) -> Iterator[None]:
     """Turn exceptions of a file system into one line about `uri`."""
     try:
         yield
-    except ValueError as error:
-        raise InputError(f"{uri}: {error}") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ServiceError(
@@ -268,7 +266,7 @@ def remove(uri: str, settings: Settings | None = None) -> None:
         if (place := local_path(uri)) is not None:
             with suppress(FileNotFoundError):
                 for path in place.iterdir():  # first, so that job.json still lists the job
-                    if path.is_dir():
+                    if path.is_dir() and not path.is_symlink():
                         shutil.rmtree(path)
                 shutil.rmtree(place)
             return

@@ -180,6 +180,8 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
+    if not local:  # before anything is uploaded
+        backend.request(f"{new_job_id()}-100-10", job, plan)
     last = asked.data is None and asked.resume is None
     logger.info(f"data: {job.data}{' (the last upload)' if last else ''}")
     if job.preset and not asked.preset:
@@ -416,5 +418,5 @@ def naming(job_id: str, settings: Settings) -> Iterator[None]:
 
 
 def new_job_id() -> str:
-    """A unique id, valid as a SageMaker job name: at most 63 letters, digits and dashes."""
-    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    """A unique id with the time in UTC, valid as a SageMaker job name."""
+    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"

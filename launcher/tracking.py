@@ -23,13 +23,13 @@ from launcher.backends.local import LocalBackend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.curves import Curve, samples_of_log
 from launcher.errors import InputError, ServiceError
-from launcher.job import JOB_ID, JobDescription, UnreadableJob
+from launcher.job import JOB_ID, JobDescription, UnreadableJob, log_pending
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
 # As submission.new_job_id makes it, with the numbers of a sweep's jobs.
-FULL_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}(-\d+(-try\d+)?)?")
+FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 
 REMEDIES = {
     "CapacityError": CAPACITY,
@@ -99,15 +99,20 @@ def full_id(word: str, settings: Settings) -> str:
 
     Raises:
         InputError: several jobs match.
+        InputError, ServiceError: SageMaker cannot be asked, so another job may match.
     """
     if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
         return word
-    described, _, _ = list_jobs(settings)
+    described, _, failure = list_jobs(settings)
     found = [description.job_id for description in described]
+    if word in found:
+        return word
+    if failure is not None:
+        raise type(failure)(f"which job {word!r} means is not known ({failure}); give a whole id")
     if word == "latest":
         return found[0] if found else word
     matches = [job_id for job_id in found if job_id.startswith(word) or job_id.endswith(word)]
-    if word in matches or not matches:
+    if not matches:
         return word
     if len(matches) > 1:
         raise InputError(
@@ -150,8 +155,16 @@ def list_jobs(
         failure = InputError(f"{error}; jobs on SageMaker are not listed")
     except ServiceError as error:
         failure = error
-    found.sort(key=lambda description: description.created, reverse=True)
+    found.sort(key=launched, reverse=True)
     return found, unreadable, failure
+
+
+def launched(description: JobDescription) -> tuple[str, float]:
+    """When a job was launched, to order jobs. By its id first: this machine's clock wrote it,
+    whereas SageMaker's clock wrote the time of creation of its jobs."""
+    at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(description.created))
+    named = FULL_ID.fullmatch(description.job_id)
+    return named[1] if named else at, description.created
 
 
 def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobDescription]:
@@ -203,7 +216,12 @@ def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = 
         ServiceError: there is no such job, or what holds its curve cannot be read.
     """
     backend, description = find(job_id, settings or load_settings())
-    rows, source = backend.curve(description.job_id)
+    return curve_of(backend, description.job_id, with_samples)
+
+
+def curve_of(backend: Backend, job_id: str, with_samples: bool = False) -> Curve:
+    """As `metrics`, of a job that runs there. A backend reads no part of a log twice."""
+    rows, source = backend.curve(job_id)
     samples = samples_of_log(backend.logs(job_id, follow=False)) if with_samples else {}
     return Curve(job_id, source, rows, samples)
 
@@ -238,7 +256,11 @@ def wait(
     deadline = time.monotonic() + (math.inf if timeout is None else timeout)
     settings = settings or load_settings()
     backend, description = find(job_id, settings)
+    pending = False
     while description.is_running:
+        if description.secondary_status == "Pending" and not pending:
+            pending = True
+            log_pending(description)
         if time.monotonic() > deadline:
             raise ServiceError(f"job {job_id} is still {description.status} after {timeout} s")
         time.sleep(backend.poll_seconds)

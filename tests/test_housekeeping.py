@@ -47,6 +47,26 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(
     assert cli("delete", "--yes").code == 2
 
 
+@pytest.mark.parametrize("kept", ["jobs", "models"])
+def test_delete_does_not_follow_a_link(
+    job: Finished, cli: Callable[..., Ran], tmp_path: Path, kept: str
+) -> None:
+    elsewhere, place = tmp_path / "elsewhere", job.home / kept / job.job_id
+    shutil.copytree(job.directory, elsewhere)
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(elsewhere)
+    before = tree(elsewhere)
+    ran = cli("delete", job.job_id, "--yes")
+    assert (ran.code, f"{place} is a link" in ran.error) == (1, True)
+    assert tree(elsewhere) == before
+    place.unlink()
+    if kept == "models":  # a link among the files of a job
+        (job.directory / "link").symlink_to(elsewhere)
+        assert cli("delete", job.job_id, "--yes").code == 0
+        assert tree(elsewhere) == before
+
+
 def test_delete_asks_first(
     job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +128,21 @@ def test_a_job_on_sagemaker_loses_prefixes_and_entry(
     names = storage.list_files(f"s3://{s3.bucket}/some/prefix")
     assert {name.split("/")[1] for name in names if not name.startswith("data/")} == {kept}
     assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [kept]
+
+
+def test_a_job_with_a_warm_pool_keeps_its_files(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--keep-alive", "600")
+    cloud.money.quotas["ml.g5.xlarge"] = (1, 1, 1)
+    job_id = cli("launch", *words).out.strip()
+    cli("wait", job_id)
+    before = storage.list_files(f"s3://{s3.bucket}")
+    ran = cli("delete", job_id, "--yes")
+    assert (ran.code, "warm pool" in ran.error) == (1, True)
+    assert storage.list_files(f"s3://{s3.bucket}") == before
+    cloud.sagemaker.jobs[job_id].rate = 1e6  # the pool has ended
+    assert cli("delete", job_id, "--yes").code == 0
 
 
 def test_du_counts_every_file_once(job: Finished, cli: Callable[..., Ran]) -> None:

@@ -84,16 +84,6 @@ def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None
         sendable_hyperparameters(TrainingJob(entry_point=script))
 
 
-@pytest.mark.parametrize(
-    ("name", "most", "said"),
-    [("environment", 100, "AWS allows 100"), ("tags", 48, "AWS allows 48")],
-)
-def test_more_variables_or_tags_than_aws_takes_are_refused(name: str, most: int, said: str) -> None:
-    values = {f"A{i}": "b" for i in range(most)}
-    TrainingJob(instance="ml.g5.xlarge", **{name: values})
-    assert said in refusal(instance="ml.g5.xlarge", **{name: {**values, "B": "b"}})
-
-
 def test_the_nearest_preset_is_named() -> None:
     assert "did you mean baby?" in refusal(preset="babby")
 

@@ -383,13 +383,12 @@ def test_a_launch_continues_without_prices_and_quotas(
     assert "quota: could not check 'ml.g5.12xlarge for training job usage'" in ran.err
 
 
-@pytest.mark.parametrize("answer", ["<html>Sign in</html>", {}, {"Quota": {}, "PriceList": ["{}"]}])
 def test_a_launch_continues_if_a_proxy_answers_for_prices(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path, answer: Any
+    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = (*LAUNCH, "--data", str(text_file))
     for operation in ("GetProducts", "ListServiceQuotas", "GetServiceQuota"):
-        money.instead[operation] = answer
+        money.instead[operation] = "<html>Sign in</html>"
     ran = cli(*words)
     assert ran.code == 0, ran.err
     assert "could not ask AWS's price list: the answer did not come from AWS" in ran.err

@@ -43,7 +43,7 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
-from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, wait
+from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, storage, wait
 from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.aws.instances import (
     GPUS,
@@ -54,11 +54,12 @@ from launcher.aws.instances import (
     looks_like_gpu,
     sagemaker_types,
 )
-from launcher.aws.session import why
+from launcher.aws.session import service_errors, why
 from launcher.backends.estimator import quiet_sdk, training_image
 from launcher.backends.sagemaker import (
     SageMakerBackend,
     describe_job,
+    is_our_job,
     sendable_hyperparameters,
     source_archive,
 )
@@ -72,6 +73,7 @@ FIVE = [f"ml.g5.{size}" for size in ("xlarge", "2xlarge", "4xlarge", "8xlarge", 
 TWO = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
 NO_QUOTA = "ml.g6.48xlarge"  # in the emulator
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
+REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
@@ -168,6 +170,7 @@ def test_a_dry_run_shows_the_request_that_a_launch_sends(
         (("--kms-key", "key"), ("OutputDataConfig", "KmsKeyId"), "key"),
         (("--input-mode", "FastFile"), ("InputDataConfig", 0, "InputMode"), "FastFile"),
         (("--environment", "A=b=c"), ("Environment", "A"), "b=c"),
+        ((), ("StoppingCondition", "MaxPendingTimeInSeconds"), 86_400),
         (("--network-isolation",), ("EnableNetworkIsolation",), True),
         (("--encrypt-traffic",), ("EnableInterContainerTrafficEncryption",), True),
         (("--image-uri", "mine:1"), ("AlgorithmSpecification", "TrainingImage"), "mine:1"),
@@ -465,6 +468,10 @@ def test_nccl_logs_only_warnings_by_default(
     assert json.loads(options) == f"--NCCL_DEBUG {level}"
 
 
+def many(option: str, n: int) -> list[str]:
+    return [word for i in range(n) for word in (option, f"A{i}=x")]
+
+
 # -- refusals before anything is sent --------------------------------------------------------------
 
 
@@ -476,8 +483,22 @@ def test_nccl_logs_only_warnings_by_default(
         (("--spot", "--keep-alive", "60"), "--keep-alive and --spot cannot be combined"),
         (("--keep-alive", "3601"), "keep_alive=3601: must be at most 3600"),
         (("--subnet", "subnet-1"), "--subnet and --security-group must be given together"),
-        (("--environment", f"A={'x' * 513}"), "at most 512 characters in the value"),
-        (("--environment", "a-b=c"), "--environment a-b"),
+        (("--environment", f"A={'x' * 513}"), "Environment.A: 'x"),
+        (("--environment", "a-b=c"), "Environment.a-b: "),
+        (("--environment", "SM_HOSTS=[]"), "--environment SM_HOSTS: "),
+        (many("--environment", 101), "Environment: "),
+        (many("--tag", 50), "Tags: "),
+        (("--kms-key", "my key!"), "OutputDataConfig.KmsKeyId: 'my key!'"),
+        (("--subnet", "a b", "--security-group", "sg"), "VpcConfig.Subnets.1: 'a b'"),
+        ((*["--subnet", "a"] * 17, "--security-group", "sg"), "VpcConfig.Subnets: "),
+        (("--subnet", "a", *["--security-group", "b"] * 6), "VpcConfig.SecurityGroupIds: "),
+        (("--spot", "--max-wait", "9999999"), "max_wait=9999999: "),
+        (("--image-uri", "x" * 256), "AlgorithmSpecification.TrainingImage: "),
+        (("--image-uri", f"{REGISTRY}/pytorch-inference:2.6.0-gpu-py312"), "no SageMaker training"),
+        (("--image-uri", "pytorch-training:2.9.0-gpu-py312-ubuntu22.04-ec2"), "no SageMaker train"),
+        (("--image-uri", "pytorch-training:2.9.0-cpu-py312"), "no SageMaker training image for"),
+        (("--image-uri", f"{REGISTRY.replace('east', 'west')}/mine:1"), "only from us-east-1"),
+        (("--image-uri", f"pytorch@sha256:{'0' * 64}"), "or --launcher torchrun"),
         (("--tag", "aws:a=b"), "--tag aws:a"),
         (("--processes-per-instance", "2"), "--processes-per-instance is for --instance local"),
         (("--set", "batch_size=66"), "cannot be shared by 4 processes"),
@@ -497,7 +518,8 @@ def test_nccl_logs_only_warnings_by_default(
         (("--instance", "ml.g5.13xlarge"), "or ml.g5.12xlarge or"),
         (("--volume-size", "500"), "ml.g5.12xlarge has local disks"),
         (("--tag", "sm-nanogpt=x"), "--tag sm-nanogpt"),
-        (("--tag", "a=b;c"), "--tag a=b;c"),
+        (("--tag", "a=b;c"), "Tags.2.Value: 'b;c'"),
+        (("--tag", "a=b\tc"), "Tags.2.Value: 'b\\tc'"),
         (("--instance", "ml.g5.xlarge,ml.g6.xlarge", "--spot"), "--spot takes one --instance type"),
         (("--instance", "ml.g5.xlarge,ml.g5.xlarge"), "ml.g5.xlarge is given twice"),
         (("--instance", f"{','.join(FIVE)},ml.g6.xlarge"), "6 types, and SageMaker allows 5"),
@@ -791,6 +813,12 @@ def test_a_refused_signature_blames_the_clock_or_the_key(
     assert message in why(error)
 
 
+def test_a_bug_is_not_blamed_on_the_network() -> None:
+    answer: dict[str, Any] = {}
+    with pytest.raises(KeyError), service_errors("DescribeTrainingJob"):
+        answer["ResourceConfig"]
+
+
 def test_sso_in_a_host_name_does_not_mean_expired_credentials() -> None:
     said = why(EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"))
     assert "the network" in said
@@ -977,13 +1005,28 @@ def test_an_interrupted_launch_names_the_job_that_may_run(
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
-def test_a_refused_launch_names_no_job(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, code: str
+def test_a_refused_launch_names_no_job_and_leaves_no_files(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, code: str
 ) -> None:
+    earlier = stopped(s3, cli, text_file)
+    before = storage.list_files(f"s3://{s3.bucket}")
     cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
-    ran = cli(*LAUNCH, "--data", str(text_file))
+    ran = cli("launch", "--resume", earlier)
     assert (ran.code, ran.out) == (1, "")
     assert ran.error.endswith(f"no such luck ({code})")
+    left = storage.list_files(f"s3://{s3.bucket}").keys() - before.keys()
+    assert bool(left) == (code == "ResourceInUse")  # they belong to the job of that name
+    assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
+
+
+def test_a_resumed_job_without_checkpoints_leaves_no_files(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
+) -> None:
+    earlier = stopped(s3, cli, text_file)
+    before = storage.list_files(f"s3://{s3.bucket}")
+    monkeypatch.setattr(storage, "copy", lambda *_: 0)
+    assert cli("launch", "--resume", earlier).code == 1
+    assert storage.list_files(f"s3://{s3.bucket}") == before
 
 
 @pytest.mark.parametrize(
@@ -1113,25 +1156,35 @@ def test_local_jobs_are_listed_when_aws_refuses(
     assert "Search: not allowed" in ran.err
 
 
-def test_a_partly_described_job_hides_no_other(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    job: Finished,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("words", ["stop latest", "delete latest --yes", "status {}"])
+def test_no_job_is_guessed_when_aws_refuses(
+    cloud: Emulator, cli: Callable[..., Ran], job: Finished, words: str
 ) -> None:
-    """As a proxy's may."""
-    cli(*LAUNCH, "--data", str(text_file))
-    described = sagemaker_service.Job.described
+    cloud.refuse["Search"] = ("ExpiredTokenException", "no")
+    ran = cli(*words.format(job.job_id[-6:]).split())
+    assert ran.code == 1
+    assert "Search: the AWS credentials have expired" in ran.error
+    assert cli("status", job.job_id).code == 0
 
-    def cut(job: sagemaker_service.Job) -> dict[str, Any]:
-        return {name: value for name, value in described(job).items() if name != "ResourceConfig"}
 
-    monkeypatch.setattr(sagemaker_service.Job, "described", cut)
-    ran = cli("jobs")
-    assert ran.code == 0
-    assert job.job_id in ran.out
-    assert "is left out: TrainingJob: the answer did not come from AWS" in ran.err
+def test_latest_is_the_job_launched_last_though_search_lags(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, launched: str
+) -> None:
+    cloud.sagemaker.jobs[launched].created -= 1000
+    cloud.sagemaker.search_lag = 500
+    last = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    assert [d.job_id for d in jobs()] == [last, launched]
+    assert cli("stop", "latest").code == 0
+    assert cloud.sagemaker.jobs[last].ended
+    assert cli("delete", "latest", "--yes").code == 0
+    assert json.loads(cli("status", "latest", "--json").out)["job_id"] == launched
+
+
+def test_jobs_are_ordered_by_the_clock_of_their_ids(
+    cloud: Emulator, cli: Callable[..., Ran], job: Finished, launched: str
+) -> None:
+    cloud.sagemaker.jobs[launched].created = 1e9
+    assert [d.job_id for d in jobs()] == [launched, job.job_id]
 
 
 def test_the_library_lists_local_jobs_when_aws_refuses(cloud: Emulator, job: Finished) -> None:
@@ -1547,13 +1600,27 @@ def test_resuming_from_a_damaged_record_is_one_line(
     assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
 
 
+def test_a_resumed_jobs_container_is_not_read_from_the_store(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    earlier = stopped(s3, cli, text_file, "--image-uri", "mine:1", "--environment", "A=1")
+    record = f"s3://{s3.bucket}/some/prefix/jobs/{earlier}/job.json"
+    content = json.loads(storage.read_bytes(record) or b"")
+    assert content["image_uri"] == "mine:1"
+    content |= {"image_uri": "evil:1", "environment": {"LD_PRELOAD": "evil"}}
+    storage.write_json(record, content)
+    request = json.loads(cli("launch", "--resume", earlier, "--dry-run").out)
+    assert request["AlgorithmSpecification"]["TrainingImage"] == "mine:1"
+    assert request["Environment"] == {"A": "1"}
+
+
 def test_resuming_without_the_script_on_s3_is_one_line(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     mine = launching.edited(tmp_path / "mine.py")
     earlier = stopped(s3, cli, text_file, "--entry-point", str(mine))
     key = f"some/prefix/jobs/{earlier}/source/sourcedir.tar.gz"
-    for content in (b"no archive", None):
+    for content in (b"no archive", source_archive(b" " * (8 << 20)), None):
         if content is None:
             s3.delete_object(Bucket=s3.bucket, Key=key)
         else:
@@ -1685,6 +1752,16 @@ def test_fetching_a_model_describes_the_job_once(
     assert [operation for operation, _ in cloud.calls[before:]] == ["DescribeTrainingJob"]
 
 
+@pytest.mark.parametrize("store", ["/home/me", "file:///home/me", "s3://bucket"])
+def test_only_a_store_on_s3_makes_a_job_ours(store: str) -> None:
+    raw = {
+        "TrainingJobName": "id",
+        "OutputDataConfig": {"S3OutputPath": f"{store}/jobs"},
+        "CheckpointConfig": {"S3Uri": f"{store}/checkpoints/id"},
+    }
+    assert is_our_job(raw) == (store == "s3://bucket")
+
+
 def test_a_job_launched_by_another_tool_is_left_alone(
     cloud: Emulator, cli: Callable[..., Ran], launched: str
 ) -> None:
@@ -1756,6 +1833,7 @@ def test_status_shows_all_types_until_one_is_chosen(
     job = cloud.sagemaker.jobs[job_id]
     launching.until(lambda: "Insufficient capacity" in job.transitions[-1]["StatusMessage"])
     waiting = cli("status", job_id)
+    assert "state:       InProgress (Pending)\n" in waiting.out
     assert "instance:    1 x ml.g5.12xlarge,ml.g6.12xlarge\n" in waiting.out
     assert "message:     Insufficient capacity error" in waiting.out
     assert "cost:" not in waiting.out
@@ -1764,6 +1842,20 @@ def test_status_shows_all_types_until_one_is_chosen(
     assert cli("wait", job_id).code == 0
     assert "instance:    1 x ml.g6.12xlarge\n" in cli("status", job_id).out
     assert [job["instance"] for job in json.loads(cli("jobs", "--json").out)] == ["ml.g6.12xlarge"]
+
+
+@pytest.mark.parametrize("words", ["wait", "logs --follow"])
+def test_a_pending_job_says_why_and_ends_after_a_day(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, words: str
+) -> None:
+    cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
+    cloud.sagemaker.rate = 86_400  # a day of SageMaker's in a second of ours
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    command, *more = words.split()
+    ran = cli(command, job_id, *more)
+    assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
+    assert "name several types" in cli("wait", job_id).error
+    assert "reason:      CapacityError: " in cli("status", job_id).out
 
 
 def test_a_job_waiting_for_capacity_can_be_stopped(
@@ -1967,8 +2059,7 @@ def test_an_unknown_job_without_a_region_is_one_line(
 ) -> None:
     ran = cli("status", "nope")
     assert ran.code == 2
-    why = "there is no job 'nope' on this machine, and SageMaker cannot be asked: no region"
-    assert ran.error.startswith(why)
+    assert "no region: set --region" in ran.error
 
 
 def test_a_launch_without_a_region_names_the_local_one(

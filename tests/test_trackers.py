@@ -228,6 +228,24 @@ def test_a_job_on_sagemaker_gets_all_digits_at_its_end(
     assert points[0].wall_time == 9e8
 
 
+def test_following_asks_for_each_part_of_a_log_once(
+    cloud: Emulator,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
+    log = [(i / 5 - 2, "algo-1", f"{TAGGED}step={i + 1}/9 val_loss=2") for i in range(9)]
+    cloud.sagemaker.next_script = {"log": log}
+    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
+    ran = cli("track", job_id, "--tensorboard", str(tmp_path / "runs"), "--follow")
+    assert ran.code == 0, ran.err
+    assert f"{job_id}: " in ran.err
+    asked = [body for operation, body in cloud.calls if operation == "GetLogEvents"]
+    assert len([body for body in asked if "nextToken" not in body]) == 1
+
+
 def test_a_missing_library_is_named_with_its_install_command(
     job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

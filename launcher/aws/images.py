@@ -100,6 +100,15 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
 
     instance may be several types, separated by commas.
     """
+    kind = re.search(
+        r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference", uri
+    )
+    if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
+        return f"{name_of(uri)} is no SageMaker training image for {instance}"
+    if launcher == "pytorchddp" and re.search(r"(^|/)pytorch@sha256:", uri):
+        return (
+            f"a digest hides whether {name_of(uri)} has mpi4py; use a tag, or --launcher torchrun"
+        )
     # The toolkit starts each rank by mpi4py, which the GPU images lack since 2.11.
     if launcher == "pytorchddp" and re.search(r"(^|/)pytorch:\d+\.\d+(\.\d+)?-cu\d", uri):
         return f"pytorchddp needs mpi4py, which {name_of(uri)} lacks; use --launcher torchrun"

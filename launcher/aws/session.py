@@ -23,75 +23,59 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOGIN = "`aws login`, `aws sso login` or `aws configure`"
-RENEW = f"renew them with {LOGIN}"
 
-THROTTLED = (
-    "RequestLimitExceeded",
-    "SlowDown",
-    "ThrottledException",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequestsException",
-)
-
-# What to do about error codes of AWS, including S3.
-ACTIONS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "ExpiredToken",
-            "ExpiredTokenException",
-            "RequestExpired",
-            "TokenRefreshRequired",
-            "UnauthorizedException",
-        ),
-        f"the AWS credentials have expired; {RENEW}",
-    ),
-    **dict.fromkeys(
-        (
-            "InvalidAccessKeyId",
-            "InvalidClientTokenId",
-            "InvalidSignatureException",
-            "InvalidToken",
-            "SignatureDoesNotMatch",
-            "UnrecognizedClientException",
-        ),
-        "AWS rejects the credentials; check AWS_PROFILE or the keys",
-    ),
-    # S3 answers HEAD with only a number.
-    "400": f"AWS rejects the request; if the credentials have expired, {RENEW}",
-    "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
-    " permission, or use another store",
-    **dict.fromkeys(
-        (
-            "AccessDenied",
-            "AccessDeniedException",
-            "AllAccessDisabled",
-            "NotAuthorized",
-            "UnauthorizedOperation",
-        ),
-        "not allowed; ask for the permission, or use another AWS_PROFILE",
-    ),
-    **dict.fromkeys(THROTTLED, "AWS is throttling; wait a minute and try again"),
-    **dict.fromkeys(
-        (
-            "301",
-            "AuthorizationHeaderMalformed",
-            "IllegalLocationConstraintException",
-            "PermanentRedirect",
-        ),
-        "it is in another region; set --region",
-    ),
-    "ResourceLimitExceeded": "the account's quota is too small; ask for more in the Service Quotas"
-    " console (SageMaker, 'for training job usage'), or take another --instance",
-    "NoSuchBucket": "there is no such bucket; check the name of the store",
-}
+NOT_AWS = "the answer did not come from AWS; check the network for a proxy"
+CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
+EXPIRED = f"the AWS credentials have expired; renew them with {LOGIN}"
+REJECTED = "AWS rejects the credentials; check AWS_PROFILE or the keys"
+DENIED = "not allowed; ask for the permission, or use another AWS_PROFILE"
+THROTTLED = "AWS is throttling; wait a minute and try again"
+REGION = "it is in another region; set --region"
+NETWORK = "check the region's name and the network"
 # A signature contains its time.
 CLOCK = "the clock of this machine is wrong, so AWS rejects its signatures; correct it"
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
-# Exceptions from reading a malformed answer.
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-NOT_AWS = "the answer did not come from AWS; check the network for a proxy"
-CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
+# What to do, by a part of AWS's error code or of the exception's name; the first that fits.
+REMEDIES = {
+    "LoginInsufficientPermissions": "",
+    "Expired": EXPIRED,
+    "TokenRefresh": EXPIRED,
+    "TokenRetrieval": EXPIRED,
+    "SSO": EXPIRED,
+    "UnauthorizedException": EXPIRED,
+    "Login": EXPIRED,
+    "Credential": f"no AWS credentials: run {LOGIN}",
+    "MissingDependency": "the package awscrt is missing: install sm-nanogpt again",  # `aws login`
+    "TooSkewed": CLOCK,
+    "Signature": REJECTED,
+    "InvalidAccessKey": REJECTED,
+    "InvalidClientToken": REJECTED,
+    "InvalidToken": REJECTED,
+    "UnrecognizedClient": REJECTED,
+    "Denied": DENIED,
+    "AllAccessDisabled": DENIED,
+    "NotAuthorized": DENIED,
+    "Unauthorized": DENIED,
+    # S3 answers HEAD with only a number.
+    "400": f"AWS rejects the request; if the credentials have expired, renew them with {LOGIN}",
+    "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
+    " permission, or use another store",
+    "301": REGION,
+    "Redirect": REGION,
+    "AuthorizationHeaderMalformed": REGION,
+    "IllegalLocationConstraint": REGION,
+    "RequestLimitExceeded": THROTTLED,
+    "SlowDown": THROTTLED,
+    "Throttl": THROTTLED,
+    "TooManyRequests": THROTTLED,
+    "Capacity": CAPACITY,
+    "ResourceLimitExceeded": "the account's quota is too small; ask for more in the Service Quotas"
+    " console (SageMaker, 'for training job usage'), or take another --instance",
+    "NoSuchBucket": "there is no such bucket; check the name of the store",
+    "EndpointConnection": NETWORK,
+    "ConnectTimeout": NETWORK,
+    "ClientConnector": NETWORK,
+}
 PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
 AGAIN_SECONDS = 5.0
 
@@ -106,11 +90,25 @@ def aws_session(settings: Settings) -> Any:
     from botocore.exceptions import BotoCoreError
 
     try:
-        return boto3.Session(
+        session = boto3.Session(
             profile_name=settings.profile or None, region_name=settings.aws_region or None
         )
     except BotoCoreError as error:
         raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
+    session.events.register("after-call", refuse_page)
+    return session
+
+
+def refuse_page(http_response: Any, model: Any, **_: Any) -> None:
+    """Refuse the page of a proxy, which botocore would take for an answer without content."""
+    from botocore.parsers import ResponseParserError
+
+    if not model.has_streaming_output and is_page(http_response.content):
+        raise ResponseParserError(NOT_AWS)
+
+
+def is_page(content: bytes) -> bool:
+    return content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
 
 
 def steady_client(session: Any, service: str, region: str) -> Any:
@@ -188,7 +186,7 @@ def is_outage(error: BaseException) -> bool:
     lost = {"botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError"}
     answer = getattr(cause_of(error), "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    throttled = status == 429 or code_and_message(cause_of(error))[0] in THROTTLED
+    throttled = status == 429 or remedy_of(error) == THROTTLED
     return bool(names & lost) or is_foreign(error) or throttled or status >= 500
 
 
@@ -196,15 +194,12 @@ def is_foreign(error: BaseException) -> bool:
     """Whether an answer comes from a proxy, not from AWS.
 
     boto3 reads an unknown page as an error whose code is the HTTP status. AWS itself answers so
-    only to HEAD. A page with status 200 lacks keys that AWS always sends.
+    only to HEAD.
     """
-    cause, module = cause_of(error), type(cause_of(error)).__module__
-    if isinstance(cause, UNREADABLE) and module != "botocore.exceptions":
-        return True
-    if type(cause).__name__ == "ResponseParserError":
-        return True
+    cause = cause_of(error)
     is_head = getattr(cause, "operation_name", "").startswith("Head")
-    return code_and_message(cause)[0].isdigit() and not is_head
+    code = code_and_message(cause)[0]
+    return type(cause).__name__ == "ResponseParserError" or (code.isdigit() and not is_head)
 
 
 def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> T:
@@ -233,9 +228,7 @@ def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> 
 
 @contextmanager
 def service_errors(call: str) -> Iterator[None]:
-    """Turn exceptions of boto3 in `call` into a ServiceError of one line that says what to do.
-
-    Exceptions in UNREADABLE come from a malformed answer, such as that of a proxy.
+    """Turn botocore's exceptions in `call` into a ServiceError of one line that says what to do.
 
     Raises:
         Missing: AWS says that the thing does not exist.
@@ -251,7 +244,7 @@ def service_errors(call: str) -> Iterator[None]:
         if is_missing(code, message) and not is_foreign(error):
             raise Missing(f"{call}: {message}") from None
         raise failure(call, error) from None
-    except (BotoCoreError, ResponseParserError, *UNREADABLE) as error:
+    except (BotoCoreError, ResponseParserError) as error:
         raise failure(call, error) from None
 
 
@@ -275,26 +268,22 @@ def code_and_message(error: BaseException) -> tuple[str, str]:
     return str(details.get("Code", "")), " ".join(str(details.get("Message", "")).split())
 
 
+def remedy_of(error: BaseException) -> str:
+    """What to do about an exception of boto3 or s3fs, or ''."""
+    code, message = code_and_message(cause_of(error))
+    if any(sign in message for sign in CLOCK_MESSAGES):
+        return CLOCK
+    name = code or type(cause_of(error)).__name__
+    return next((remedy for sign, remedy in REMEDIES.items() if sign in name), "")
+
+
 def why(error: BaseException) -> str:
     """The message of an exception of boto3 or s3fs, and what to do, in one line."""
     if is_foreign(error):
         return NOT_AWS
-    cause = cause_of(error)
+    cause, remedy = cause_of(error), remedy_of(error)
     code, message = code_and_message(cause)
-    if code:
-        action = CAPACITY if "Capacity" in code else ACTIONS.get(code)
-        if code == "RequestTimeTooSkewed" or any(sign in message for sign in CLOCK_MESSAGES):
-            action = CLOCK
-        return f"{action} ({message})" if action else f"{message} ({code})"
-    kind, text = type(cause).__name__, " ".join(str(cause).split()) or type(cause).__name__
-    if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return f"no AWS credentials ({text}): run {LOGIN}"
-    if kind == "MissingDependencyException":  # the credentials of `aws login` need awscrt
-        return f"the package awscrt is missing: install sm-nanogpt again ({text})"
-    if kind == "LoginInsufficientPermissions":
-        return text
-    if "SSO" in kind or kind == "TokenRetrievalError" or kind.startswith("Login"):
-        return f"the AWS credentials have expired ({text}); {RENEW}"
-    if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError"):
-        return f"{text}; check the region's name and the network"
-    return text
+    text = message or " ".join(str(cause).split()) or type(cause).__name__
+    if remedy == NETWORK:
+        return f"{text}; {remedy}"
+    return f"{remedy} ({text})" if remedy else f"{text} ({code})" if code else text

@@ -18,6 +18,7 @@ from typing import Any
 
 from launcher import storage
 from launcher.aws.images import find_image
+from launcher.aws.instances import looks_like_gpu
 from launcher.aws.session import service_errors
 from launcher.errors import InputError
 from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, TrainingJob
@@ -49,6 +50,8 @@ class Plan:
         without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
         return storage.join(self.store, "checkpoints", job_id, "")
 
+
+LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no default
 
 # os.environ belongs to the process: two threads that change it at once would restore each other's
 # values.
@@ -289,6 +292,8 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         ) from None
     if len(job.instances) > 1:
         prefer(job.instances, session.request)
+    if looks_like_gpu(job.instance) and not job.spot:  # of CPUs and spot, AWS ignores it
+        session.request["StoppingCondition"]["MaxPendingTimeInSeconds"] = LONGEST_PENDING
     return session.request
 
 

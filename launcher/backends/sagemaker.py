@@ -49,13 +49,14 @@ from launcher.curves import LARGEST_CURVE, Row, rows_of_file, rows_of_log
 from launcher.documents import LARGEST, check_size
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
+    JOB_ID,
     RUNNING,
     TAG_KEY,
     TAG_VALUE,
     JobDescription,
     Scalar,
     TrainingJob,
-    UnreadableJob,
+    log_pending,
     newest_checkpoint,
     newest_curve,
 )
@@ -84,6 +85,9 @@ CAUSE = re.compile(
 EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
 
 
+Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
+
+
 class SageMakerBackend:
     """The Backend of `--instance ml.*`."""
 
@@ -93,6 +97,9 @@ class SageMakerBackend:
         self.settings = settings
         self.session = aws_session(settings)
         self.clients: dict[str, Any] = {}
+        self.read: dict[
+            str, tuple[Sequence[Event], dict[str, str]]
+        ] = {}  # by job; see stream_lines
 
     @property
     def place(self) -> str:
@@ -164,6 +171,12 @@ class SageMakerBackend:
         hyperparameters = sendable_hyperparameters(job)
         if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
+        registry = re.match(r"\d{12}\.dkr\.ecr\.([\w-]+)\.", image)
+        if registry and registry[1] != self.region:
+            raise InputError(
+                f"--image-uri {image}: SageMaker pulls images only from {self.region}, the region"
+                " of the job"
+            )
         log_image(image, job.instance, job.launcher, date.today())
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
             logger.warning(
@@ -195,10 +208,20 @@ class SageMakerBackend:
         )
 
     def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
-        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials."""
+        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
+
+        Raises:
+            InputError: AWS would refuse it.
+        """
+        from botocore.loaders import Loader
+        from botocore.model import ServiceModel
+
         from launcher.backends.estimator import create_request
 
-        return create_request(job_id, job, plan, self.settings.home)
+        request = create_request(job_id, job, plan, self.settings.home)
+        model = ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
+        check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
+        return request
 
     def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
         prices = Prices(self.settings, self.region, None if dry_run else self.session)
@@ -232,14 +255,12 @@ class SageMakerBackend:
         if job.entry_point is not None:  # models and resumed jobs of this script need it here
             kept = self.settings.kept_script(hashlib.sha256(script).hexdigest())
             storage.write_bytes(str(kept), script)
-        archive = source_archive(script)
-        storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
-        if job.resume is not None:
-            source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
-            if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
-                raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
-        record = job.model_dump(mode="json", exclude_defaults=True)
-        storage.write_json(plan.file_uri(job_id, "job.json"), record, self.settings)
+        storage.write_text(str(self.settings.last_launched), job_id)
+        try:
+            self.send_files(job_id, job, plan, script)
+        except BaseException:
+            self.remove_files(job_id, plan)
+            raise
         try:
             with service_errors("CreateTrainingJob"):
                 self.client("sagemaker").create_training_job(**request)
@@ -247,8 +268,27 @@ class SageMakerBackend:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
             if metadata.get("HTTPStatusCode", 500) < 500 and not metadata.get("RetryAttempts"):
-                raise  # a refusal
+                if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
+                    self.remove_files(job_id, plan)
+                raise
             self.look_for(job_id, error)
+
+    def send_files(self, job_id: str, job: TrainingJob, plan: Plan, script: bytes) -> None:
+        storage.write_bytes(plan.source_uri(job_id), source_archive(script), self.settings)
+        if job.resume is not None:
+            source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
+            if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
+                raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
+        record = job.model_dump(mode="json", exclude_defaults=True)
+        storage.write_json(plan.file_uri(job_id, "job.json"), record, self.settings)
+
+    def remove_files(self, job_id: str, plan: Plan) -> None:
+        """Remove what a job that does not exist left in the store; `delete` cannot find it."""
+        for uri in (plan.file_uri(job_id), plan.checkpoint_uri(job_id)):
+            try:
+                storage.remove(uri, self.settings)
+            except ServiceError as error:
+                logger.info(f"{uri} is left behind: {error}")
 
     def look_for(self, job_id: str, error: ServiceError) -> None:
         """Raise `error` unless the job exists: an answer that was lost may have been a success."""
@@ -299,12 +339,19 @@ class SageMakerBackend:
         return describe_job(raw, newest_checkpoint(names))
 
     def job(self, job_id: str) -> TrainingJob:
-        files = self.files_of(job_id)
-        record = storage.join(files, "job.json")
+        raw = self.known(job_id)
+        record = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
         job = storage.read_document(record, TrainingJob, self.settings)
         if job is None:
             raise ServiceError(f"{record} is missing, so the submitted job is unknown")
-        return job
+        # Others may write to the store, so it chooses neither the container nor its environment.
+        image = raw["AlgorithmSpecification"]["TrainingImage"]
+        return job.model_copy(
+            update={
+                "image_uri": job.image_uri and image,
+                "environment": raw.get("Environment", {}),
+            }
+        )
 
     def script(self, job_id: str, sha256: str) -> Path:
         return self.settings.kept_script(sha256)
@@ -330,19 +377,23 @@ class SageMakerBackend:
         """The prefix of a job's files, in the store that it was launched to."""
         return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
 
-    def list(self) -> Iterator[JobDescription | UnreadableJob]:
+    def list(self) -> Iterator[JobDescription]:
         with service_errors("Search"):
             for raw in self.all_raw():
-                try:
-                    yield describe_job(raw, None)
-                except ServiceError as error:
-                    yield UnreadableJob(raw["TrainingJobName"], error)
+                yield describe_job(raw, None)
 
     def all_raw(self) -> Iterator[dict[str, Any]]:
-        """Search the account's jobs by our tag. Iterate within `service_errors`."""
-        return filter(
-            is_our_job, search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE)
-        )
+        """Search the account's jobs by our tag. Iterate within `service_errors`.
+
+        Search lags, so the job that this machine launched last is asked for by its name.
+        """
+        last = (storage.read_bytes(str(self.settings.last_launched)) or b"").decode()
+        for raw in search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE):
+            if is_our_job(raw):
+                yield raw
+                last = last if raw["TrainingJobName"] != last else ""
+        if JOB_ID.fullmatch(last) and (known := self.raw(last)) is not None:
+            yield known
 
     def stop(self, job_id: str) -> None:
         with service_errors("StopTrainingJob"):
@@ -373,25 +424,37 @@ class SageMakerBackend:
         return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
 
     def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
-        """The CloudWatch events of all hosts in order of time; with follow, until the job ends."""
-        seen: dict[str, str] = {}
+        """The CloudWatch events of all hosts in order of time; with follow, until the job ends.
+
+        Without, the events of an earlier call are kept, and only later events are asked for.
+        """
+        if not follow:
+            before, seen = self.read.get(job_id, ([], {}))
+            _, events, seen = self.news(job_id, seen)
+            events = sorted([*before, *events], key=lambda event: event[0])
+            self.read[job_id] = events, seen
+            yield from ((stream, message) for _, stream, message in events)
+            return
+        seen = {}
         again = self.settings.command(f"logs {job_id} --follow")
-        heard, ended = time.monotonic(), False
+        heard, ended, pending = time.monotonic(), False, False
         while True:
-            ask = partial(self.news, job_id, seen)
-            raw, events, seen = patiently(ask, again) if follow else ask()
+            raw, events, seen = patiently(partial(self.news, job_id, seen), again)
             for _, stream, message in events:
                 yield stream, message
             if events or not ended:  # the last lines come after the end
                 heard = time.monotonic()
             ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
-            if not follow or (ended and time.monotonic() - heard > QUIET_SECONDS):
+            if ended and time.monotonic() - heard > QUIET_SECONDS:
                 return
+            if raw and raw.get("SecondaryStatus") == "Pending" and not pending:
+                pending = True
+                log_pending(describe_job(raw, None))
             time.sleep(self.poll_seconds)
 
     def news(
         self, job_id: str, seen: dict[str, str]
-    ) -> tuple[dict[str, Any] | None, Sequence[tuple[int, str, str]], dict[str, str]]:
+    ) -> tuple[dict[str, Any] | None, Sequence[Event], dict[str, str]]:
         """The state of a job, its events since `seen` in order of time, and the new `seen`.
 
         The argument is not changed, so that no line is lost if an outage interrupts the call.
@@ -399,11 +462,8 @@ class SageMakerBackend:
         raw, seen = self.raw(job_id), dict(seen)
         return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
 
-    def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[tuple[int, str, str]]:
-        """Yield (time in ms, stream, message) of each event since `seen`, which is updated.
-
-        A stream is HOST-TIME here.
-        """
+    def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
+        """Yield each event since `seen`, which is updated."""
         client = self.client("logs")
         try:
             with service_errors("DescribeLogStreams"):
@@ -462,6 +522,33 @@ def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
     return values
 
 
+def check_value(shape: Any, value: Any, place: str) -> None:
+    """Hold a part of a request against botocore's model of it. Raises InputError."""
+    members: dict[str, tuple[Any, Any]] = {}
+    if shape.type_name == "structure":
+        members = {name: (shape.members[name], value[name]) for name in value}
+    elif shape.type_name == "list":
+        members = {str(i): (shape.member, each) for i, each in enumerate(value, 1)}
+    elif shape.type_name == "map":
+        members = {name: (shape.value, each) for name, each in value.items()}
+        for name in value:
+            check_value(shape.key, name, f"{place}.{name}")
+    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
+    pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w \xa0")  # of Java
+    if not limits.get("min", size) <= size <= limits.get("max", size):
+        what = "must be" if size is value else f"its length is {size}, and must be"
+        problem = f"{what} {limits.get('min', 0)} to {limits.get('max', 'any')}"
+    elif shape.type_name == "string" and not re.fullmatch(pattern, value, re.DOTALL):
+        problem = f"must match {pattern}"
+    elif value not in limits.get("enum", [value]) and shape.name != "TrainingInstanceType":
+        problem = f"must be one of {', '.join(limits['enum'])}"  # types may be new to botocore
+    else:
+        for name, (member, each) in members.items():
+            check_value(member, each, f"{place}.{name}".lstrip("."))
+        return
+    raise InputError(f"AWS would refuse {place}: {str(value)[:100]!r}: {problem}")
+
+
 def check_checkpoints(job: TrainingJob) -> None:
     """Raise InputError for a spot job that would start over after each interruption.
 
@@ -501,10 +588,10 @@ def is_our_job(raw: dict[str, Any]) -> bool:
     output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
     checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
     store = output.removesuffix("/jobs")
-    return store != output and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
+    ours = output.startswith("s3://") and store != output
+    return ours and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
 
 
-@service_errors("TrainingJob")
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
     has_checkpoint = checkpoint_step is not None
@@ -536,7 +623,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         secondary_status=secondary,
         instance=instance,
         instance_count=instance_count,
-        volume_size=resources["VolumeSizeInGB"],
+        volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
@@ -608,7 +695,7 @@ def read_script(archive: str, settings: Settings) -> bytes:
             if file is None:
                 raise tarfile.ReadError("it is not a regular file")
             return file.read()
-    except (tarfile.TarError, zlib.error, EOFError, OSError, LookupError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError, LookupError, ValueError) as error:
         raise ServiceError(
             f"{archive}: cannot read train.py from it ({error}); give the script with --entry-point"
         ) from None

@@ -14,6 +14,7 @@ from launcher.cli.options import Command, complete_job, settings_of
 from launcher.cli.show import note
 
 if TYPE_CHECKING:
+    from launcher.backends import Backend
     from launcher.curves import Curve
     from launcher.job import JobDescription
     from launcher.settings import Settings
@@ -63,6 +64,7 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
     sent: dict[str, tuple[Curve, str]] = {}
     times: dict[str, dict[int, float]] = {job_id: {} for job_id in job_ids}
     boards = {job_id: Board(directory, job_id) for job_id in job_ids}
+    backends: dict[str, Backend] = {}
     quiet = not (follow and sys.stderr.isatty())
     with ExitStack() as stack:
         bars = {
@@ -71,7 +73,7 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
         }
         while job_ids:
             for job_id in list(job_ids):
-                description, curve = state(job_id, settings, again=job_id in sent)
+                description, curve = state(job_id, settings, backends)
                 curve = with_times(curve, description, times[job_id])
                 if sent.get(job_id) != (curve, description.status):
                     boards[job_id].update(curve, description)
@@ -88,15 +90,20 @@ def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -
                 time.sleep(POLL_SECONDS)
 
 
-def state(job_id: str, settings: Settings, again: bool) -> tuple[JobDescription, Curve]:
-    """A job and its curve. Retries during an outage of minutes."""
+def state(
+    job_id: str, settings: Settings, backends: dict[str, Backend]
+) -> tuple[JobDescription, Curve]:
+    """A job and its curve. Keeps its backend, and then retries during an outage of minutes."""
     from launcher.aws.session import patiently
-    from launcher.tracking import describe, metrics
+    from launcher.tracking import curve_of, find
 
     def ask() -> tuple[JobDescription, Curve]:
         # In this order, so that the curve of a job that has ended is complete.
-        return describe(job_id, settings), metrics(job_id, settings, with_samples=True)
+        description = backends[job_id].describe(job_id) if job_id in backends else None
+        if description is None:
+            backends[job_id], description = find(job_id, settings)
+        return description, curve_of(backends[job_id], job_id, with_samples=True)
 
-    is_local = (settings.jobs_dir / job_id).exists()
-    follow = settings.command(f"logs {job_id} --follow")
-    return patiently(ask, follow) if again and not is_local else ask()
+    if job_id not in backends or (settings.jobs_dir / job_id).exists():
+        return ask()
+    return patiently(ask, settings.command(f"logs {job_id} --follow"))

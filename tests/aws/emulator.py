@@ -268,6 +268,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="emulator-") as directory:
         containers = Containers(Path(directory), gpus=words.gpus, rate=words.rate)
         sagemaker = SageMaker(containers, rate=words.rate)
+        sagemaker.search_lag = 5.0
 
         def interrupt(*_: Any) -> None:
             for job in sagemaker.jobs.values():

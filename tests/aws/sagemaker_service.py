@@ -28,7 +28,7 @@ SPOT_SHARE = 0.3  # of the time that is billed
 
 # Secondary states, and the state that each belongs to.
 STATES = {
-    **dict.fromkeys(("Starting", "Downloading", "Training", "Uploading"), "InProgress"),
+    **dict.fromkeys(("Starting", "Pending", "Downloading", "Training", "Uploading"), "InProgress"),
     "Interrupted": "InProgress",
     "Stopping": "Stopping",
     "Completed": "Completed",
@@ -41,9 +41,10 @@ MESSAGES = {
     "Training": "Training image download completed. Training in progress.",
     "Uploading": "Uploading generated training model",
     "Interrupted": "Managed spot training instances were interrupted",
+    "Pending": "Insufficient capacity error from EC2 while launching instances, retrying!",
     "Stopping": "Stopping the training job",
 }
-NO_CAPACITY = "Insufficient capacity error from EC2 while launching instances, retrying!"
+LONGEST_PENDING = 3600  # seconds, of a job that names none; AWS does not say how many
 CAPACITY_ERROR = (
     "CapacityError: Unable to provision requested ML compute capacity. Please retry using a"
     " different ML instance type."
@@ -205,6 +206,7 @@ class SageMaker:
         self.jobs: dict[str, Job] = {}
         # Instances by use; of the others 20.
         self.quota = {"ml.g6.48xlarge for training job usage": 0}
+        self.search_lag = 0.0  # seconds of ours until Search finds a job
         self.exhausted: set[str] = set()  # the types of which no machine is free
         self.next_script: dict[str, Any] = {}
 
@@ -231,16 +233,21 @@ class SageMaker:
         return {"TrainingJobArn": job.arn}
 
     def start(self, job: Job) -> None:
-        """Runs a job on its first type that has capacity. Without any, a job waits if one of its
-        types is accelerated, else it fails."""
+        """Runs a job on its first type that has capacity. Without any, a job is pending for a time
+        if one of its types is accelerated, and then it fails."""
+        waits = any(instance.startswith(ACCELERATED) for instance in job.instances)
+        longest = job.request["StoppingCondition"].get("MaxPendingTimeInSeconds", LONGEST_PENDING)
         while not job.stopping.is_set():
             free = [instance for instance in job.instances if instance not in self.exhausted]
             if free:
                 job.instance = free[0]
+                if job.secondary == "Pending":
+                    job.enter("Starting")
                 return self.run(job)
-            if not any(instance.startswith(ACCELERATED) for instance in job.instances):
+            if not waits or (time.time() - job.created) * self.rate > longest:
                 return job.end("Failed", CAPACITY_ERROR)
-            job.transitions[-1]["StatusMessage"] = NO_CAPACITY
+            if job.secondary != "Pending":
+                job.enter("Pending")
             job.stopping.wait(0.05)
         return job.end("Stopped")
 
@@ -306,7 +313,9 @@ class SageMaker:
         found = [
             job
             for job in sorted(self.jobs.values(), key=lambda job: -job.created)
-            if wanted.items() <= {t["Key"]: t["Value"] for t in job.request.get("Tags", [])}.items()
+            if time.time() > job.created + self.search_lag
+            and wanted.items()
+            <= {t["Key"]: t["Value"] for t in job.request.get("Tags", [])}.items()
         ]
         first = int(body.get("NextToken", 0))
         page = found[first : first + PAGE]
