@@ -226,8 +226,12 @@ def check_training(patient: Patient) -> str:
 # -- the account -----------------------------------------------------------------------------------
 
 
-def check_the_region(patient: Patient) -> str:
+def check_profile(patient: Patient) -> str:
     patient.session = aws_session(patient.settings)
+    return str(patient.session.profile_name)
+
+
+def check_the_region(patient: Patient) -> str:
     patient.region = check_region(patient.session)
     return patient.region
 
@@ -402,7 +406,7 @@ def check_permissions(patient: Patient) -> str:
     if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
         needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
         if not has_local_storage(patient.instance):  # whose disks the key encrypts
-            needed[key].append("kms:CreateGrant")
+            needed[key] += ["kms:CreateGrant", "kms:DescribeKey"]
     entries = {
         "aws:ResourceAccount": patient.account,
         "aws:SecureTransport": "true",
@@ -549,7 +553,8 @@ HERE = (
     Check("local training", check_training, needs=("packages", "disk")),
 )
 AWS = (
-    Check("region", check_the_region),
+    Check("profile", check_profile),
+    Check("region", check_the_region, needs=("profile",)),
     Check("credentials", check_credentials, needs=("region",)),
     Check("clock", check_clock, needs=("region",)),
     Check("stack", check_stack, needs=("credentials",)),

@@ -100,9 +100,10 @@ def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
     if dry_run:
+        region = "" if backend.session.region_name else ", and --region or AWS_REGION to a region"
         raise InputError(
-            f"a dry run does not ask AWS, and no stack is known here yet: {how}, or run"
-            f" `{settings.command('infra show')}` once"
+            f"a dry run does not ask AWS, and no stack is known here yet: {how}{region}; or, if you"
+            f" have a stack, run `{settings.command('infra show')}` once"
         )
     bucket = backend.default_bucket()
     if bucket is None:
@@ -182,8 +183,9 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         job.check_resumable(before, earlier)
     if not local:  # before anything is uploaded
         backend.request(f"{new_job_id()}-100-10", job, plan)
-    last = asked.data is None and asked.resume is None
-    logger.info(f"data: {job.data}{' (the last upload)' if last else ''}")
+    named, last = channels["data"].named, asked.data is None and asked.resume is None
+    origin = f" (the last upload{f', {named}' * (named != job.data)})" if last else ""
+    logger.info(f"data: {job.data}{origin}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
     every = [*channels.values(), *([model] if model else [])]

@@ -133,7 +133,7 @@ def test_a_full_disk_is_a_failure(
 def test_a_missing_profile_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:
     ran = cli("--profile", "nope", "doctor", "--no-train")
     assert ran.code == 1
-    assert "failure  region:         The config profile (nope) could not be found" in ran.out
+    assert "failure  profile:        The config profile (nope) could not be found" in ran.out
 
 
 def test_an_invalid_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> None:
@@ -468,6 +468,7 @@ def test_the_roles_permissions_are_simulated(
         ("ml.g5.12xlarge", "kms:GenerateDataKey"),
         ("ml.g5.12xlarge", "kms:Encrypt"),
         ("ml.m5.xlarge", "kms:CreateGrant"),
+        ("ml.m5.xlarge", "kms:DescribeKey"),
     ],
 )
 def test_a_role_without_permission_to_use_the_key_fails(
@@ -475,7 +476,7 @@ def test_a_role_without_permission_to_use_the_key_fails(
 ) -> None:
     patient.role, patient.store, patient.instance = ROLE, "s3://bucket/prefix", instance
     patient.settings = patient.settings.model_copy(update={"kms_key": "arn:aws:kms:key"})
-    of_disks = ("kms:CreateGrant",) if instance == "ml.m5.xlarge" else ()
+    of_disks = ("kms:CreateGrant", "kms:DescribeKey") if instance == "ml.m5.xlarge" else ()
     actions = ("kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey", *of_disks)
     with Stubber(patient.client("iam")) as iam:
         for answer in simulated({action: "implicitDeny"}, [], actions):

@@ -660,6 +660,28 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(
     assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so
 
 
+def test_a_role_gets_its_boundary_and_path_and_keeps_them(
+    account: CloudFormation, cli: Cli
+) -> None:
+    boundary = "arn:aws:iam::123456789012:policy/bound"
+    words = ("--permissions-boundary", boundary, "--role-path", "/teams/ml/")
+    assert cli("infra", "deploy", "--yes", *words).code == 0
+    for _ in range(2):
+        role = json.loads(cli("infra", "show", "--json").out)["role"]
+        assert ":role/teams/ml/" in role
+        found = boto3.client("iam").get_role(RoleName=role.rpartition("/")[2])["Role"]
+        assert found["PermissionsBoundary"]["PermissionsBoundaryArn"] == boundary
+        assert cli("infra", "deploy", "--yes", "--vpc").code == 0
+
+
+@pytest.mark.parametrize("command", ["deploy", "destroy"])
+def test_a_wrong_profile_is_named_before_a_question(
+    account: CloudFormation, cli: Cli, command: str
+) -> None:
+    ran = cli("--profile", "nope", "infra", command)
+    assert (ran.code, "profile (nope)" in ran.error) == (2, True)
+
+
 def test_a_named_store_and_role_make_no_request(
     account: CloudFormation, deployed: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

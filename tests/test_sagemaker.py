@@ -564,6 +564,9 @@ def test_a_missing_region_role_or_store_is_one_line(
     assert "--region" in cli(*words).error
     monkeypatch.delenv("SM_NANOGPT_STORE")
     assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+    both = cli(*words, "--dry-run").error
+    assert "--store" in both
+    assert "--region" in both
 
 
 @pytest.mark.parametrize(
@@ -723,7 +726,7 @@ def test_a_newer_local_upload_precedes_an_older_one_on_s3(
     assert near.startswith("file://")
     ran = cli("--store", store, *LAUNCH, *words)
     assert ran.code == 0, ran.err
-    assert f"data: {store}/data/{near.rsplit('/', 1)[-1]} (the last upload)" in ran.err
+    assert f"data: {store}/data/{near.rsplit('/', 1)[-1]} (the last upload, {near})" in ran.err
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
@@ -742,7 +745,7 @@ def test_a_launch_uploads_local_tokens(
     assert near is not None
     ran = cli("--store", store, *LAUNCH, *words)
     assert ran.code == 0, ran.err
-    assert f"data: {store}/data/{near.name} (the last upload)" in ran.err
+    assert f"data: {store}/data/{near.name} (the last upload, {near.as_uri()})" in ran.err
     there = s3.list_objects_v2(Bucket=s3.bucket, Prefix=f"some/prefix/data/{near.name}/")
     names = {each["Key"].rsplit("/", 1)[-1] for each in there.get("Contents", [])}
     assert names == (set() if words else {path.name for path in near.iterdir()})

@@ -86,11 +86,13 @@ class Deployment:
         self.client = steady_client(session, "cloudformation", self.region)
         self.iam = steady_client(session, "iam", self.region)
 
-    def plan(self, kms: bool = False, vpc: bool = False) -> ChangeSet | None:
+    def plan(
+        self, kms: bool = False, vpc: bool = False, boundary: str = "", role_path: str = ""
+    ) -> ChangeSet | None:
         """Create a change set; None if nothing would change.
 
-        kms adds a key, and vpc allows jobs in a VPC; neither is removed later. Delete what
-        `left_over` finds first.
+        kms adds a key, and vpc allows jobs in a VPC. boundary, an ARN, and role_path are of the
+        role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
 
         Raises:
             InputError: the stack does not belong to sm-nanogpt.
@@ -103,10 +105,16 @@ class Deployment:
             )
         raw = None if there is None or there["StackStatus"] == REVIEW else there
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
+        given = {
+            "Kms": "true" * kms,
+            "Vpc": "true" * vpc,
+            "PermissionsBoundary": boundary,
+            "RolePath": role_path,
+        }
         parameters: list[dict[str, Any]] = [
-            {"ParameterKey": name, **({"ParameterValue": "true"} if asked else PREVIOUS)}
-            for name, asked in {"Kms": kms, "Vpc": vpc}.items()
-            if asked or name in known
+            {"ParameterKey": name, **({"ParameterValue": value} if value else PREVIOUS)}
+            for name, value in given.items()
+            if value or name in known
         ]
         with service_errors("CreateChangeSet"):
             made = self.client.create_change_set(

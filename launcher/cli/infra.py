@@ -32,11 +32,20 @@ def infra_group() -> None:
 @STACK
 @click.option("--kms", is_flag=True, help="Encrypt with a KMS key of your own (1 USD a month).")
 @click.option("--vpc", is_flag=True, help="Allow jobs to run in your VPC (--subnet).")
+@click.option("--permissions-boundary", metavar="ARN", help="Policy that bounds the role.")
+@click.option("--role-path", metavar="PATH", help="Path of the role, such as /teams/ml/.")
 @click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @YES
 @click.pass_context
 def infra_deploy_command(
-    context: click.Context, stack: str | None, kms: bool, vpc: bool, dry_run: bool, yes: bool
+    context: click.Context,
+    stack: str | None,
+    kms: bool,
+    vpc: bool,
+    permissions_boundary: str | None,
+    role_path: str | None,
+    dry_run: bool,
+    yes: bool,
 ) -> None:
     """Create or update the stack and print its outputs.
 
@@ -47,8 +56,8 @@ def infra_deploy_command(
     """
     from launcher.aws.infra import Deployment
 
-    can_ask(yes or dry_run)
     deployment = Deployment(settings_of(context, stack=stack))
+    can_ask(yes or dry_run)
     if left := deployment.left_over():
         note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
         if dry_run:
@@ -56,7 +65,7 @@ def infra_deploy_command(
             note("dry run: nothing was changed; after that, the stack would be created again")
             return
         remove_stack(deployment, left, yes)
-    planned = deployment.plan(kms, vpc)
+    planned = deployment.plan(kms, vpc, permissions_boundary or "", role_path or "")
     if planned is None:
         note(f"stack {deployment.name}: nothing to change")
         print_stack(deployment.show())
@@ -116,8 +125,8 @@ def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) 
     """
     from launcher.aws.infra import Deployment
 
-    can_ask(yes)
     deployment = Deployment(settings_of(context, stack=stack))
+    can_ask(yes)
     removal = deployment.removal()
     if removal is None:
         note(f"nothing to delete: there is no stack {deployment.name} in {deployment.region}")

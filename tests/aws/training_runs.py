@@ -187,7 +187,10 @@ class Attempt:
         """Pulls the image, as far as that can be seen, and lays out /opt/ml on all hosts."""
         self.check(*image_accesses(self.request["AlgorithmSpecification"]["TrainingImage"]))
         if key := self.request["ResourceConfig"].get("VolumeKmsKeyId"):
-            self.check(Access("kms:CreateGrant", key, {"kms:GrantIsForAWSResource": "true"}))
+            self.check(
+                Access("kms:DescribeKey", key),
+                Access("kms:CreateGrant", key, {"kms:GrantIsForAWSResource": "true"}),
+            )
         channels = {c["ChannelName"]: c["DataSource"] for c in self.request["InputDataConfig"]}
         for host in self.cluster.hosts:
             host.lay_out_ml(
