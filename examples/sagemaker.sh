@@ -9,7 +9,7 @@
 # (or set a bucket and a role of your own: SM_NANOGPT_STORE=s3://... SM_NANOGPT_ROLE=arn:...).
 #
 # Set INSTANCE=ml.g5.xlarge for a smaller machine, and INSTANCE_COUNT=2 for two of them.
-# For a first try that trains for less than a minute: PRESET=cpu MAX_STEPS=200 BATCH_SIZE=16.
+# For a first try of less than a minute on a CPU: INSTANCE=ml.m5.xlarge PRESET=cpu MAX_STEPS=200.
 set -euo pipefail
 
 sm-nanogpt upload-data "$@"

@@ -159,8 +159,14 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
     channels: dict[str, Channel] = {}
     if job.preset == "auto":
         channels = find_channels(job, settings, dry_run)
-        n_tokens, vocabulary_size = size_of(channels["data"])
+        n_tokens, vocabulary_size = size_of(channels["data"], dry_run)
         job = sizing.fitted(job, n_tokens, vocabulary_size)
+    on_cpu = getattr(job.config(1), "device", "") == "cpu" and "device" not in job.hyperparameters
+    if on_cpu and looks_like_gpu(job.instance):
+        raise InputError(
+            f"--preset {job.preset} trains on the CPU, and {job.instance} has GPUs; add `--set"
+            " device=auto`, or `--set device=cpu` if you mean it"
+        )
     launcher = default_launcher(job.instance)
     if "launcher" not in job.model_fields_set and job.launcher != launcher:
         job = job.model_copy(update={"launcher": launcher})
@@ -175,9 +181,9 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
             starting.check_known(channel.named, channel.upload, tokenizer, asked.init_from or "")
     check_texts(channels, job.config(1))
     if channels["data"].upload is not None:
-        n_tokens, vocabulary_size = size_of(channels["data"])
-        sizing.check_readings(job, n_tokens)
-        sizing.check_memory(job, vocabulary_size)
+        sizing.check_readings(job, size_of(channels["data"])[0])
+    known = channels["data"].upload
+    sizing.check_memory(job, known.vocabulary_size if known else 0)
     job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
     if job.resume is not None:
         job.check_resumable(before, earlier)
@@ -351,12 +357,17 @@ def find_channels(job: TrainingJob, settings: Settings, offline: bool) -> dict[s
     return {name: find_channel(text, near_by, offline) for name, text in named.items() if text}
 
 
-def size_of(channel: Channel) -> tuple[int, int]:
+def size_of(channel: Channel, offline: bool = False) -> tuple[int, int]:
     """The tokens to train on, or characters, and how many different ones there are.
 
     Raises:
         InputError: `upload-data` did not put the text there.
     """
+    if channel.upload is None and offline:
+        raise InputError(
+            f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
+            " ask S3; name a preset, or a local text"
+        )
     if channel.upload is None:
         raise InputError(
             f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"

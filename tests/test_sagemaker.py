@@ -128,6 +128,29 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
 
 
+@pytest.mark.parametrize("preset", ["cpu", "quick", "laptop"])
+def test_a_preset_for_the_cpu_is_refused_on_gpus(
+    preset: str, dry: Callable[..., dict[str, Any]], cli: Callable[..., Ran], text_file: Path
+) -> None:
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    ran = cli(*place, *LAUNCH, "--preset", preset, "--data", str(text_file), "--dry-run")
+    assert ran.code == 2
+    assert "`--set device=auto`" in ran.error
+    for device in ("auto", "cpu"):
+        words = ("--instance", "ml.g5.xlarge", "--preset", preset)
+        request = dry(*words, "--set", f"device={device}")
+        assert request["HyperParameters"]["device"] == f'"{device}"'
+    assert dry("--preset", preset, "--instance", "ml.m5.large")
+
+
+def test_a_dry_run_does_not_deny_an_upload(home: Path, cli: Callable[..., Ran]) -> None:
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    words = ("--preset", "auto", "--data", "s3://bucket/some/prefix/data/text-1", "--dry-run")
+    ran = cli(*place, *LAUNCH, *words)
+    assert ran.code == 2
+    assert "a dry run does not ask S3" in ran.error
+
+
 def test_a_dry_run_shows_the_request_that_a_launch_sends(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:

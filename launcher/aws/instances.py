@@ -44,22 +44,22 @@ GPUS: dict[str, tuple[int, str]] = {
     for size, count in sizes.items()
 }
 
-# GiB of memory, and TFLOP/s of 16-bit products, of each GPU, from NVIDIA's data sheets.
-GPU_FACTS: dict[str, tuple[int, int]] = {
-    "T4": (16, 65),
-    "A10G": (24, 70),
-    "L4": (24, 121),
-    "L40S": (48, 362),
-    "RTX PRO 4500": (32, 200),
-    "RTX PRO 6000": (96, 500),
-    "V100": (16, 125),
-    "V100 32GB": (32, 125),
-    "A100": (40, 312),
-    "A100 80GB": (80, 312),
-    "H100": (80, 989),
-    "H200": (141, 989),
-    "B200": (180, 2250),
-    "B300": (268, 2250),
+# GiB of memory of each GPU.
+GPU_MEMORY: dict[str, int] = {
+    "T4": 16,
+    "A10G": 24,
+    "L4": 24,
+    "L40S": 48,
+    "RTX PRO 4500": 32,
+    "RTX PRO 6000": 96,
+    "V100": 16,
+    "V100 32GB": 32,
+    "A100": 40,
+    "A100 80GB": 80,
+    "H100": 80,
+    "H200": 141,
+    "B200": 180,
+    "B300": 268,
 }
 
 PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def shell(aws: Emulator, user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell of a user who makes the tutorial's first try."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    first_try = {"INSTANCE_COUNT": "1", "PRESET": "cpu", "MAX_STEPS": "10", "BATCH_SIZE": "16"}
+    first_try = {"INSTANCE": "ml.m5.xlarge", "PRESET": "cpu", "MAX_STEPS": "10"}
     for name, value in first_try.items():
         monkeypatch.setenv(name, value)
 
