@@ -163,9 +163,10 @@ def tries_of(found: Iterable[object], group: str) -> Tries:
     """The jobs of a sweep among these."""
     tries: Tries = defaultdict(list)
     for job in found:
-        name = MEMBER.fullmatch(job.job_id) if isinstance(job, JobDescription) else None
-        if name and name[1] == group and isinstance(job, JobDescription):
-            tries[int(name[2])].append(job)
+        if isinstance(job, JobDescription):
+            name = MEMBER.fullmatch(job.job_id)
+            if name and name[1] == group:
+                tries[int(name[2])].append(job)
     for each in tries.values():
         each.sort(key=lambda job: attempt_of(job.job_id))
     return tries

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher import storage
 from launcher.curves import Curve, Row
-from launcher.errors import InputError
+from launcher.errors import extra
 from launcher.job import JobDescription
 
 if TYPE_CHECKING:
@@ -78,13 +78,8 @@ class Board:
             self.writer.flush()
 
     def opened(self) -> SummaryWriter:
-        try:
+        with extra("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InputError(
-                "--tensorboard needs a package that is missing; install it in the clone of"
-                " sm-nanogpt: pip install -c constraints.txt -e '.[tensorboard]'"
-            ) from None
         return SummaryWriter(str(self.place), purge_step=0)
 
     def add_hyperparameters(self, description: JobDescription) -> None:

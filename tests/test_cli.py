@@ -607,7 +607,7 @@ def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch: pytest.Mo
     [
         ("fe", ["plain,fetch-and-sample"]),
         ("logs la", ["plain,latest"]),
-        ("logs sm-", ["plain,sm-nanogpt-20260101-000000-abcdef-1"]),
+        ("logs sm-", [f"plain,sm-nanogpt-20260101-000000-abcdef-{n}" for n in ("1", "1-try2")]),
         ("stop --group sm-", ["plain,sm-nanogpt-20260101-000000-abcdef"]),
         ("launch --preset la", ["plain,laptop"]),
         ("launch --preset a", ["plain,auto"]),
@@ -621,7 +621,8 @@ def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch: pytest.Mo
 def test_a_shell_completes(
     words: str, completed: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (home / "jobs/sm-nanogpt-20260101-000000-abcdef-1").mkdir(parents=True)
+    for each in ("1", "1-try2"):
+        (home / f"jobs/sm-nanogpt-20260101-000000-abcdef-{each}").mkdir(parents=True)
     monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     monkeypatch.setenv("_SM_NANOGPT_COMPLETE", "bash_complete")

@@ -102,10 +102,12 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete `latest`, or the id of a local job or sweep."""
     from launcher.settings import load_settings
+    from launcher.sweeps import MEMBER
 
     names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
     if parameter.name == "group":
-        names = list(dict.fromkeys(n.rpartition("-")[0] for n in names if n.count("-") > 4))
+        found = (MEMBER.fullmatch(name) for name in names)
+        names = list(dict.fromkeys(name[1] for name in found if name))
     return [name for name in ["latest", *names] if name.startswith(incomplete)]
 
 
