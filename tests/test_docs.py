@@ -92,7 +92,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_each_shown_command_parses(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def picture(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}: must end in .png or .svg")
     if importlib.util.find_spec("altair") is None or importlib.util.find_spec("vl_convert") is None:
         raise argparse.ArgumentTypeError(
-            "plots need two more packages: pip install -c constraints.txt '.[report]'"
+            "plots need two more packages: pip install -c constraints.txt -e '.[report]'"
         )
     return path
 
