@@ -1891,11 +1891,15 @@ class Trainer:
         if self.container.init_from is not None and self.step == 0:
             self.log_metrics(True, 0.0, 0.0)  # of the model as it was
         drill = read_drill(os.environ.get("NANOGPT_FAULT")) if self.step == 0 else None
-        steps_timed, started = 0, time.perf_counter()
+        first, steps_timed, started = self.step, 0, time.perf_counter()
         while self.step < config.max_steps:
             now = time.monotonic()
-            group.expect(5 * (now - began))  # of the last step, so that long steps have enough time
-            began = now
+            took, began = now - began, now  # of the last step
+            group.expect(5 * took)  # so that long steps have enough time
+            if self.chief and self.step == first + 1 and took * config.log_interval > 120:
+                left = config.max_steps - self.step
+                time_left = timedelta(seconds=round(min(took * left, 1e13)))
+                log(f"a step takes about {took:.0f} s, so {left} more take about {time_left}")
             if drill and drill[:2] == (group.rank, self.step):
                 self.fail_on_purpose(drill[2])
             agreement = group.largest_soon(self.wish())

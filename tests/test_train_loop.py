@@ -582,6 +582,30 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "told"), [(40, ["a step takes about 40 s, so 5 more take about 0:03:20"]), (1, [])]
+)
+def test_a_slow_run_tells_its_time_after_a_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: int,
+    told: list[str],
+) -> None:
+    trainer = trainer_of(tmp_path, max_steps=6, log_interval=4, eval_interval=6, sample_length=0)
+    forward_backward, passed = trainer.forward_backward, [0]
+
+    def slow(step: int) -> torch.Tensor:
+        passed[0] += seconds
+        return forward_backward(step)
+
+    monkeypatch.setattr(train.time, "monotonic", lambda: passed[0])
+    monkeypatch.setattr(trainer, "forward_backward", slow)
+    assert trainer.run()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("a step takes")] == told
+
+
+@pytest.mark.parametrize(
     ("share", "steps"),
     [(1e-9, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
 )
