@@ -161,11 +161,13 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         channels = find_channels(job, settings, dry_run)
         n_tokens, vocabulary_size = size_of(channels["data"], dry_run)
         job = sizing.fitted(job, n_tokens, vocabulary_size)
-    on_cpu = getattr(job.config(1), "device", "") == "cpu" and "device" not in job.hyperparameters
-    if on_cpu and looks_like_gpu(job.instance):
+    moves = job.resume is not None and not looks_like_gpu(earlier.instance)
+    asks = "device" in (asked if moves else job).hyperparameters
+    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu" and not asks:
+        what = f"--preset {job.preset}" if job.preset else "the job"
         raise InputError(
-            f"--preset {job.preset} trains on the CPU, and {job.instance} has GPUs; add `--set"
-            " device=auto`, or `--set device=cpu` if you mean it"
+            f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
+            " `--set device=cpu` if you mean it"
         )
     launcher = default_launcher(job.instance)
     if "launcher" not in job.model_fields_set and job.launcher != launcher:

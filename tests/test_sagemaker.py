@@ -1548,6 +1548,26 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(
     assert "n_embd was 384 and is 192" in refused.error
 
 
+def test_a_job_of_a_cpu_instance_is_not_resumed_silently_on_gpus(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
+) -> None:
+    words = ("--instance", "ml.m5.xlarge", "--preset", "quick", "--data", str(text_file))
+    job_id = cli("launch", *words).out.strip()
+    key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+    assert cli("stop", job_id).code == 0
+    refused = cli(*LAUNCH, "--resume", job_id)
+    assert refused.code == 2
+    assert "`--set device=auto`" in refused.error
+    for device in ("auto", "cpu"):
+        ran = cli(*LAUNCH, "--resume", job_id, "--set", f"device={device}")
+        assert ran.code == 0, ran.err
+    again = ran.out.strip()  # on a GPU instance, where the CPU was asked for
+    s3.put_object(Bucket=s3.bucket, Key=key.replace(job_id, again), Body=b"x")
+    assert cli("stop", again).code == 0
+    assert cli("launch", "--resume", again).code == 0
+
+
 def test_resuming_a_completed_job_requires_more_steps(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
