@@ -67,7 +67,8 @@ def test_the_curve_of_a_log_is_that_of_the_file(job: Finished) -> None:
 
 
 def test_rows_that_a_resumed_run_repeats_count_once() -> None:
-    rows: Any = [{"step": step, "run": run} for run, step in ((1, 5), (1, 10), (2, 7), (2, 10), (3, 10))]
+    steps = ((1, 5), (1, 10), (2, 7), (2, 10), (3, 10))
+    rows: Any = [{"step": step, "run": run} for run, step in steps]
     assert in_order(rows) == [rows[0], rows[2], rows[4]]
 
 
