@@ -183,13 +183,19 @@ def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
     return f"{group}-{number}{again}"
 
 
+def add_unlisted(group: str, number: int, tries: list[JobDescription], backend: Backend) -> None:
+    """Add a member's tries that SageMaker does not list yet."""
+    while (job := backend.describe(next_id(group, number, tries))) is not None:
+        tries.append(job)
+
+
 def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
     """The id of a sweep and its jobs, from its start or end, the id of one of its jobs, or
     `latest`.
 
     Raises:
         InputError: no sweep, or several, have that id.
-        ServiceError: SageMaker cannot be asked, and the id is not whole.
+        InputError, ServiceError: SageMaker cannot be asked, and the sweep may be there.
     """
     found, unreadable, failure = list_jobs(settings)
     names = (MEMBER.fullmatch(description.job_id) for description in found)
@@ -210,7 +216,20 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
     for job in unreadable:
         if job.job_id.startswith(f"{matches[0]}-"):
             logger.info(f"job {job.job_id} is left out: {job.error}")
-    return matches[0], tries_of(found, matches[0])
+    group, tries = matches[0], tries_of(found, matches[0])
+    sweep = None if tries else read_record(group, settings)
+    instance = sweep.job.instance if sweep else next(iter(tries.values()))[0].instance
+    if instance != "local":
+        if failure is not None:
+            raise failure
+        backend = backend_for(instance, settings)
+        for number in itertools.count(1):  # the first tries are made in this order
+            add_unlisted(group, number, tries[number], backend)
+            if not tries[number]:
+                del tries[number]
+                if number > max(tries, default=0):
+                    break
+    return group, tries
 
 
 def unfinished(job_id: str, settings: Settings) -> str | None:
@@ -268,8 +287,7 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
         if left and len(running) < sweep.parallel:
             number = left.pop(0)
             tries = found[number]
-            while (job := backend.describe(next_id(group, number, tries))) is not None:
-                tries.append(job)  # SageMaker lists a new job late
+            add_unlisted(group, number, tries, backend)
             if tries and (is_done(tries[-1]) or tries[-1].is_running):
                 if tries[-1].is_running:
                     running[number] = tries[-1].job_id

@@ -459,6 +459,54 @@ def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(
     assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Stopped"]
 
 
+@pytest.fixture
+def running(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A sweep of three jobs that run, whose command has ended."""
+
+    def crash(settings: Settings) -> None:
+        raise ServiceError("no")
+
+    poll = "launcher.backends.sagemaker.SageMakerBackend.poll_seconds"
+    monkeypatch.setattr(poll, property(crash))
+    ran = cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4,6", "--parallel", "3")
+    monkeypatch.setattr(poll, 0.05)
+    assert len(cloud.sagemaker.jobs) == 3
+    return ran.out.strip()
+
+
+def test_the_jobs_that_search_does_not_know_yet_are_stopped_too(
+    cloud: Emulator, cli: Callable[..., Ran], running: str
+) -> None:
+    cloud.sagemaker.search_lag = 500
+    ran = cli("stop", "--group", "latest")
+    assert ran.code == 0, ran.err
+    assert {job.status for job in cloud.sagemaker.jobs.values()} == {"Stopped"}
+    assert cli("delete", "--group", running, "--yes").code == 0
+    assert not cloud.sagemaker.jobs
+
+
+@pytest.mark.parametrize("words", ["stop", "delete --yes"])
+def test_no_sweep_is_stopped_or_deleted_that_cannot_be_asked_for(
+    cloud: Emulator, cli: Callable[..., Ran], home: Path, words: str
+) -> None:
+    sweep = Sweep(job=TrainingJob(instance="ml.g5.xlarge"), members=[{}], parallel=1)
+    sweeps.write_record(GROUP, sweep, Settings(home=home))
+    cloud.refuse["Search"] = ("ExpiredTokenException", "no")
+    ran = cli(*words.split(), "--group", GROUP)
+    assert ran.code == 1
+    assert "Search: the AWS credentials have expired" in ran.error
+    assert sweeps.record_of(GROUP, Settings(home=home)).exists()
+
+
+def test_a_sweep_without_jobs_is_not_called_stopped(cli: Callable[..., Ran], home: Path) -> None:
+    sweep = Sweep(job=TrainingJob(instance="local"), members=[{}], parallel=1)
+    sweeps.write_record(GROUP, sweep, Settings(home=home))
+    ran = cli("stop", "--group", GROUP)
+    assert (ran.code, ran.error.partition(":")[0]) == (1, f"sweep {GROUP} has started no job yet")
+
+
 def test_a_sweep_starts_from_the_model_that_was_the_latest(
     home: Path, job: Finished, text_file: Path, cli: Callable[..., Ran]
 ) -> None:

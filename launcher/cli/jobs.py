@@ -360,6 +360,10 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
         from launcher.sweeps import find_sweep, stop_all
 
         group, tries = find_sweep(group, settings)
+        if not tries:
+            raise ServiceError(
+                f"sweep {group} has started no job yet: press Ctrl-C where `launch` runs it"
+            )
         for description in stop_all(group, tries, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
