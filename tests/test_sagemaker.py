@@ -1045,6 +1045,22 @@ def test_a_refused_launch_names_no_job_and_leaves_no_files(
     assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
 
 
+def test_a_launch_refused_after_a_retry_leaves_no_files(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
+) -> None:
+    answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
+
+    def refuse(body: dict[str, Any]) -> Any:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", refuse)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out, answers) == (1, "", [])
+    assert "no quota" in ran.error
+    left = storage.list_files(f"s3://{s3.bucket}/some/prefix")
+    assert not [name for name in left if not name.startswith("data/")]
+
+
 def test_a_resumed_job_without_checkpoints_leaves_no_files(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
 ) -> None:

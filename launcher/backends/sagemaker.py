@@ -267,11 +267,19 @@ class SageMakerBackend:
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
-            if metadata.get("HTTPStatusCode", 500) < 500 and not metadata.get("RetryAttempts"):
-                if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
-                    self.remove_files(job_id, plan)
-                raise
-            self.look_for(job_id, error)
+            refused = metadata.get("HTTPStatusCode", 500) < 500
+            if not refused or metadata.get("RetryAttempts"):  # a lost answer may be a success
+                try:
+                    if self.raw(job_id) is not None:
+                        return
+                except ServiceError:
+                    refused = False
+            if not refused:
+                show = self.settings.command(f"status {job_id}")
+                raise ServiceError(f"{error}; `{show}` shows whether the job exists") from None
+            if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
+                self.remove_files(job_id, plan)
+            raise
 
     def send_files(self, job_id: str, job: TrainingJob, plan: Plan, script: bytes) -> None:
         storage.write_bytes(plan.source_uri(job_id), source_archive(script), self.settings)
@@ -289,17 +297,6 @@ class SageMakerBackend:
                 storage.remove(uri, self.settings)
             except ServiceError as error:
                 logger.info(f"{uri} is left behind: {error}")
-
-    def look_for(self, job_id: str, error: ServiceError) -> None:
-        """Raise `error` unless the job exists: an answer that was lost may have been a success."""
-        try:
-            if self.raw(job_id) is not None:
-                return
-        except ServiceError:
-            pass
-        raise ServiceError(
-            f"{error}; `{self.settings.command(f'status {job_id}')}` shows whether the job exists"
-        ) from None
 
     def console_link(self, job_id: str) -> str | None:
         console = CONSOLES.get(self.session.get_partition_for_region(self.region))
