@@ -86,11 +86,12 @@ class Day:
             raise SystemExit(f"error: {error}") from None
         self.account, self.who = identity["Account"], identity["Arn"]
         self.file = self.directory / "state.json"
-        self.state: dict[str, Any] = {"account": self.account, "passed": {}, "jobs": {}}
+        place = f"account {self.account}, {self.session.region_name}"
+        self.state: dict[str, Any] = {"place": place, "passed": {}, "jobs": {}}
         if self.file.exists():
             self.state = json.loads(self.file.read_text())
-        if self.state["account"] != self.account:
-            raise SystemExit(f"error: {self.directory} is of account {self.state['account']}")
+        if self.state["place"] != place:  # its jobs may run there
+            raise SystemExit(f"error: {self.directory} is of {self.state['place']}, not {place}")
         ours = {name: v for name, v in os.environ.items() if not name.startswith("SM_NANOGPT_")}
         self.environment = {
             **ours,
@@ -227,6 +228,8 @@ class Day:
 
     def stop_all(self) -> None:
         """Stops and books what may still run, after a surprise or an interruption."""
+        for file in self.directory.glob("home*/last-launched"):  # by a launch that was interrupted
+            self.state["jobs"].setdefault(file.read_text(), {"step": self.number})
         for job_id, job in self.state["jobs"].items():
             if "usd" in job:
                 continue
@@ -601,6 +604,14 @@ def own_key(day: Day) -> None:
     day.sm("fetch-and-sample", job_id, "--max-new-tokens", "20")
 
 
+def empty_and_delete(s3: Any, bucket: str) -> None:
+    with contextlib.suppress(s3.exceptions.NoSuchBucket):
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for each in page.get("Contents", []):
+                s3.delete_object(Bucket=bucket, Key=each["Key"])
+        s3.delete_bucket(Bucket=bucket)
+
+
 @step(0, 0)
 def nothing_left(day: Day) -> None:
     """Nothing is left"""
@@ -609,13 +620,12 @@ def nothing_left(day: Day) -> None:
         day.sm("delete", "--yes", *jobs)
     remove_user(day)
     day.sm("infra", "destroy", "--yes")
-    bucket, key = day.bucket, (day.state["stack"]["kms_key"] or "").rpartition("/")[2]
+    bucket = key = ""  # if step 0 failed
+    if "stack" in day.state:
+        bucket, key = day.bucket, (day.state["stack"]["kms_key"] or "").rpartition("/")[2]
     s3, kms, logs = day.client("s3"), day.client("kms"), day.client("logs")
-    with contextlib.suppress(s3.exceptions.NoSuchBucket):
-        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
-            for each in page.get("Contents", []):
-                s3.delete_object(Bucket=bucket, Key=each["Key"])
-        s3.delete_bucket(Bucket=bucket)
+    if bucket:
+        empty_and_delete(s3, bucket)
     if key and kms.describe_key(KeyId=key)["KeyMetadata"]["KeyState"] != "PendingDeletion":
         kms.schedule_key_deletion(KeyId=key, PendingWindowInDays=7)
     streams = logs.get_paginator("describe_log_streams")

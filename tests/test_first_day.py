@@ -10,7 +10,10 @@ from typing import Any
 import first_day
 import pytest
 from emulator import Emulator
-from first_day import Day, Step
+from first_day import STEPS, Day, Step
+
+from launcher import Settings
+from launcher.storage import write_text
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
 PAGE = Path(first_day.__file__).with_name("first-day.md")
@@ -24,7 +27,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def execute(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
         ran.append(words[0])
         status = {"billable_seconds": 60, "cost": 2.0, "instance": "ml.m5.xlarge"}
-        return 0, {"launch": JOB, "status": json.dumps(status)}.get(words[0], ""), ""
+        out = {"launch": JOB, "status": json.dumps(status)}.get(words[0], "")
+        return int(words == ("infra", "show")), out, ""
 
     monkeypatch.setattr(first_day, "execute", execute)
     return ran
@@ -94,6 +98,39 @@ def test_an_interruption_stops_the_job(begin: Callable[..., Any], commands: list
     with pytest.raises(KeyboardInterrupt):
         begin(deploys, interrupted)
     assert commands == ["launch", "stop", "status"]
+
+
+def test_a_launch_that_is_interrupted_is_stopped(
+    begin: Callable[..., Any], commands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job's id was not read."""
+    execute = first_day.execute
+
+    def interrupted(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
+        ended = execute(words, env)
+        if words[0] == "launch":
+            write_text(str(Settings(home=Path(env["SM_NANOGPT_HOME"])).last_launched), JOB)
+            raise KeyboardInterrupt
+        return ended
+
+    monkeypatch.setattr(first_day, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(deploys, launches)
+    assert commands == ["launch", "stop", "status"]
+
+
+def test_a_day_goes_on_only_where_it_began(
+    begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(deploys)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    with pytest.raises(SystemExit, match="eu-west-1"):
+        begin(never)
+
+
+def test_a_day_whose_stack_failed_is_cleaned_up(begin: Callable[..., Any]) -> None:
+    code, state = begin(STEPS[-1].run)  # as of `first_day.py 16`
+    assert (code, list(state["passed"])) == (0, ["0"])
 
 
 @pytest.mark.parametrize(
