@@ -1662,7 +1662,7 @@ def test_resuming_from_a_damaged_record_is_one_line(
     assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
 
 
-def test_a_resumed_jobs_container_is_not_read_from_the_store(
+def test_a_resumed_jobs_container_and_instances_are_not_read_from_the_store(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file, "--image-uri", "mine:1", "--environment", "A=1")
@@ -1670,10 +1670,25 @@ def test_a_resumed_jobs_container_is_not_read_from_the_store(
     content = json.loads(storage.read_bytes(record) or b"")
     assert content["image_uri"] == "mine:1"
     content |= {"image_uri": "evil:1", "environment": {"LD_PRELOAD": "evil"}}
+    content |= {"instance": "ml.p5.48xlarge", "instance_count": 8}
     storage.write_json(record, content)
     request = json.loads(cli("launch", "--resume", earlier, "--dry-run").out)
     assert request["AlgorithmSpecification"]["TrainingImage"] == "mine:1"
     assert request["Environment"] == {"A": "1"}
+    resources = request["ResourceConfig"]
+    assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.12xlarge", 1)
+
+
+def test_a_ceiling_from_the_store_allows_no_unasked_cost(
+    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
+    earlier = stopped(s3, cli, text_file)
+    record = f"s3://{s3.bucket}/some/prefix/jobs/{earlier}/job.json"
+    content = json.loads(storage.read_bytes(record) or b"")
+    storage.write_json(record, content | {"max_cost": 1e6, "max_run": 7200})
+    ran = cli("launch", "--resume", earlier)
+    assert (ran.code, ran.error.partition(",")[0]) == (2, "this may cost 15.56 USD")
 
 
 def test_resuming_without_the_script_on_s3_is_one_line(

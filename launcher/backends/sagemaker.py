@@ -341,12 +341,16 @@ class SageMakerBackend:
         job = storage.read_document(record, TrainingJob, self.settings)
         if job is None:
             raise ServiceError(f"{record} is missing, so the submitted job is unknown")
-        # Others may write to the store, so it chooses neither the container nor its environment.
-        image = raw["AlgorithmSpecification"]["TrainingImage"]
+        # Others may write to the store, so it chooses neither the container, nor its environment,
+        # nor the instances.
+        image, resources = raw["AlgorithmSpecification"]["TrainingImage"], raw["ResourceConfig"]
+        types = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
         return job.model_copy(
             update={
                 "image_uri": job.image_uri and image,
                 "environment": raw.get("Environment", {}),
+                "instance": ",".join(types) or resources["InstanceType"],
+                "instance_count": resources["InstanceCount"],
             }
         )
 

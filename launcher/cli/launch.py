@@ -280,7 +280,8 @@ def launch_command(
         print_json(ready.request(job_id))
         return
     if not local:
-        agree_to_cost(job.worst_cost or math.inf, job.max_cost, settings, yes)
+        # A ceiling that comes from the store, by --resume, was given by nobody here.
+        agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     with byte_progress("upload") as progress:
         ready.upload(progress)
     with naming(job_id, settings):
