@@ -30,7 +30,7 @@ from launcher.aws.session import patiently
 from launcher.backends import Backend
 from launcher.documents import Count, Document, Scalar
 from launcher.errors import InputError, ServiceError
-from launcher.job import JobDescription, TrainingJob
+from launcher.job import JobDescription, TrainingJob, UnreadableJob
 from launcher.settings import Settings
 from launcher.submission import Ready, naming, prepare
 from launcher.tracking import backend_for, list_jobs, with_costs
@@ -159,7 +159,7 @@ def stop_mark(job_id: str, group: str, backend: Backend, settings: Settings) -> 
     return storage.join(files.removesuffix(job_id), group, "stop")
 
 
-def tries_of(found: Iterable[object], group: str) -> Tries:
+def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
     """The jobs of a sweep among these."""
     tries: Tries = defaultdict(list)
     for job in found:
@@ -274,13 +274,12 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
     backend = backend_for(sweep.job.instance, settings)
     again = settings.command(f"launch --resume {group}")
     found = tries_of(backend.list(), group)
-    newest = {number: tries[-1] for number, tries in found.items()}
     mark, stopped, running = "", False, dict[int, str]()
-    if newest:
-        mark = stop_mark(next(iter(newest.values())).job_id, group, backend, settings)
+    if found:
+        mark = stop_mark(next(iter(found.values()))[0].job_id, group, backend, settings)
         storage.write_text(mark, "run", settings)
-    left = [n for n in range(1, len(sweep.members) + 1) if not is_done(newest.get(n))]
-    left.sort(key=lambda n: n not in newest or not newest[n].is_running)
+    left = list(range(1, len(sweep.members) + 1))
+    left.sort(key=lambda n: not any(job.is_running for job in found[n]))
     while left or running:
         if mark and patiently(partial(storage.read_bytes, mark, settings), again) == b"stop":
             left, stopped = [], True
@@ -288,9 +287,9 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
             number = left.pop(0)
             tries = found[number]
             add_unlisted(group, number, tries, backend)
-            if tries and (is_done(tries[-1]) or tries[-1].is_running):
-                if tries[-1].is_running:
-                    running[number] = tries[-1].job_id
+            if tries and tries[-1].is_running:
+                running[number] = tries[-1].job_id
+            if tries and (tries[-1].is_running or tries[-1].status == "Completed"):
                 continue
             try:
                 with quietly():
@@ -318,10 +317,6 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
             if not description.is_running:
                 del running[number]
             yield Progress(number, job_id, description)
-
-
-def is_done(job: JobDescription | None) -> bool:
-    return job is not None and job.status == "Completed"
 
 
 def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescription]:

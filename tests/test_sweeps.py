@@ -487,6 +487,22 @@ def test_the_jobs_that_search_does_not_know_yet_are_stopped_too(
     assert not cloud.sagemaker.jobs
 
 
+def test_the_end_of_a_sweep_is_known_before_search_knows_it(
+    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = cloud.sagemaker.Search
+
+    def late(body: dict[str, Any]) -> Any:
+        found = search(body)
+        for each in found["Results"]:
+            each["TrainingJob"]["TrainingJobStatus"] = "InProgress"
+        return found
+
+    monkeypatch.setattr(cloud.sagemaker, "Search", late)
+    ran = cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4")
+    assert ran.code == 0, ran.err
+
+
 @pytest.mark.parametrize("words", ["stop", "delete --yes"])
 def test_no_sweep_is_stopped_or_deleted_that_cannot_be_asked_for(
     cloud: Emulator, cli: Callable[..., Ran], home: Path, words: str

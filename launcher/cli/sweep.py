@@ -16,7 +16,7 @@ from launcher.cli.show import note, print_json, print_table
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.job import TrainingJob
+    from launcher.job import JobDescription, TrainingJob
     from launcher.settings import Settings
     from launcher.submission import Ready
     from launcher.sweeps import Sweep, Tries
@@ -105,8 +105,7 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
     """Continue a sweep: start the jobs that have not completed."""
     from launcher.aws.money import CeilingTooLow
     from launcher.job import TrainingJob
-    from launcher.sweeps import alone, quietly, read_record, said, tries_of, write_record
-    from launcher.tracking import list_jobs
+    from launcher.sweeps import alone, find_sweep, quietly, read_record, said, write_record
 
     group, max_cost = given.pop("resume"), given.pop("max_cost", None)
     if given:
@@ -125,7 +124,7 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
         share_cores(sweep.parallel)
     with alone(group, settings):
         if sweep.job.instance != "local":
-            tries, every = tries_of(list_jobs(settings)[0], group), []
+            tries, every = find_sweep(group, settings)[1], []
             for number in range(1, len(sweep.members) + 1):
                 earlier = tries.get(number, [])
                 if earlier and (earlier[-1].is_running or earlier[-1].status == "Completed"):
@@ -153,11 +152,12 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
     """
     from tqdm import tqdm
 
-    from launcher.sweeps import run, stop_all, tries_of
-    from launcher.tracking import list_jobs, reason_of, wait
+    from launcher.sweeps import find_sweep, run, stop_all
+    from launcher.tracking import reason_of, wait
 
     n = len(sweep.members)
     steps: dict[int, float] = {}
+    newest: dict[int, JobDescription] = {}  # which SageMaker's list may not know yet
     limited = ""
     again = settings.command(f"launch --resume {group}")
     bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {postfix}", disable=None)
@@ -165,6 +165,8 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
         with bar:
             for progress in run(group, sweep, settings):
                 d, number = progress.description, progress.number
+                if d is not None:
+                    newest[number] = d
                 values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
                 named = f"[{number}/{n}] {progress.job_id}"
                 with bar.external_write_mode():
@@ -190,10 +192,12 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
                 *error.args, f"the jobs that run keep running; `{again}` starts the others"
             ) from None
         note("stopping the running jobs after a checkpoint")
-        for description in stop_all(group, tries_of(list_jobs(settings)[0], group), settings):
+        for description in stop_all(*find_sweep(group, settings), settings):
             wait(description.job_id, settings)
         raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
-    tries = tries_of(list_jobs(settings)[0], group)
+    tries = find_sweep(group, settings)[1]
+    for number, d in newest.items():
+        tries[number][-1:] = [d]
     print_ranking(tries, sweep, err=True)
     if sum(each[-1].status == "Completed" for each in tries.values()) < n:
         raise ServiceError(f"not all jobs of the sweep completed; `{again}{limited}` continues it")
