@@ -1,1 +1,1 @@
-"""The training script, as a package so that the launcher can read its hyperparameters."""
+"""The training folder, as a package so that the launcher can read its hyperparameters."""

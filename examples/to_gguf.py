@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gguf
 
-from entry_point import train
+from entry_point.checkpoint import read_safetensors
 from launcher import fetch_model
 from launcher.encoder import splits_as_gpt2
 
@@ -84,7 +84,7 @@ def write(directory: Path, file: Path, dtype: str) -> None:
         writer.add_bos_token_id(config["eos_token_id"])
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    tensors, _ = train.read_safetensors(directory / "model.safetensors")
+    tensors, _ = read_safetensors(directory / "model.safetensors")
     for name, tensor in tensors.items():
         # llama.cpp keeps the weights of norms in float32.
         kind = gguf.GGMLQuantizationType.F32 if tensor.dim() == 1 else tensor_type

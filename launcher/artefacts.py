@@ -25,10 +25,10 @@ from launcher.errors import ServiceError
 from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.storage import Progress
-from launcher.tracking import backend_for, describe
+from launcher.tracking import describe
 
 if TYPE_CHECKING:
-    from launcher.model import FindScript
+    pass
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
 # unpacks to much more is no model.
@@ -48,25 +48,15 @@ def fetch_model(
     """Download a job's model, unless it is here, and return its directory.
 
     For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
-    names the edited script that trained the model, if the job's own copy is not here.
+    names the folder that trained the model, if its launch kept none here.
 
     Raises:
-        InputError: the model needs the script that trained it, and that is not here.
+        InputError: the model needs the folder that trained it, and that is not here.
         ServiceError: there is no such job, it still runs or left nothing, or the archive is no
             model.
     """
     settings = settings or load_settings()
     return fetch_described(describe(job_id, settings), settings, progress, entry_point)
-
-
-def script_finder(
-    description: JobDescription, settings: Settings, entry_point: Path | None
-) -> FindScript:
-    """A function that finds the script which trained a model: entry_point, else the job's copy."""
-    if entry_point is not None:
-        return lambda sha256: entry_point
-    backend = backend_for(description.instance, settings)
-    return lambda sha256: backend.script(description.job_id, sha256)
 
 
 def fetch_described(
@@ -76,9 +66,8 @@ def fetch_described(
     entry_point: Path | None = None,
 ) -> Path:
     """Download the model of a described job; from a checkpoint if it has no `model_uri`."""
-    find_script = script_finder(description, settings, entry_point)
     if description.model_uri is not None:
-        return fetch_archive(description, settings, progress, find_script)
+        return fetch_archive(description, settings, progress, entry_point)
     job_id = description.job_id
     if description.is_running:
         raise ServiceError(
@@ -87,7 +76,7 @@ def fetch_described(
             f" `{settings.command(f'stop {job_id}')}` stops it"
         )
     if description.checkpoint_uri is not None:
-        return fetch_checkpoint(description, settings, progress, find_script)
+        return fetch_checkpoint(description, settings, progress, entry_point)
     reason = f": {description.failure_reason}" if description.failure_reason else ""
     raise ServiceError(
         f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
@@ -96,7 +85,7 @@ def fetch_described(
 
 
 def fetch_archive(
-    description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
+    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
 ) -> Path:
     """Download and unpack model.tar.gz."""
     assert description.model_uri is not None
@@ -108,7 +97,7 @@ def fetch_archive(
         (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
         try:
             extract(archive, directory / "model", description.model_uri)
-            check_model(directory / "model", description.model_uri, find_script)
+            check_model(directory / "model", description.model_uri, settings, entry_point)
         except ServiceError as error:
             raise ServiceError(f"{error}; {another_model(description, settings)}") from None
         keep(directory / "model", target)
@@ -124,10 +113,10 @@ def another_model(description: JobDescription, settings: Settings) -> str:
 
 
 def fetch_checkpoint(
-    description: JobDescription, settings: Settings, progress: Progress, find_script: FindScript
+    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
 ) -> Path:
     """Download the newest checkpoint that is intact and export it as a model directory."""
-    from entry_point import train
+    from entry_point.errors import TrainingError
     from launcher import model
 
     def place(step: int) -> Path:
@@ -141,11 +130,11 @@ def fetch_checkpoint(
         storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
             step = model.export_checkpoint(
-                directory / "checkpoints", directory / "model", find_script
+                directory / "checkpoints", directory / "model", settings, entry_point
             )
-        except train.TrainingError as error:
+        except TrainingError as error:
             raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
-        check_model(directory / "model", description.checkpoint_uri, find_script)
+        check_model(directory / "model", description.checkpoint_uri, settings, entry_point)
         keep(directory / "model", place(step))
     return place(step)
 
@@ -268,12 +257,12 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
     return place
 
 
-def check_model(directory: Path, uri: str, find_script: FindScript) -> None:
+def check_model(directory: Path, uri: str, settings: Settings, entry_point: Path | None) -> None:
     """Raise ServiceError unless the directory has a model that loads."""
-    from entry_point import train
+    from entry_point.errors import TrainingError
     from launcher import model
 
     try:
-        model.load_artefact(directory, find_script)
-    except train.TrainingError as error:
+        model.load_artefact(directory, settings, entry_point)
+    except TrainingError as error:
         raise ServiceError(f"{uri}: {error}") from None

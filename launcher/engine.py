@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.train import GPT, Attention, Block, Linear, attend, draw, norm, rotary, shared
+from entry_point.model import GPT, Attention, Block, Linear, attend, draw, norm, rotary, shared
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.

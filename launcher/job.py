@@ -5,17 +5,10 @@ How and where a job runs is up to `backends`. Used by submission, tracking and t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
 import logging
-import os
 import re
-import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from launcher.aws.images import DEFAULT_VERSION
 from launcher.aws.instances import check_instances, types_of
-from launcher.documents import Scalar, read_file
+from launcher.documents import Scalar
 from launcher.errors import InputError, ServiceError, must_be
+from launcher.source import Source
 
 if TYPE_CHECKING:
     from launcher.aws.prices import Price
@@ -44,6 +38,7 @@ LOCAL_FIELDS = {
     "preset",
     "hyperparameters",
     "entry_point",
+    "source_sha256",
     "init_from",
     "resume",
 }
@@ -84,7 +79,8 @@ class TrainingJob(BaseModel):
     validation: str | None = None
     preset: str | None = None
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
-    entry_point: Path | None = None  # None: the script of this package
+    entry_point: Path | None = None  # training folder; None: that of this package
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")  # set at launch
     init_from: str | None = None  # model to start from: job id, directory or URI; a URI at launch
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
@@ -191,34 +187,14 @@ class TrainingJob(BaseModel):
         return min(limit for limit in limits if limit is not None)
 
     @property
-    def script(self) -> Path:
-        """The training script."""
-        if self.entry_point is not None:
-            return self.entry_point
-        spec = importlib.util.find_spec("entry_point.train")
-        assert spec is not None
-        assert spec.origin is not None
-        return Path(spec.origin)
+    def source(self) -> Source:
+        """The training folder, as it is now. Raises InputError if it is none."""
+        return Source.packaged() if self.entry_point is None else Source.read(self.entry_point)
 
-    def script_module(self) -> ModuleType:
-        """Import the training script; this runs no training.
-
-        Raises:
-            InputError: the entry point is not a copy of train.py.
-        """
-        if self.entry_point is None:
-            from entry_point import train
-
-            return train
-        if self.entry_point.suffix != ".py":
-            raise InputError(f"{self.entry_point}: not a Python file (*.py)")
-        try:
-            source = read_file(self.entry_point)
-        except FileNotFoundError:
-            raise InputError(f"{self.entry_point}: no such file") from None
-        except OSError as error:
-            raise InputError(f"{self.entry_point}: {error.strerror}") from None
-        return load_script(self.entry_point, source)
+    @property
+    def module(self) -> ModuleType:
+        """The training folder's hyperparameters. Raises InputError if it cannot be imported."""
+        return self.source.module("config")
 
     def all_hyperparameters(self) -> dict[str, Scalar]:
         """Every field of the script's Config, for the job's record and the script's arguments.
@@ -229,7 +205,7 @@ class TrainingJob(BaseModel):
         return {name: value for name, value in config.items() if value not in (None, "")}
 
     def hyperparameter_names(self) -> set[str]:
-        return {f.name for f in fields(self.script_module().Config)}
+        return {f.name for f in fields(self.module.Config)}
 
     def explicit_hyperparameters(
         self, base: Mapping[str, Scalar] | None = None
@@ -244,7 +220,7 @@ class TrainingJob(BaseModel):
             for name, value in self.hyperparameters.items()
             if value != ""
         }
-        preset = self.script_module().PRESETS[self.preset] if self.preset else {}
+        preset = self.module.PRESETS[self.preset] if self.preset else {}
         return {name: getattr(config, name) for name in {**preset, **given}}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
@@ -254,7 +230,7 @@ class TrainingJob(BaseModel):
             InputError: a hyperparameter is unknown or invalid, or world_size processes cannot
                 share the batch evenly.
         """
-        module = self.script_module()
+        module = self.module
         try:
             config = module.make_config(self.hyperparameters, self.preset, base)
             config.check_world_size(world_size)
@@ -268,14 +244,14 @@ class TrainingJob(BaseModel):
 
         A job that reached its last step without writing a model may be resumed to write it.
         """
-        module = self.script_module()
+        module = self.module
         jobs = [
             {"config": asdict(job.config(1)), "corpus_sha256": (job.data, job.validation)}
             for job in (before, self)
         ]
         try:
             module.check_resumable(*jobs)
-        except module.TrainingError as error:
+        except module.ConfigError as error:
             raise InputError(str(error)) from None
         step, max_steps = earlier.checkpoint_step or 0, self.config(1).max_steps
         if step > max_steps or (step == max_steps and earlier.model_uri is not None):
@@ -283,44 +259,6 @@ class TrainingJob(BaseModel):
                 f"max_steps={max_steps}: the earlier job has already reached step {step}; to train"
                 f" further, add `--set max_steps=N` with N above {step}"
             )
-
-
-@lru_cache(maxsize=8)  # a launch calls it a dozen times
-def load_script(file: Path, source: bytes) -> ModuleType:
-    """Import an edited copy of train.py, once for each content of the file.
-
-    Raises:
-        InputError: the file is no copy of train.py, or fails to import.
-    """
-    module = ModuleType(f"user_train_{hashlib.sha256(source).hexdigest()[:12]}")
-    module.__file__ = str(file)
-    leave = os._exit
-    try:
-        os._exit = sys.exit  # type: ignore[assignment]  # which would end us without a word
-        sys.modules[module.__name__] = module  # dataclasses need it there
-        with contextlib.redirect_stdout(sys.stderr):
-            exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also SystemExit
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)
-        ]
-        line, words = lines[-1] if lines else None, str(error)
-        if isinstance(error, SyntaxError):
-            line, words = error.lineno, error.msg
-        place = f"{file}:{line}" if line else str(file)
-        raise InputError(f"{place}: {type(error).__name__}: {words}") from None
-    finally:
-        os._exit = leave
-    needed = "make_config PRESETS metric_definitions script_sha256 with_weights write_artefact"
-    needed += " starting_values read_tokenizer"
-    if missing := [name for name in needed.split() if not hasattr(module, name)]:
-        raise InputError(
-            f"{file}: not an edited copy of this version's train.py (it has no {missing[0]}); start"
-            " from the file that `sm-nanogpt copy-script` writes"
-        )
-    return module
 
 
 # -- how it stands ---------------------------------------------------------------------------------

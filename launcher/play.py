@@ -36,7 +36,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
-from entry_point.train import GPT, Tokenizer
+from entry_point.data import Tokenizer
+from entry_point.model import GPT
 from launcher.documents import adapter, reason_of
 from launcher.errors import InputError, ServiceError
 from launcher.sampling import is_edited, stream_samples

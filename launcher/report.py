@@ -232,7 +232,7 @@ def read_run(job_id: str, settings: Settings) -> Run:
         log=log,
         data=upload_of(job.data, settings),
         validation=upload_of(job.validation, settings),
-        script_sha256=backend.script_sha256(job_id),
+        script_sha256=job.source_sha256 or "",
         made=made_of(job_id, settings),
     )
 

@@ -12,46 +12,49 @@ from pathlib import Path
 
 import torch
 
-from entry_point import train
+from entry_point.container import has_fast_bfloat16
+from entry_point.data import Tokenizer
+from entry_point.errors import TrainingError
+from entry_point.model import GPT
 from launcher import engine
-from launcher.artefacts import fetch_described, script_finder
+from launcher.artefacts import fetch_described
 from launcher.encoder import load_words
 from launcher.errors import InputError, ServiceError
-from launcher.model import FindScript, load_artefact
+from launcher.model import load_artefact
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
 
 
 def load_model(
-    directory: Path, find_script: FindScript = lambda sha256: None, own_script: bool = False
-) -> tuple[train.GPT, train.Tokenizer]:
+    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
+) -> tuple[GPT, Tokenizer]:
     """Load a model (CPU, float32 weights) and its tokenizer.
 
     A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
-    trained with precision=float32. For find_script and own_script see launcher.model.load_artefact.
+    trained with precision=float32. For settings and entry_point see launcher.model.load_artefact.
 
     Raises:
         ServiceError: the directory holds no model of sm-nanogpt.
         InputError: the model needs the script that trained it, and that is not here.
     """
     try:
-        model, tokenizer = load_artefact(directory, find_script, own_script)
-    except train.TrainingError as error:
+        model, tokenizer = load_artefact(directory, settings, entry_point)
+    except TrainingError as error:
         raise ServiceError(f"{directory} does not load: {error}") from None
-    fast = train.has_fast_bfloat16(torch.device("cpu"))
+    fast = has_fast_bfloat16(torch.device("cpu"))
     if not is_edited(model) and model.config.precision != "float32" and fast:
         model.compute_dtype = torch.bfloat16
     return model, tokenizer
 
 
-def is_edited(model: train.GPT) -> bool:
+def is_edited(model: GPT) -> bool:
     """Whether an edited script computes the model, not the packaged one."""
-    return type(model) is not train.GPT
+    return type(model) is not GPT
 
 
 def stream_samples(
-    model: train.GPT,
-    tokenizer: train.Tokenizer,
+    model: GPT,
+    tokenizer: Tokenizer,
     prompt: str | None = None,
     max_new_tokens: int = 500,
     num_samples: int = 1,
@@ -100,7 +103,7 @@ def stream_samples(
     return pieces(steps, tokenizer, num_samples)
 
 
-def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of a prompt. Raises InputError if it is empty or has unknown characters."""
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
@@ -120,7 +123,7 @@ def encode(tokenizer: train.Tokenizer, prompt: str) -> list[int]:
 
 
 def pieces(
-    steps: Iterator[torch.Tensor], tokenizer: train.Tokenizer, num_samples: int
+    steps: Iterator[torch.Tensor], tokenizer: Tokenizer, num_samples: int
 ) -> Iterator[list[str]]:
     """The text of each step's ids. Raises ServiceError if an edited script fails."""
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
@@ -157,7 +160,7 @@ def sample(
 ) -> list[str]:
     """Generate num_samples texts with a job's model, each starting with the prompt.
 
-    entry_point names the edited script that trained the model, if the job's copy is not here.
+    entry_point names the folder that trained the model, if its launch kept none here.
 
     Raises:
         InputError: as stream_samples.
@@ -170,8 +173,7 @@ def sample(
         warnings.warn(
             f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
         )
-    find_script = script_finder(description, settings, entry_point)
-    model, tokenizer = load_model(directory, find_script, own_script=entry_point is not None)
+    model, tokenizer = load_model(directory, settings, entry_point)
     columns = stream_samples(
         model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
     )

@@ -199,9 +199,9 @@ class Settings(BaseSettings):
     def jobs_dir(self) -> Path:
         return self.home / "jobs"
 
-    def kept_script(self, sha256: str) -> Path:
-        """Where a launch from here keeps an edited script, by the SHA-256 of its content."""
-        return self.home / "scripts" / f"{sha256}.py"
+    def kept_source(self, sha256: str) -> Path:
+        """Where a launch from here keeps its training folder, by the folder's SHA-256."""
+        return self.home / "sources" / sha256
 
     @property
     def models_dir(self) -> Path:

@@ -19,7 +19,7 @@ from launcher.job import TrainingJob
 from launcher.settings import Settings
 
 if TYPE_CHECKING:  # it imports torch
-    from entry_point.train import Tokenizer
+    from entry_point.data import Tokenizer
 
 DOCUMENTS = ("config.json", "training.json", "tokenizer.json", "tokenizer_config.json")
 INDEX = "model.safetensors.index.json"
@@ -92,12 +92,12 @@ def with_values(job: TrainingJob, directory: Path) -> tuple[TrainingJob, Tokeniz
     Raises:
         InputError: the script does not compute this model, or a hyperparameter differs from it.
     """
-    module = job.script_module()
+    source = job.source
     try:
-        values = module.starting_values(directory, job.hyperparameters)
-        tokenizer: Tokenizer = module.read_tokenizer(directory)
-    except module.TrainingError as error:
-        words = str(error).replace("use that script", "name it with --entry-point FILE")
+        values = source.module("huggingface").starting_values(directory, job.hyperparameters)
+        tokenizer: Tokenizer = source.module("data").read_tokenizer(directory)
+    except source.module("errors").TrainingError as error:
+        words = str(error).replace("use that script", "name it with --entry-point DIR")
         raise InputError(f"--init-from {job.init_from}: {words}") from None
     return job.model_copy(update={"hyperparameters": values}), tokenizer
 

@@ -25,6 +25,7 @@ from launcher.documents import check_regular
 from launcher.errors import InputError, ServiceError
 from launcher.job import JobDescription, TrainingJob
 from launcher.settings import Settings, load_settings
+from launcher.source import Source, find_source, keep
 from launcher.tracking import backend_for, find
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Ready:
                 corpus.send(channel.upload, channel.sources, near(self.settings, local), progress)
 
     def submit(self, job_id: str) -> None:
+        with storage.reported(str(self.settings.home)):
+            keep(self.job.source, self.settings)  # models and resumed jobs need it
         self.backend.submit(job_id, self.job, self.plan)
 
     def request(self, job_id: str) -> dict[str, Any]:
@@ -145,12 +148,14 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         for instance in job.instances:
             log_instance(instance)
     if job.resume is not None:
-        job, before = take_over(job, home, earlier)
+        job, before = take_over(job, home, earlier, settings)
     if not local:
         job = with_prescribed(job, settings)
     if job.entry_point is not None:
-        script = storage.path_of(job.entry_point).absolute()
-        job = job.model_copy(update={"entry_point": script})
+        place = storage.path_of(job.entry_point).absolute()
+        source = Source.read(place)
+        source.check()
+        job = job.model_copy(update={"entry_point": source.directory})
     model = tokenizer = None
     if asked.init_from is not None:
         job, model, tokenizer = start_from(job, asked.init_from, near(settings, local), dry_run)
@@ -186,7 +191,8 @@ def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Read
         sizing.check_readings(job, size_of(channels["data"])[0])
     known = channels["data"].upload
     sizing.check_memory(job, known.vocabulary_size if known else 0)
-    job = job.model_copy(update={name: channel.uri for name, channel in channels.items()})
+    places = {name: channel.uri for name, channel in channels.items()}
+    job = job.model_copy(update={**places, "source_sha256": job.source.sha256})
     if job.resume is not None:
         job.check_resumable(before, earlier)
     if not local:  # before anything is uploaded
@@ -251,12 +257,12 @@ def ready_to_resume(
 
 
 def take_over(
-    job: TrainingJob, home: Backend, earlier: JobDescription
+    job: TrainingJob, home: Backend, earlier: JobDescription, settings: Settings
 ) -> tuple[TrainingJob, TrainingJob]:
     """Fill the fields that a job leaves out from the job that it resumes.
 
     Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
-    that this script does not have.
+    that this folder does not have.
 
     Returns:
         The job, and the earlier job, which ran at `home`.
@@ -266,19 +272,21 @@ def take_over(
     given = {
         name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
     }
-    if job.entry_point is None:  # whose presets the words of this job mean
-        job = job.model_copy(update={"entry_point": home.edited_script(job.resume, before)})
+    if job.entry_point is None and before.entry_point is not None:
+        source = find_source(before.source_sha256 or "", settings)
+        job = job.model_copy(update={"entry_point": source.directory})
     sent, known = earlier.hyperparameters, job.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):
         logger.info(
-            f"{job.script} has no {', '.join(unknown)}; the earlier job's values are left out"
+            f"{job.source.directory} has no {', '.join(unknown)};"
+            " the earlier job's values are left out"
         )
     sent = {name: value for name, value in sent.items() if name in known}
     before = before.model_copy(
         update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}
     )
     hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
-    own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost"}
+    own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost", "source_sha256"}
     kept = before.model_dump(exclude=own, exclude_defaults=True)
     if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)

@@ -30,7 +30,8 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from entry_point import train
+from entry_point import data
+from entry_point.errors import DataError
 from launcher import documents as door
 from launcher.backends.cpu import cores
 from launcher.documents import read_text
@@ -186,8 +187,8 @@ class Words:
     end_of_text: str | None
 
     @property
-    def tokenizer(self) -> train.Tokenizer:
-        return train.Tokenizer(json.loads(self.content), self.end_of_text)
+    def tokenizer(self) -> data.Tokenizer:
+        return data.Tokenizer(json.loads(self.content), self.end_of_text)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -199,7 +200,7 @@ class Words:
         }
 
 
-def fingerprint(tokenizer: train.Tokenizer) -> str:
+def fingerprint(tokenizer: data.Tokenizer) -> str:
     """A SHA-256 of the bytes that each id stands for."""
     return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
 
@@ -230,7 +231,7 @@ def open_words(path: Path) -> Words:
         load_words(words.content)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
-    except (train.DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
+    except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
     return words
 

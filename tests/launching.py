@@ -241,7 +241,7 @@ def settings_of(home: Path) -> Settings:
 
 def edited(path: Path, *edits: tuple[str, str]) -> Path:
     """A copy of train.py with replaced pieces."""
-    runs.edited_script(path, *edits)
+    runs.edited_folder(path, *edits)
     return path
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from entry_point.train import GPT, Config, Tokenizer, character_tokenizer
+from entry_point.config import Config
+from entry_point.data import Tokenizer, character_tokenizer
+from entry_point.model import GPT
 
 SMALL = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=12)
 VOCABULARY_SIZE = 11

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -235,11 +236,12 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def edited_script(path: Path, *edits: tuple[str, str]) -> tuple[str, str]:
-    """The command of a copy of train.py with replaced pieces, each of which must be there once."""
-    source = SCRIPT.read_text()
+def edited_folder(folder: Path, *edits: tuple[str, str]) -> tuple[str, str]:
+    """The command of a copy of the training folder with replaced pieces, each there once."""
+    shutil.copytree(SCRIPT.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     for old, new in edits:
-        assert source.count(old) == 1, f"not there once: {old}"
-        source = source.replace(old, new)
-    path.write_text(source)
-    return sys.executable, str(path)
+        sources = {file: file.read_text() for file in folder.glob("*.py")}
+        (file,) = [file for file, source in sources.items() if old in source]
+        assert sources[file].count(old) == 1, f"not there once: {old}"
+        file.write_text(sources[file].replace(old, new))
+    return sys.executable, str(folder / "train.py")

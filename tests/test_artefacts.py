@@ -24,7 +24,9 @@ import pytest
 from launching import Finished, Ran
 from test_documents import cut_sparse_header
 
-from entry_point import train
+from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
+from entry_point.config import make_config
+from entry_point.huggingface import hugging_face_config
 from launcher import ServiceError, artefacts, describe, fetch_model
 
 NAMES = {
@@ -358,7 +360,7 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(
     if checkpoint:
         end_as(job, status="Stopped")
     monkeypatch.setattr(shutil, "copyfileobj", fails)
-    monkeypatch.setattr(train, "write_safetensors", fails)
+    monkeypatch.setattr("entry_point.checkpoint.write_safetensors", fails)
     start = f"{job.home / 'models'}: {os.strerror(code)}; set SM_NANOGPT_HOME to another"
     assert cli("fetch-and-sample", job.job_id).error.startswith(start)
     assert list((job.home / "models").iterdir()) == []
@@ -437,9 +439,9 @@ def test_a_model_with_a_broken_document_is_refused(
 def reshaped(job: Finished, tmp_path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(members_of(archive_of(job))["model.safetensors"])
-    tensors, metadata = train.read_safetensors(weights)
+    tensors, metadata = read_safetensors(weights)
     edit(tensors)
-    train.write_safetensors(weights, tensors, metadata)
+    write_safetensors(weights, tensors, metadata)
     change(archive_of(job), {"model.safetensors": weights.read_bytes()})
 
 
@@ -465,8 +467,8 @@ def claim(job: Finished, **values: int) -> None:
     members = members_of(archive_of(job))
     training, config = (json.loads(members[n]) for n in ("training.json", "config.json"))
     training["config"].update(values)
-    made = train.make_config(training["config"])
-    config = train.hugging_face_config(made, config["vocab_size"])
+    made = make_config(training["config"])
+    config = hugging_face_config(made, config["vocab_size"])
     documents = {"training.json": training, "config.json": config}
     change(archive_of(job), {n: json.dumps(d).encode() for n, d in documents.items()})
 
@@ -596,7 +598,7 @@ def test_a_checkpoint_with_unfitting_weights_is_refused(
     job: Finished, cli: Callable[..., Ran]
 ) -> None:
     end_as(job, status="Stopped")
-    checkpoints = train.Checkpoints(job.directory / "hosts/algo-1/checkpoints")
+    checkpoints = Checkpoints(job.directory / "hosts/algo-1/checkpoints")
     loaded = checkpoints.load_latest()
     assert loaded is not None
     _, newest = loaded

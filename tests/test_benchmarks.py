@@ -157,6 +157,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(
     import gpu_speed
 
     from entry_point import train
+    from entry_point.config import Config
 
     runs = []
 
@@ -168,7 +169,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(
         return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
 
     def profiled(name: str, text: Path, out: Path, words: Any, steps: int, found: Any) -> None:
-        runs.append(train.Config(**words))
+        runs.append(Config(**words))
 
     for module in (gpu_checks, gpu_speed):
         monkeypatch.setattr(module, "trained", started)

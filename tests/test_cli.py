@@ -28,10 +28,9 @@ import pytest
 from launching import Finished, Ran
 
 import launcher
-from entry_point import train
+from entry_point.config import Config, make_config
 from launcher import ServiceError, TrainingJob, storage
 from launcher import cli as commands
-from launcher.cli.options import presets_and_defaults
 from launcher.cli.show import byte_progress
 from launcher.job import LOCAL_FIELDS, option
 
@@ -564,7 +563,7 @@ def test_the_list_of_jobs_shows_data_preset_and_changes(
 ) -> None:
     assert re.search(r" - +input-[0-9a-f]{12}  cpu n_layer=1 n_embd=32 ", cli("jobs").out)
     record = json.loads((job.directory / "job.json").read_text())
-    values = train.make_config({"dropout": 0.25, "max_steps": 7}, "laptop")
+    values = make_config({"dropout": 0.25, "max_steps": 7}, "laptop")
     record["hyperparameters"] = dataclasses.asdict(values)
     (job.directory / "job.json").write_text(json.dumps(record))
     assert cli("jobs").out.endswith("  laptop dropout=0.25\n")
@@ -630,10 +629,13 @@ def test_a_shell_completes(
     assert capsys.readouterr().out.splitlines() == completed
 
 
-def test_defaults_are_read_without_torch() -> None:
-    presets, defaults = presets_and_defaults()
-    assert presets == train.PRESETS
-    assert train.Config(**defaults) == train.Config()
+def test_hyperparameters_are_read_without_torch() -> None:
+    code = (
+        "import sys, launcher.cli.options as o; o.presets_and_defaults();"
+        "from launcher import TrainingJob; TrainingJob(preset='baby').config(1);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_another_projects_entry_point_package_is_refused(home: Path) -> None:
@@ -702,8 +704,8 @@ def test_the_meaning_of_zero_stands_beside_the_default(cli: Callable[..., Ran]) 
 def test_hyperparameters_lists_the_scripts_hyperparameters(
     cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    names = {field.name for field in dataclasses.fields(train.Config)}
+    names = {field.name for field in dataclasses.fields(Config)}
     listed = {line.split()[0] for line in cli("hyperparameters").out.splitlines() if "; " in line}
     assert listed == names
-    edited = launching.edited(tmp_path / "my.py", ('option("", "a set', 'option("", "one set'))
+    edited = launching.edited(tmp_path / "my", ('option("", "a set', 'option("", "one set'))
     assert cli("hyperparameters", "--entry-point", str(edited)).code == 0

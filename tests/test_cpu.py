@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from entry_point import train
+from entry_point.config import make_config
 from launcher.backends import cpu
 
 
@@ -57,7 +57,7 @@ def test_a_large_model_takes_one_process_per_core(
     def processes(cores: int, **values: Any) -> int:
         monkeypatch.setattr(cpu, "cores", lambda: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        return cpu.cpu_processes(train.make_config(values, "baby"))
+        return cpu.cpu_processes(make_config(values, "baby"))
 
     assert [processes(cores) for cores in (1, 2, 4, 6, 64)] == [1, 2, 4, 4, 8]
     assert processes(6, batch_size=60) == 6
@@ -71,4 +71,4 @@ def test_omp_num_threads_limits_the_processes(
 ) -> None:
     monkeypatch.setattr(cpu, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert cpu.cpu_processes(train.make_config({}, "baby")) == count
+    assert cpu.cpu_processes(make_config({}, "baby")) == count

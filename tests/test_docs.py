@@ -16,7 +16,7 @@ import click
 import pytest
 
 import launcher
-from entry_point import train
+from entry_point.config import OPTIONS, Config
 from launcher.cli import cli
 from launcher.settings import Settings
 
@@ -31,7 +31,7 @@ OTHERS = (
 )
 PAGES = [*MANUAL, *(ROOT / name for name in OTHERS)]
 NANOGPT, ARCHITECTURE = ROOT / "docs/from-nanogpt.md", ROOT / "docs/architecture.md"
-HYPERPARAMETERS = {field.name for field in dataclasses.fields(train.Config)}
+HYPERPARAMETERS = {field.name for field in dataclasses.fields(Config)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
@@ -97,7 +97,7 @@ def test_each_shown_command_parses(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my_train.py").touch()  # which copy-script writes
+    Path("my_gpt").mkdir()  # which copy-script writes
     for words in shown_commands(page):
         parse(cli, words)
 
@@ -115,7 +115,7 @@ def test_the_commands_of_the_readme_are_found() -> None:
 
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
 def test_each_named_option_exists(page: Path) -> None:
-    known = option_names(cli) | {f"--{option.name}" for option in train.OPTIONS} | {"--help"}
+    known = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
     assert set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) <= known
 
 
@@ -206,7 +206,8 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{each.name}" for each in node.names)}
+            name = f"entry_point.{node.module}" if node.level else node.module or ""
+            found |= {name, *(f"{name}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
         nodes.extend(ast.iter_child_nodes(node))
@@ -220,7 +221,7 @@ def test_imports_run_as_the_architecture_is_drawn() -> None:
         for row, line in enumerate(lines)
         for name in line.partition("|")[0].split()
     }
-    paths = [*ROOT.glob("launcher/**/*.py"), ROOT / "entry_point/train.py"]
+    paths = [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("entry_point/*.py")]
     files = {name_of(p).removesuffix(".py").replace("/", "."): p for p in paths}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     del files["launcher"]  # which imports by name, when asked

@@ -5,7 +5,6 @@ Hypothesis puts hostile values in place of each part of a good document.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -23,20 +22,21 @@ from hypothesis import strategies as st
 from launching import TINY, Finished, Ran, settings_of
 from models import SMALL, lively, tokenizer_of
 
-from entry_point import train
+from entry_point.checkpoint import Checkpoints, write_safetensors
+from entry_point.errors import TrainingError
+from entry_point.huggingface import SCRIPT_SHA256, write_artefact
 from launcher import InputError, ServiceError, TrainingJob, corpus, storage
 from launcher.aws import money
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import Listed
 from launcher.aws.stack import remembered
 from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import read_script
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.documents import LARGEST, open_file, parse, read_toml
-from launcher.job import load_script
 from launcher.model import export_checkpoint, load_artefact
 from launcher.settings import load_settings
+from launcher.source import Source
 from launcher.submission import check_texts, find_channel
 
 quickly = settings(
@@ -106,7 +106,7 @@ def our_errors() -> Iterator[None]:
     """Lets no other error pass."""
     try:
         yield
-    except (InputError, ServiceError, train.TrainingError) as error:
+    except (InputError, ServiceError, TrainingError) as error:
         assert len(shown(str(error))) < 1100
 
 
@@ -274,8 +274,8 @@ VOCABULARY = "\n abcdefghi"
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
 def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -> None:
-    trained = {"script_sha256": train.script_sha256(), "corpus_sha256": "0" * 64, "step": 1}
-    train.write_artefact(tmp_path, lively(), tokenizer_of(VOCABULARY), trained)
+    trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
+    write_artefact(tmp_path, lively(), tokenizer_of(VOCABULARY), trained)
     path, sums = tmp_path / name, (tmp_path / "SHA256SUMS").read_text()
     good, before = read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -291,7 +291,7 @@ def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -
 
 def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    loaded = train.Checkpoints(job.directory / "hosts/algo-1/checkpoints").load_latest()
+    loaded = Checkpoints(job.directory / "hosts/algo-1/checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
     state = {**state, "best_step": None, "metrics": []}
@@ -300,7 +300,7 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: P
     def load(content: bytes) -> None:
         with suppress(UnicodeDecodeError):
             metadata = {"format": "pt", "state": content.decode()}
-            train.write_safetensors(path, tensors, metadata)
+            write_safetensors(path, tensors, metadata)
         with our_errors():
             export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
@@ -356,8 +356,8 @@ def test_a_launch_refuses_special_files(
 def test_a_model_with_a_special_file_is_refused(
     odd_file: Callable[[Path], None], tmp_path: Path, cli: Callable[..., Ran], name: str
 ) -> None:
-    trained = {"script_sha256": train.script_sha256(), "corpus_sha256": "0" * 64, "step": 1}
-    train.write_artefact(tmp_path / "model", lively(), tokenizer_of(VOCABULARY), trained)
+    trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
+    write_artefact(tmp_path / "model", lively(), tokenizer_of(VOCABULARY), trained)
     odd_file(tmp_path / "model" / name)
     for words in (("launch", "--instance", "local", "--init-from"), ("fetch-and-sample",)):
         ran = cli(*words, str(tmp_path / "model"))
@@ -421,14 +421,10 @@ def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
     ["SystemExit(0)", "GeneratorExit", "BaseException('gone')", "__import__('os')._exit(0)"],
 )
 def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves: str) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(f"raise {leaves}")
-    with pytest.raises(InputError, match=r"mine\.py:1: \w+(Exit|Exception): "):
-        load_script(file, file.read_bytes())
-
-
-LINK = tarfile.TarInfo("train.py")
-LINK.type, LINK.linkname = tarfile.SYMTYPE, "train.py"
+    (tmp_path / "config.py").write_text(f"raise {leaves}")
+    (tmp_path / "train.py").touch()
+    with pytest.raises(InputError, match=r"config\.py:1: \w+(Exit|Exception): "):
+        Source.read(tmp_path).module("config")
 
 
 def cut_sparse_header() -> bytes:
@@ -438,23 +434,6 @@ def cut_sparse_header() -> bytes:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header)
-
-
-@pytest.mark.parametrize(
-    ("tar", "reason"),
-    [
-        (bytes(1 << 25), "larger than 4 MiB"),
-        (LINK.tobuf(), "not a regular file"),
-        (cut_sparse_header(), "index out of range"),
-        (b"nothing", "train.py"),
-    ],
-)
-def test_a_hostile_archive_of_a_script_is_refused(
-    home: Path, tmp_path: Path, tar: bytes, reason: str
-) -> None:
-    (tmp_path / "sourcedir.tar.gz").write_bytes(gzip.compress(tar))
-    with pytest.raises(ServiceError, match=reason):
-        read_script(str(tmp_path / "sourcedir.tar.gz"), settings_of(home))
 
 
 # -- what is said ---------------------------------------------------------------------------------

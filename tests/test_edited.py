@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,8 +18,17 @@ from launching import Finished, Ran
 from models import tokenizer_of
 
 from entry_point import train
+from entry_point.checkpoint import read_safetensors
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.data import Tokenizer, character_tokenizer
+from entry_point.distributed import Group, Ranks
+from entry_point.errors import ConfigError
+from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
+from entry_point.model import GPT
+from entry_point.optim import Optimizer
 from launcher import InputError, fetch_model, load_model, sample
-from launcher.job import load_script
+from launcher.source import Source
 
 SCRIPT = Path(train.__file__)
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
@@ -88,8 +97,12 @@ def launched(script: Path, home: Path, cli: Callable[..., Ran], text_file: Path)
     return Finished(home, ran.out.strip())
 
 
-def module_of(script: Path) -> ModuleType:
-    return load_script(script, script.read_bytes())
+def module_of(folder: Path) -> SimpleNamespace:
+    """What the files of a training folder define, together."""
+    source = Source.read(folder)
+    names = ("errors", "config", "data", "model", "huggingface")
+    found = {k: v for name in names for k, v in vars(source.module(name)).items()}
+    return SimpleNamespace(**{k: v for k, v in found.items() if not k.startswith("__")})
 
 
 def as_trained(job: Finished, script: Path) -> Any:
@@ -97,7 +110,7 @@ def as_trained(job: Finished, script: Path) -> Any:
     module = module_of(script)
     training = json.loads((job.directory / "hosts/algo-1/model/training.json").read_text())
     (best,) = job.directory.glob(f"hosts/algo-1/checkpoints/best-{training['step']:08d}.*")
-    tensors, _ = train.read_safetensors(best)
+    tensors, _ = read_safetensors(best)
     config = module.make_config(training["config"])
     return module.with_weights(config, len(vocabulary_of(job)), module.model_tensors(tensors))
 
@@ -112,11 +125,11 @@ def vocabulary_of(job: Finished) -> str:
 def test_an_edited_model_is_sampled_as_it_was_trained(
     edit: str, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    script = launching.edited(tmp_path / "mine.py", *EDITS[edit])
+    script = launching.edited(tmp_path / "mine", *EDITS[edit])
     job = launched(script, home, cli, text_file)
-    script.unlink()  # the job keeps a copy
+    shutil.rmtree(script)  # the job keeps a copy
     vocabulary, prompt, n = vocabulary_of(job), "The ", 60
-    model = as_trained(job, job.directory / "code/train.py")
+    model = as_trained(job, job.directory / "code")
     ids = torch.tensor([[vocabulary.index(character) for character in prompt]])
     with torch.inference_mode():
         for _ in range(n):
@@ -135,7 +148,7 @@ def edited_job(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Fin
 
     def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
-        script = launching.edited(directory / "mine.py", *EDITS["activation"])
+        script = launching.edited(directory / "mine", *EDITS["activation"])
         words = launching.launching("--entry-point", str(script), data=text_file)
         ran = launching.command(*words, home=home)
         assert ran.code == 0, ran.err
@@ -149,6 +162,7 @@ def edited_job(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Fin
 def edited(edited_job: Finished, home: Path) -> Finished:
     """A copy of that job in this test's own home."""
     shutil.copytree(edited_job.directory, home / "jobs" / edited_job.job_id)
+    shutil.copytree(edited_job.home / "sources", home / "sources")
     return Finished(home, edited_job.job_id)
 
 
@@ -166,20 +180,20 @@ def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_model_can_be_started_from(edit: str, tmp_path: Path) -> None:
-    module = module_of(launching.edited(tmp_path / "mine.py", *EDITS[edit]))
+    module = module_of(launching.edited(tmp_path / "mine", *EDITS[edit]))
     more = {"softcap": 3.0} if edit == "hyperparameter" else {}
     model = module.GPT(module.make_config({"n_layer": 1, "n_embd": 32, **more}), 11)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    training = {"script_sha256": module.script_sha256()}
+    training = {"script_sha256": module.SCRIPT_SHA256}
     assert module.write_artefact(tmp_path, model.eval(), tokenizer_of("abcdefghijk"), training)
     config = module.make_config(module.starting_values(tmp_path, {}))
     started = module.GPT(config, 11).eval()
     module.load_pretrained(started, tmp_path)
     ids = torch.arange(11)[None]
     assert torch.equal(started(ids), model(ids))
-    with pytest.raises(train.ConfigError, match=module.script_sha256()[:12]):
-        train.starting_values(tmp_path, {})
+    with pytest.raises(ConfigError, match=module.SCRIPT_SHA256[:12]):
+        starting_values(tmp_path, {})
 
 
 def test_a_run_starts_from_an_edited_model_by_its_script(
@@ -189,26 +203,27 @@ def test_a_run_starts_from_an_edited_model_by_its_script(
     words += ("--data", str(text_file), *launching.sets(max_steps=2, device="cpu", batch_size=4))
     ran = cli(*words)
     assert ran.code == 2
-    assert "name it with --entry-point FILE" in ran.error
-    ran = cli(*words, "--entry-point", str(edited.directory / "code/train.py"))
+    assert "name it with --entry-point DIR" in ran.error
+    ran = cli(*words, "--entry-point", str(edited.directory / "code"))
     assert ran.code == 0, ran.err
     assert "step=0/2 val_loss=" in ran.err
 
 
 def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
     directory = edited.directory / "hosts/algo-1/model"
-    script = (edited.directory / "code/train.py").read_bytes()
     training = json.loads((directory / "training.json").read_text())
-    assert training["script_sha256"] == hashlib.sha256(script).hexdigest()
+    command = ["sh", "-c", "LC_ALL=C; export LC_ALL; sha256sum *.py | sha256sum"]
+    sums = subprocess.check_output(command, cwd=edited.directory / "code", text=True)
+    assert training["script_sha256"] == sums.split()[0]
 
 
 def test_without_its_script_an_edited_model_is_refused(
     edited: Finished, cli: Callable[..., Ran]
 ) -> None:
-    (edited.directory / "code/train.py").unlink()
+    shutil.rmtree(edited.home / "sources")
     ran = cli("fetch-and-sample", edited.job_id)
     assert ran.code == 2
-    assert ran.error.endswith("which is not here; name it with --entry-point FILE")
+    assert ran.error.endswith("which is not on this machine; name it with --entry-point DIR")
     assert ran.out == ""
     assert not (edited.home / "models" / edited.job_id).exists()
 
@@ -216,17 +231,17 @@ def test_without_its_script_an_edited_model_is_refused(
 def test_another_script_is_refused(
     edited: Finished, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    other = launching.edited(tmp_path / "other.py", *EDITS["no QK-norm"])
+    other = launching.edited(tmp_path / "other", *EDITS["no QK-norm"])
     ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(other))
     assert ran.code == 2
-    assert f"and {other} is another one" in ran.error
+    assert f"and {other} is another;" in ran.error
 
 
 def test_the_named_script_is_taken(
     edited: Finished, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    mine = tmp_path / "mine.py"
-    (edited.directory / "code/train.py").rename(mine)
+    mine = tmp_path / "mine"
+    (edited.directory / "code").rename(mine)
     ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(mine))
     assert ran.code == 0, ran.err
     (text,) = sample(edited.job_id, entry_point=mine)
@@ -240,12 +255,13 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     state.write_text(json.dumps({**json.loads(state.read_text()), "status": "Stopped"}))
     directory = fetch_model(edited.job_id)
     assert directory.name == "step-00000010"
-    script = edited.directory / "code/train.py"
-    model, _ = load_model(directory, lambda sha256: script)
-    assert type(model).__module__ == module_of(script).__name__
+    settings = launching.settings_of(edited.home)
+    kept = settings.kept_source(module_of(edited.directory / "code").SCRIPT_SHA256)
+    model, _ = load_model(directory, settings)
+    assert type(model) is module_of(kept).GPT
     ran = cli("fetch-and-sample", edited.job_id)
     assert ran.code == 0, ran.err
-    script.unlink()
+    shutil.rmtree(kept)
     shutil.rmtree(edited.home / "models")
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
@@ -258,10 +274,10 @@ def test_the_package_loads_a_qwen3_model_without_its_script(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     edit = ("warm * (config.final", "0.9 * warm * (config.final")
-    job = launched(launching.edited(tmp_path / "mine.py", edit), home, cli, text_file)
-    (job.directory / "code/train.py").unlink()
+    job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
+    shutil.rmtree(home / "sources")
     model, _ = load_model(fetch_model(job.job_id))
-    assert isinstance(model, train.GPT)
+    assert isinstance(model, GPT)
     assert "is not on this machine; using the packaged script" in caplog.text
 
 
@@ -293,7 +309,7 @@ def test_the_package_loads_a_qwen3_model_without_its_script(
 def test_a_model_that_is_not_qwen3_is_exported_as_edited(
     edit: tuple[str, str], why: str, tmp_path: Path
 ) -> None:
-    module = module_of(launching.edited(tmp_path / "mine.py", edit))
+    module = module_of(launching.edited(tmp_path / "mine", edit))
     model = module.GPT(module.Config(), 11).eval()
     model.init_weights(1)
     for parameter in model.parameters():
@@ -307,17 +323,17 @@ def test_a_model_that_is_not_qwen3_is_exported_as_edited(
 
 def exported(tmp_path: Path) -> str:
     words = "".join(map(chr, range(1000, 6000)))
-    model = train.GPT(train.Config(), len(words)).eval()
+    model = GPT(Config(), len(words)).eval()
     model.init_weights(1)
-    tokenizer = train.Tokenizer(train.character_tokenizer(words))
-    return train.write_artefact(tmp_path / "model", model, tokenizer, {})
+    tokenizer = Tokenizer(character_tokenizer(words))
+    return write_artefact(tmp_path / "model", model, tokenizer, {})
 
 
 def test_the_check_of_an_export_takes_two_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed = Mock(side_effect=train.qwen3_logits)
-    monkeypatch.setattr(train, "qwen3_logits", computed)
+    computed = Mock(side_effect=qwen3_logits)
+    monkeypatch.setattr("entry_point.huggingface.qwen3_logits", computed)
     assert exported(tmp_path) == ""
     assert [len(call.args[0]) for call in computed.mock_calls] == [64, 64]
 
@@ -328,7 +344,7 @@ def test_the_check_of_an_export_takes_two_windows(
 def test_too_little_memory_is_no_difference_from_qwen3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(train, "qwen3_logits", Mock(side_effect=error))
+    monkeypatch.setattr("entry_point.huggingface.qwen3_logits", Mock(side_effect=error))
     with pytest.raises(type(error)):
         exported(tmp_path)
     assert not (tmp_path / "model/config.json").exists()
@@ -337,7 +353,7 @@ def test_too_little_memory_is_no_difference_from_qwen3(
 def test_the_best_weights_of_another_script_are_not_kept(
     job: Finished, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    script = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
+    script = launching.edited(tmp_path / "mine", *EDITS["activation"])
     words = ("--entry-point", str(script), "--set", "max_steps=11")
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
     assert ran.code == 0, ran.err
@@ -348,7 +364,7 @@ def test_the_best_weights_of_another_script_are_not_kept(
 def test_a_resumed_script_with_other_weights_is_refused(
     job: Finished, cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    script = launching.edited(tmp_path / "mine.py", *EDITS["bias"])
+    script = launching.edited(tmp_path / "mine", *EDITS["bias"])
     words = ("--entry-point", str(script), "--set", "max_steps=11")
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
     assert ran.code == 1
@@ -356,13 +372,13 @@ def test_a_resumed_script_with_other_weights_is_refused(
 
 
 def test_a_frozen_parameter_is_left_as_it_is() -> None:
-    model = train.GPT(train.Config(), 5)
+    model = GPT(Config(), 5)
     model.init_weights(1)
     model.embed.weight.requires_grad_(False)
     dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
-    container = train.read_container({}, train.Options(data="none"))
-    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-    optimizer = train.Optimizer(model, model.config, group)
+    container = read_container({}, Options(data="none"))
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    optimizer = Optimizer(model, model.config, group)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
     optimizer.step(1.0)
@@ -372,8 +388,8 @@ def test_a_frozen_parameter_is_left_as_it_is() -> None:
 
 
 def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path: Path) -> None:
-    script = launching.edited(tmp_path / "mine.py", *EDITS["bias"])
-    module = load_script(script, script.read_bytes())
+    script = launching.edited(tmp_path / "mine", *EDITS["bias"])
+    module = module_of(script)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         layer = module.Linear(3, 2)
@@ -385,7 +401,7 @@ def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path: Path) -> None:
 def test_a_parameter_without_a_gradient_is_named(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    script = launching.edited(tmp_path / "mine.py", EDITS["bias"][0])
+    script = launching.edited(tmp_path / "mine", EDITS["bias"][0])
     for processes in ("1", "2"):
         words = ("--entry-point", str(script), "--processes-per-instance", processes)
         ran = cli(*launching.launching(*words, data=text_file))
@@ -398,7 +414,7 @@ def test_an_activation_known_to_qwen3_stays_loadable(tmp_path: Path) -> None:
     import transformers
 
     script = launching.edited(
-        tmp_path / "mine.py",
+        tmp_path / "mine",
         ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)"),
     )
     module = module_of(script)
@@ -426,32 +442,33 @@ def test_a_model_with_another_activation_needs_its_script(
     home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     edit = ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")
-    job = launched(launching.edited(tmp_path / "mine.py", edit), home, cli, text_file)
+    job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
     ran = cli("launch", "--instance", "local", "--init-from", job.job_id)
     assert ran.code == 2
-    assert "(if an edited script trained the model, name it with --entry-point FILE)" in ran.error
-    (job.directory / "code/train.py").unlink()
+    assert "(if an edited script trained the model, name it with --entry-point DIR)" in ran.error
+    shutil.rmtree(home / "sources")
     ran = cli("fetch-and-sample", job.job_id)
     assert (ran.code, ran.out) == (2, "")
-    assert "name it with --entry-point FILE" in ran.error
+    assert "name it with --entry-point DIR" in ran.error
 
 
 def test_an_archive_cannot_choose_a_script(edited: Finished) -> None:
     directory = fetch_model(edited.job_id)
-    with pytest.raises(InputError, match="which is not here"):
+    shutil.rmtree(edited.home / "sources")
+    with pytest.raises(InputError, match="is not on this machine"):
         load_model(directory)
 
 
 def test_a_copy_of_the_script_is_handed_out(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    ran = cli("copy-script", str(tmp_path / "mine.py"))
-    assert (ran.code, ran.out) == (0, f"{tmp_path / 'mine.py'}\n")
-    assert (tmp_path / "mine.py").read_bytes() == SCRIPT.read_bytes()
+    ran = cli("copy-script", str(tmp_path / "mine"))
+    assert (ran.code, ran.out) == (0, f"{tmp_path / 'mine'}\n")
+    assert Source.read(tmp_path / "mine").is_packaged
 
 
 def test_a_file_that_exists_is_not_replaced_by_the_script(
     cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text("mine")
-    ran = cli("copy-script", str(tmp_path / "mine.py"))
-    assert (ran.code, ran.error) == (2, f"{tmp_path / 'mine.py'} exists; name another file")
-    assert (tmp_path / "mine.py").read_text() == "mine"
+    (tmp_path / "mine").write_text("mine")
+    ran = cli("copy-script", str(tmp_path / "mine"))
+    assert (ran.code, ran.error) == (2, f"{tmp_path / 'mine'} exists; name another directory")
+    assert (tmp_path / "mine").read_text() == "mine"

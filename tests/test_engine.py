@@ -12,15 +12,16 @@ import pytest
 import torch
 from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
-from entry_point import train
-from entry_point.train import GPT
+from entry_point import model as model_module
+from entry_point.huggingface import write_artefact
+from entry_point.model import GPT, Linear, logits_to_probabilities
 from launcher import engine
 from launcher.engine import FEW_SEQUENCES, KeyValueCache, forward
 
 Generate = Callable[..., Iterator[torch.Tensor]]
 
 
-@pytest.fixture(params=[train.generate, engine.generate], ids=["plain", "engine"])
+@pytest.fixture(params=[model_module.generate, engine.generate], ids=["plain", "engine"])
 def generate(request: pytest.FixtureRequest) -> Generate:
     """Each way to generate."""
     made: Generate = request.param
@@ -74,7 +75,7 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
     import transformers
 
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
-    assert train.write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {}) == ""
+    assert write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {}) == ""
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     seen = set()
     for seed in range(3):
@@ -97,7 +98,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(dtype: torch.dtype, batch_s
     config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
     x = ids(batch_size, 4)
     ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
-    plain = torch.stack(list(train.generate(lively(config), x, 60, temperature=0)))
+    plain = torch.stack(list(model_module.generate(lively(config), x, 60, temperature=0)))
     assert torch.equal(ours, plain)
 
 
@@ -118,12 +119,12 @@ def test_a_copy_for_sampling_computes_what_the_model_does(
 
 def test_only_the_matrices_of_large_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively()
-    both = {engine.PackedLinear, train.Linear}
+    both = {engine.PackedLinear, Linear}
     for more, packed in ((0, True), (1, False)):
         monkeypatch.setattr(engine, "PACKED_FROM", model.config.matrix_parameters + more)
         copy = engine.for_sampling(model, 1, torch.float32)
         kinds = {type(part) for part in copy.blocks.modules()} & both
-        assert kinds == {engine.PackedLinear if packed else train.Linear}
+        assert kinds == {engine.PackedLinear if packed else Linear}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -156,7 +157,7 @@ def test_ids_are_drawn_as_often_as_they_are_likely(generate: Generate) -> None:
     prompt = ids(1, 4)
     (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
     with torch.inference_mode():
-        expected = train.logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
+        expected = logits_to_probabilities(model(prompt)[:, -1], 2.0)[0]
     found = drawn.bincount(minlength=VOCABULARY_SIZE) / n
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
@@ -180,7 +181,7 @@ def test_the_engine_and_the_script_draw_the_same_ids() -> None:
     config = dataclasses.replace(SMALL, block_size=64)
     ways = [
         [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
-        for way in (train.generate, engine.generate)
+        for way in (model_module.generate, engine.generate)
     ]
     assert ways[0] == ways[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from launching import Ran
 from launching import launching as launch_words
 
-from entry_point import train
+from entry_point.config import make_config
+from entry_point.errors import ConfigError
 from launcher import InputError, TrainingJob
 from launcher.backends.local_runner import command_line
 from launcher.backends.sagemaker import sendable_hyperparameters
 from launcher.cli.options import pairs
 from launcher.documents import read_toml
+from launcher.source import Source
 
 
 def refusal(**values: object) -> str:
@@ -34,8 +37,8 @@ def refusal(**values: object) -> str:
     "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
 )
 def test_a_job_refuses_values_in_the_scripts_words(values: dict[str, object]) -> None:
-    with pytest.raises(train.ConfigError) as caught:
-        train.make_config(values)
+    with pytest.raises(ConfigError) as caught:
+        make_config(values)
     assert refusal(hyperparameters=values) == str(caught.value)
 
 
@@ -52,7 +55,7 @@ def test_explicit_hyperparameters_omit_the_empty_ones() -> None:
 
 def test_every_hyperparameter_is_sent() -> None:
     sent = sendable_hyperparameters(TrainingJob(preset="baby", hyperparameters={"n_layer": 2}))
-    assert sent == asdict(train.make_config({"n_layer": 2}, "baby"))
+    assert sent == asdict(make_config({"n_layer": 2}, "baby"))
 
 
 def test_a_default_that_cannot_be_sent_is_left_to_the_script(
@@ -60,7 +63,7 @@ def test_a_default_that_cannot_be_sent_is_left_to_the_script(
 ) -> None:
     place = "    device: str = hyper"
     motto = '    motto: str = hyperparameter("a b", "", group="report")\n'
-    script = launching.edited(tmp_path / "mine.py", (place, motto + place))
+    script = launching.edited(tmp_path / "mine", (place, motto + place))
     job = TrainingJob(entry_point=script)
     assert job.all_hyperparameters()["motto"] == "a b"
     assert "motto" not in sendable_hyperparameters(job)
@@ -70,7 +73,7 @@ def test_a_default_that_cannot_be_sent_is_left_to_the_script(
 def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: str) -> None:
     place = "    device: str = hyper"
     field = '    motto: str = hyperparameter("ab", "", group="report")\n'
-    script = launching.edited(tmp_path / "mine.py", (place, field + place))
+    script = launching.edited(tmp_path / "mine", (place, field + place))
     job = TrainingJob(entry_point=script, hyperparameters={"motto": motto})
     with pytest.raises(InputError, match="motto="):
         sendable_hyperparameters(job)
@@ -79,7 +82,7 @@ def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: st
 def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None:
     place = "    device: str = hyper"
     more = "".join(f'    x{i}: int = hyperparameter(1, "", group="report")\n' for i in range(80))
-    script = launching.edited(tmp_path / "mine.py", (place, more + place))
+    script = launching.edited(tmp_path / "mine", (place, more + place))
     with pytest.raises(InputError, match="AWS allows 80"):
         sendable_hyperparameters(TrainingJob(entry_point=script))
 
@@ -179,26 +182,43 @@ def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("missing.py", None, "no such file"),
-        ("words.txt", "hello", "not a Python file"),
-        ("syntax.py", "x = 1\nx =", ":2: SyntaxError: invalid syntax"),
-        ("other.py", "x = 1", "not an edited copy of this version's train.py"),
-        ("typo.py", "import math\nmath.gleu", ":2: AttributeError: module 'math' has no"),
-        ("deep.py", "import json\n\njson.loads('')", ":3: JSONDecodeError"),
-        ("leaves.py", "raise SystemExit(3)", ":1: SystemExit: 3"),
-        ("imports.py", "import no_such_module", ":1: ModuleNotFoundError"),
-        ("null.py", "\0", ": SyntaxError: source code string cannot contain null bytes"),
+        ("train.py", "x = 1\nx =", "train.py:2: SyntaxError: invalid syntax"),
+        ("config.py", "x = 1", "not an edited copy of this version's folder (config.py has no"),
+        (
+            "config.py",
+            "import math\nmath.gleu",
+            "config.py:2: AttributeError: module 'math' has",
+        ),
+        ("config.py", "import json\n\njson.loads('')", "config.py:3: JSONDecodeError"),
+        ("model.py", "raise SystemExit(3)", "model.py:1: SystemExit: 3"),
+        ("model.py", "import no_such_module", "model.py:1: ModuleNotFoundError"),
+        ("more.py", "\0", "source code string cannot contain null bytes"),
+        ("setup.py", "", "setup.py"),
+        ("more.py", "#" * (1 << 20), "larger than 1 MB"),
     ],
 )
-def test_an_entry_point_must_be_a_copy_of_the_script(
-    tmp_path: Path, name: str, content: str | None, reason: str
+def test_an_edited_folder_that_cannot_run_is_refused(
+    tmp_path: Path, name: str, content: str, reason: str
 ) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_text(content)
-    error = refusal(entry_point=file)
-    assert str(file) in error
-    assert reason in error
+    folder = launching.edited(tmp_path / "mine")
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=re.escape(reason)):
+        Source.read(folder).check()
+
+
+@pytest.mark.parametrize("name", ["missing", "one.py", "lone/train.py", "words.txt"])
+def test_an_entry_point_must_be_a_training_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "lone").mkdir()
+    for file in ("one.py", "lone/train.py", "words.txt"):
+        (tmp_path / file).write_text("x = 1")
+    assert name.partition("/")[0] in refusal(entry_point=tmp_path / name)
+
+
+def test_only_python_files_belong_to_a_folder(tmp_path: Path) -> None:
+    folder = launching.edited(tmp_path / "mine")
+    (folder / "notes.ipynb").touch()
+    (folder / "data").mkdir()
+    assert Source.read(folder / "train.py").files == Source.packaged().files
 
 
 def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None:
@@ -206,7 +226,7 @@ def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None
     extra = '    extra: int = hyperparameter(3, "mine", group="data")\n'
     preset = '    "cpu": dict('
     copy = launching.edited(
-        tmp_path / "mine.py",
+        tmp_path / "mine",
         (seed, extra + seed),
         (preset, '    "mine": dict(extra=5),\n' + preset),
     )
@@ -217,9 +237,7 @@ def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None
 def test_output_of_an_imported_copy_stays_off_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = launching.edited(
-        tmp_path / "mine.py", ("PRESETS: dict", "print('loading')\nPRESETS: dict")
-    )
+    copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", "print('loading')\nPRESETS: dict"))
     TrainingJob(entry_point=copy).config(1)
     assert capsys.readouterr().out == ""
 
@@ -227,12 +245,13 @@ def test_output_of_an_imported_copy_stays_off_stdout(
 def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     logging = f"open({str(log)!r}, 'a').write('x')\n"
-    copy = launching.edited(tmp_path / "mine.py", ("PRESETS: dict", f"{logging}PRESETS: dict"))
+    copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", f"{logging}PRESETS: dict"))
     job = TrainingJob(entry_point=copy, preset="cpu")
     job.config(1)
     job.model_copy(update={"preset": None}).explicit_hyperparameters()
     assert log.read_text() == "x"
-    copy.write_text(copy.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
+    config = copy / "config.py"
+    config.write_text(config.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
     job.config(1)
     assert log.read_text() == "xy"
 

@@ -31,6 +31,7 @@ from launching import ENDLESS, Finished, Ran
 
 import launcher
 from entry_point import train
+from entry_point.config import make_config
 from launcher import Settings, TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import Host, LocalRun
@@ -161,7 +162,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
         (base / "blocked").mkdir()
         for name in ("boto3", "botocore", "s3fs", "aiobotocore", "sagemaker"):
             (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
-        entry_point = launching.edited(base / "mine.py", (START, WITNESS + START))
+        entry_point = launching.edited(base / "mine", (START, WITNESS + START))
         words = launching.launching(
             *("--instance-count", "2", "--processes-per-instance", "2"),
             *("--entry-point", str(entry_point), "--validation", str(text_file)),
@@ -301,7 +302,7 @@ def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path
 
 def test_argv_is_sorted_and_formatted_like_the_toolkits(cluster: Finished) -> None:
     said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
-    values = asdict(train.make_config(said))
+    values = asdict(make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
     for rank in range(4):
         assert seen_by(cluster, rank)["argv"] == ["train.py", *expected, "--processes=2"]
@@ -431,7 +432,7 @@ def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(
 
 
 def test_a_job_that_leaves_no_model_has_failed(home: Path, text_file: Path, tmp_path: Path) -> None:
-    copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + "    os._exit(0)\n"))
+    copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + "    os._exit(0)\n"))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
     assert ran.code == 1
@@ -443,7 +444,7 @@ def test_a_ranks_child_process_does_not_delay_the_end(
 ) -> None:
     # A child that keeps the rank's output open, for longer than the command may take.
     sleep = f'    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "{runs.LIMIT + 10}")\n'
-    copy = launching.edited(tmp_path / "mine.py", (MAIN, MAIN + sleep))
+    copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + sleep))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
     assert ran.code == 0, ran.err
@@ -675,7 +676,7 @@ def test_a_clock_set_back_hides_no_checkpoint(job: Finished) -> None:
 def test_a_resumed_jobs_first_checkpoint_is_not_its_own(
     home: Path, text_file: Path, job: Finished, tmp_path: Path
 ) -> None:
-    script = launching.edited(tmp_path / "mine.py", (STEP, STEP + "        raise OSError\n"))
+    script = launching.edited(tmp_path / "mine", (STEP, STEP + "        raise OSError\n"))
     words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
     ran = launching.command("launch", *words, home=home)
     assert ran.code == 1
@@ -985,7 +986,7 @@ def test_a_job_stopped_before_its_first_step_has_no_checkpoint(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
     script = launching.edited(
-        home.parent / "train.py",
+        home.parent / "train",
         ("    corpus = load_corpus(container, config, group)\n", "    time.sleep(1000)\n"),
     )
     job = detached(cli, home, "--entry-point", str(script), data=text_file, **ENDLESS)
@@ -1102,7 +1103,8 @@ def test_a_resumed_job_keeps_the_defaults_of_its_launch(
     record["hyperparameters"]["momentum"] = 0.5
     file.write_text(json.dumps(record))
     asked = TrainingJob(instance="local", resume=job.job_id)
-    taken, _ = take_over(asked, *find(job.job_id, launching.settings_of(job.home)))
+    settings = launching.settings_of(job.home)
+    taken, _ = take_over(asked, *find(job.job_id, settings), settings)
     assert taken.hyperparameters["momentum"] == 0.5
 
 
@@ -1112,7 +1114,8 @@ def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job: Finished) -> Non
     record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
     file.write_text(json.dumps(record))
     asked = TrainingJob(instance="local", resume=job.job_id, preset="baby")
-    taken, _ = take_over(asked, *find(job.job_id, launching.settings_of(job.home)))
+    settings = launching.settings_of(job.home)
+    taken, _ = take_over(asked, *find(job.job_id, settings), settings)
     assert taken.hyperparameters["learning_rate"] == 0.002
 
 
@@ -1126,8 +1129,9 @@ def test_resuming_drops_unknown_hyperparameters_and_says_so(
     file.write_text(json.dumps(record))
     caplog.set_level("INFO", "launcher")
     asked = TrainingJob(resume=job.job_id, hyperparameters={"max_steps": 15})
-    home, earlier = find(job.job_id, launching.settings_of(job.home))
-    taken, before = take_over(asked, home, earlier)
+    settings = launching.settings_of(job.home)
+    home, earlier = find(job.job_id, settings)
+    taken, before = take_over(asked, home, earlier, settings)
     taken.check_resumable(before, earlier)
     (line,) = caplog.messages
     assert "has no gone;" in line

@@ -20,7 +20,8 @@ import pytest
 from launching import Finished, Ran
 from models import lively, tokenizer_of
 
-from entry_point.train import GPT, Tokenizer, generate
+from entry_point.data import Tokenizer
+from entry_point.model import GPT, generate
 from launcher import fetch_model, sample, stream_samples
 from launcher.cli.sample import converse
 from launcher.play import Player, Token, listen, make_server, until

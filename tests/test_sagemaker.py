@@ -43,6 +43,7 @@ from emulator import Emulator
 from launching import Finished, Ran
 
 from entry_point import train
+from entry_point.config import metric_definitions
 from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, storage, wait
 from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image
 from launcher.aws.instances import (
@@ -65,6 +66,7 @@ from launcher.backends.sagemaker import (
 )
 from launcher.backends.toolkit import script_lines
 from launcher.settings import load_settings
+from launcher.source import Source
 from launcher.storage import local_path
 from launcher.submission import prepare
 
@@ -115,7 +117,7 @@ def test_a_dry_run_shows_the_request_without_credentials(
     assert json.loads(values["n_embd"]) == 384  # a GPU gets the baby preset
     image = request["AlgorithmSpecification"]["TrainingImage"]
     assert image.endswith("/pytorch-training:2.10.0-gpu-py313")
-    assert request["AlgorithmSpecification"]["MetricDefinitions"] == train.metric_definitions()
+    assert request["AlgorithmSpecification"]["MetricDefinitions"] == metric_definitions()
     # S3 knows no directories: without the slash, GROUP-1 would begin GROUP-10.
     place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}/"
     assert request["CheckpointConfig"]["S3Uri"] == place
@@ -696,14 +698,12 @@ def test_the_console_link_matches_the_partition(home: Path, region: str, host: s
         assert link == f"{host}sagemaker/home?region={region}#/jobs/job"
 
 
-def test_the_source_archive_holds_only_the_script(cloud: Emulator, s3: Any, launched: str) -> None:
+def test_the_source_archive_holds_only_the_folder(cloud: Emulator, s3: Any, launched: str) -> None:
     key = f"some/prefix/jobs/{launched}/source/sourcedir.tar.gz"
     archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        assert tar.getnames() == ["train.py"]
-        file = tar.extractfile("train.py")
-        assert file is not None
-        assert file.read() == Path(train.__file__).read_bytes()
+        files = {name: tar.extractfile(name) for name in tar.getnames()}
+    assert {n: file.read() for n, file in files.items() if file} == Source.packaged().files
 
 
 def test_nothing_is_written_outside_of_the_prefix(cloud: Emulator, s3: Any, launched: str) -> None:
@@ -1619,15 +1619,15 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(
         assert ran.code == 0, ran.err
         return ran.out.strip()
 
-    mine = launching.edited(tmp_path / "mine.py", ("of initial weights", "of mine"))
+    mine = launching.edited(tmp_path / "mine", ("of initial weights", "of mine"))
     first = stopped(s3, cli, text_file, "--entry-point", str(mine))
-    mine.unlink()
+    shutil.rmtree(mine)
     assert sent(resumed()) == sent(first)
-    shutil.rmtree(home / "scripts")  # as on another machine
+    shutil.rmtree(home / "sources")  # as on another machine
     ran = cli("launch", "--resume", first)
     assert ran.code == 2
-    assert "is not on this machine; give it with --entry-point FILE" in ran.error
-    other = launching.edited(tmp_path / "other.py", ("of initial weights", "of another"))
+    assert "is not on this machine; name it with --entry-point DIR" in ran.error
+    other = launching.edited(tmp_path / "other", ("of initial weights", "of another"))
     s3.delete_object(Bucket=s3.bucket, Key=archive(first))
     assert resumed("--entry-point", str(other))
 
@@ -1635,11 +1635,13 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(
 def test_code_from_the_store_does_not_run_on_this_machine(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    mine = launching.edited(tmp_path / "mine.py")
+    mine = launching.edited(tmp_path / "mine")
     first = stopped(s3, cli, text_file, "--entry-point", str(mine))
     evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n".encode()
     key = f"some/prefix/jobs/{first}/source/sourcedir.tar.gz"
-    s3.put_object(Bucket=s3.bucket, Key=key, Body=source_archive(evil))
+    s3.put_object(
+        Bucket=s3.bucket, Key=key, Body=source_archive(Source(tmp_path, {"train.py": evil}))
+    )
     (tmp_path / "fetched.py").write_bytes(evil)  # a path from the store is not taken either
     record = json.dumps({"instance": "ml.g5.12xlarge", "entry_point": str(tmp_path / "fetched.py")})
     s3.put_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{first}/job.json", Body=record.encode())
@@ -1689,23 +1691,6 @@ def test_a_ceiling_from_the_store_allows_no_unasked_cost(
     storage.write_json(record, content | {"max_cost": 1e6, "max_run": 7200})
     ran = cli("launch", "--resume", earlier)
     assert (ran.code, ran.error.partition(",")[0]) == (2, "this may cost 15.56 USD")
-
-
-def test_resuming_without_the_script_on_s3_is_one_line(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
-    mine = launching.edited(tmp_path / "mine.py")
-    earlier = stopped(s3, cli, text_file, "--entry-point", str(mine))
-    key = f"some/prefix/jobs/{earlier}/source/sourcedir.tar.gz"
-    for content in (b"no archive", source_archive(b" " * (8 << 20)), None):
-        if content is None:
-            s3.delete_object(Bucket=s3.bucket, Key=key)
-        else:
-            s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
-        ran = cli("launch", "--resume", earlier)
-        assert ran.code == 1
-        assert "source/sourcedir.tar.gz" in ran.error
-        assert "give the script with --entry-point" in ran.error
 
 
 @pytest.mark.parametrize(
@@ -2162,13 +2147,13 @@ def test_jobs_without_a_region_lists_local_jobs_and_says_so(
 
 def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path: Path, home: Path) -> None:
     """train.py has no such hyperparameter, but an edited copy may."""
-    source = Path(train.__file__).read_text(encoding="utf-8")
+    folder = launching.edited(tmp_path / "mine")
+    source = (folder / "config.py").read_text(encoding="utf-8")
     edited = re.sub(r',\s*choices=\("auto", "on", "off"\)', "", source)
     assert edited != source
-    script = tmp_path / "edited.py"
-    script.write_text(edited, encoding="utf-8")
+    (folder / "config.py").write_text(edited, encoding="utf-8")
     job = TrainingJob(
-        instance="ml.g5.xlarge", entry_point=script, hyperparameters={"compile": "$(reboot)"}
+        instance="ml.g5.xlarge", entry_point=folder, hyperparameters={"compile": "$(reboot)"}
     )
     with pytest.raises(InputError, match=r"compile='\$\(reboot\)'"):
         sendable_hyperparameters(job)

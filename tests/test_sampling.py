@@ -225,7 +225,7 @@ def test_sampling_does_not_depend_on_the_working_directory(job: Finished) -> Non
 def test_sample_takes_a_directory_of_an_edited_model(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
-    script = launching.edited(home.parent / "my.py", *EDITS["activation"])
+    script = launching.edited(home.parent / "my", *EDITS["activation"])
     words = launching.launching("--entry-point", str(script), data=text_file, sample_length=0)
     job_id = cli(*words).out.strip()
     of_job = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from entry_point import train
+from entry_point.config import Config, make_config
+from entry_point.model import GPT
 from launcher import TrainingJob, sizing
 from launcher.aws.instances import GPU_MEMORY, GPUS
 
@@ -18,9 +19,9 @@ def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: A
 
 @pytest.mark.parametrize("values", [{}, {"tie_embeddings": True}, {"n_kv_head": 1, "head_dim": 32}])
 def test_parameters_are_counted_as_the_model_has_them(values: dict[str, Any]) -> None:
-    config = train.Config(**values)
+    config = Config(**values)
     with torch.device("meta"):
-        model = train.GPT(config, 99)
+        model = GPT(config, 99)
     assert sizing.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
 
 
@@ -35,10 +36,10 @@ def test_every_gpu_that_sagemaker_has_is_known() -> None:
 def test_a_pass_has_at_most_16384_tokens(
     preset: str, rows: int, world_size: int, passes: int
 ) -> None:
-    config = train.make_config({}, preset)
+    config = make_config({}, preset)
     assert (config.batch_size, config.passes(world_size)) == (rows, passes)
     assert rows // world_size // passes * config.block_size <= 16384
-    assert train.make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
+    assert make_config({"gradient_accumulation_steps": 2}, preset).passes(1) == 2
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_a_pass_has_at_most_16384_tokens(
 def test_passes_are_the_fewest_that_keep_the_limit(
     batch_size: int, world_size: int, block_size: int, passes: int
 ) -> None:
-    config = train.Config(batch_size=batch_size, block_size=block_size)
+    config = Config(batch_size=batch_size, block_size=block_size)
     assert config.passes(world_size) == passes
 
 
@@ -110,7 +111,7 @@ def test_auto_takes_the_largest_preset_that_the_text_fills(
     assert fitted.preset == preset
     config = fitted.config(1)
     seen = config.max_steps * config.batch_size * config.block_size
-    least = train.make_config({}, preset).max_steps
+    least = make_config({}, preset).max_steps
     step = config.batch_size * config.block_size
     assert seen <= max(least * step, 4 * tokens)
     worth = 20 * sizing.count_parameters(config, 16384)

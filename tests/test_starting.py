@@ -14,7 +14,12 @@ import torch
 from launching import Ran
 from runs import SMALL, metrics, run, words
 
-from entry_point import train
+from entry_point.checkpoint import read_safetensors, write_safetensors
+from entry_point.config import make_config
+from entry_point.errors import ConfigError, FormatError, ModelError
+from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
+from entry_point.model import GPT, generate
+from entry_point.optim import gradient_of
 from launcher import engine, tokens
 from launcher.corpus import find_text
 
@@ -67,9 +72,9 @@ def publish(directory: Path, byte_pairs: tokens.Words, **values: Any) -> Any:
     return model
 
 
-def loaded(directory: Path) -> train.GPT:
-    model = train.GPT(train.make_config(train.starting_values(directory, {})), 300)
-    train.load_pretrained(model, directory)
+def loaded(directory: Path) -> GPT:
+    model = GPT(make_config(starting_values(directory, {})), 300)
+    load_pretrained(model, directory)
     return model
 
 
@@ -86,8 +91,8 @@ def test_a_published_model_matches_transformers(
 
     expected.loss.backward()
     ours(ids[:, :-1], ids[:, 1:]).backward()
-    gradients = {name: train.gradient_of(parameter) for name, parameter in ours.named_parameters()}
-    names = train.to_hugging_face(gradients, ours.config)
+    gradients = {name: gradient_of(parameter) for name, parameter in ours.named_parameters()}
+    names = to_hugging_face(gradients, ours.config)
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
@@ -99,7 +104,7 @@ def test_greedy_text_of_a_published_model_equals_plain_loop(
     model = loaded(tmp_path).eval()
     prompt = torch.arange(12).view(6, 2)  # enough of them for the engine's own attention
     ours = torch.stack(list(engine.generate(model, prompt, 40, temperature=0)))
-    plain = torch.stack(list(train.generate(model, prompt, 40, temperature=0)))
+    plain = torch.stack(list(generate(model, prompt, 40, temperature=0)))
     assert torch.equal(ours, plain)
 
 
@@ -158,32 +163,32 @@ def test_an_unsupported_model_feature_is_refused_by_name(
     publish(tmp_path, byte_pairs)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
-    with pytest.raises(train.ConfigError) as error:
-        train.make_config(train.starting_values(tmp_path, {}))
+    with pytest.raises(ConfigError) as error:
+        make_config(starting_values(tmp_path, {}))
     assert refused in str(error.value)
 
 
 def test_a_model_with_masked_documents_stays_so(tmp_path: Path, byte_pairs: tokens.Words) -> None:
     publish(tmp_path, byte_pairs)
-    assert not train.starting_values(tmp_path, {})["mask_documents"]
+    assert not starting_values(tmp_path, {})["mask_documents"]
     trained = {"config": {"mask_documents": True, "norm_weights": True}}
     (tmp_path / "training.json").write_text(json.dumps(trained))
-    assert train.starting_values(tmp_path, {})["mask_documents"]
-    assert train.starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
+    assert starting_values(tmp_path, {})["mask_documents"]
+    assert starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(train.ConfigError, match=r"config\.json: No such file"):
-        train.starting_values(tmp_path, {})
+    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+        starting_values(tmp_path, {})
 
 
 def test_a_hyperparameter_unlike_the_models_is_refused(
     tmp_path: Path, byte_pairs: tokens.Words
 ) -> None:
     publish(tmp_path, byte_pairs)
-    with pytest.raises(train.ConfigError, match=r"n_layer=3: the model to start from has 2"):
-        train.starting_values(tmp_path, {"n-layer": "3"})
-    values = train.starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
+    with pytest.raises(ConfigError, match=r"n_layer=3: the model to start from has 2"):
+        starting_values(tmp_path, {"n-layer": "3"})
+    values = starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
     assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
 
 
@@ -214,12 +219,12 @@ def test_weights_that_do_not_fit_are_refused(
         index["weight_map"]["model.norm.weight"] = "../model.safetensors"
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        tensors, _ = train.read_safetensors(file)
+        tensors, _ = read_safetensors(file)
         weight = tensors.pop("model.norm.weight")
         if damage == "whole numbers":
             tensors["model.norm.weight"] = weight.int()
-        train.write_safetensors(file, tensors, {})
-    with pytest.raises((train.FormatError, train.ModelError), match=error):
+        write_safetensors(file, tensors, {})
+    with pytest.raises((FormatError, ModelError), match=error):
         loaded(tmp_path)
 
 

@@ -25,7 +25,11 @@ from hypothesis import strategies as st
 from launching import Ran
 from runs import SMALL, make_hosts, metrics, run, run_hosts, words
 
-from entry_point import train
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
+from entry_point.distributed import Group, Ranks
+from entry_point.errors import DataError
 from launcher import InputError, ServiceError, tokens, upload_data
 from launcher.corpus import find_text, send
 from launcher.encoder import Encoder, encoded, load_words, start
@@ -69,17 +73,17 @@ def made(documents: Path, words_of: tokens.Words, tmp_path_factory: pytest.TempP
     return directory
 
 
-def corpus_of(directory: Path, **values: Any) -> train.Corpus:
-    container = train.read_container({}, train.Options(data=str(directory)))
-    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-    return train.load_corpus(container, train.Config(**{"block_size": 8, **values}), group)
+def corpus_of(directory: Path, **values: Any) -> Corpus:
+    container = read_container({}, Options(data=str(directory)))
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    return load_corpus(container, Config(**{"block_size": 8, **values}), group)
 
 
 def ids_of(part: Any) -> list[int]:
     return (part[torch.arange(len(part))].long() & 0xFFFF).tolist()
 
 
-def documents_of(corpus: train.Corpus, part: Any) -> list[str]:
+def documents_of(corpus: Corpus, part: Any) -> list[str]:
     found: list[str] = []
     ids: list[int] = []
     for id in ids_of(part):
@@ -274,7 +278,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
 
 def test_characters_missing_from_a_tokenizer_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(FOX * 9)
-    document = json.dumps(train.character_tokenizer("abc"))
+    document = json.dumps(character_tokenizer("abc"))
     files = [("a.txt", tmp_path / "a.txt")]
     (tmp_path / "made").mkdir()
     with pytest.raises(InputError, match=r"the text has characters that the tokenizer lacks: "):
@@ -355,9 +359,9 @@ def test_shards_hold_what_one_file_would(
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
     assert ids_of(cut.train) == ids_of(whole.train)
     assert ids_of(cut.val) == ids_of(whole.val)
-    config = train.Config(block_size=64, batch_size=8)
+    config = Config(block_size=64, batch_size=8)
     for corpus in (whole, cut):
-        batches = train.Batches(corpus.train, config, torch.device("cpu"))
+        batches = Batches(corpus.train, config, torch.device("cpu"))
         rows = batches.rows(3, 0, 1)[0]
         assert rows.tolist() == [
             ids_of(whole.train)[start : start + 64] for start in batches.window_starts(3).tolist()
@@ -378,7 +382,7 @@ def test_a_damaged_data_set_is_refused(
     for path in made.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(train.DataError, match=reason):
+    with pytest.raises(DataError, match=reason):
         corpus_of(tmp_path)
 
 
@@ -400,7 +404,7 @@ def test_a_data_set_names_only_files_of_its_own(
     meta = json.loads((made / "meta.json").read_text())
     meta["train"]["shards"][0] = change(meta["train"]["shards"][0])
     (directory / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(train.DataError, match=reason):
+    with pytest.raises(DataError, match=reason):
         corpus_of(directory)
 
 
@@ -412,9 +416,7 @@ def test_shards_of_unequal_length_are_refused(made: Path, tmp_path: Path) -> Non
     more = {"name": "val-00001.bin", "tokens": len(content) // 2 + 1}
     meta["val"]["shards"] = [meta["val"]["shards"][0], more]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(
-        train.DataError, match=r"val-00001\.bin: only the last shard may be shorter"
-    ):
+    with pytest.raises(DataError, match=r"val-00001\.bin: only the last shard may be shorter"):
         corpus_of(tmp_path)
 
 
@@ -422,9 +424,7 @@ def test_ids_beyond_the_vocabulary_are_refused(made: Path, tmp_path: Path) -> No
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     content = (made / "train-00000.bin").read_bytes()
     (tmp_path / "train-00000.bin").write_bytes(content[:-2] + b"\xff\xff")
-    with pytest.raises(
-        train.DataError, match=r"train-00000\.bin has the id 65535, and the tokenizer"
-    ):
+    with pytest.raises(DataError, match=r"train-00000\.bin has the id 65535, and the tokenizer"):
         corpus_of(tmp_path)
 
 
@@ -660,12 +660,12 @@ def test_a_run_on_masked_shards_resumes_to_the_same_bits(
 
 
 def test_fewer_rows_than_tokens_are_refused(made: Path) -> None:
-    with pytest.raises(train.DataError, match="vocab_size=50: the text has 400 different tokens"):
+    with pytest.raises(DataError, match="vocab_size=50: the text has 400 different tokens"):
         corpus_of(made, vocab_size=50)
 
 
 def test_a_text_of_characters_has_no_documents_to_mask(text_file: Path) -> None:
-    with pytest.raises(train.DataError, match="mask_documents needs tokens"):
+    with pytest.raises(DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
 
 

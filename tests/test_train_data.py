@@ -6,6 +6,7 @@ import errno
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from models import characters
 from runs import (
     SCRIPT,
     SMALL,
-    edited_script,
+    edited_folder,
     ended,
     environment,
     started,
@@ -23,17 +24,21 @@ from runs import (
     words,
 )
 
-from entry_point import train
-from entry_point.train import Batches, Config, Corpus, DataError
+from entry_point.checkpoint import raw_bytes
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.data import Batches, Corpus, load_corpus
+from entry_point.distributed import Group, Ranks
+from entry_point.errors import DataError
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀\x00\x7f\u2028 end\n" * 40
 
 
 def corpus_of(training: Path, validation: Path | None = None, **hyperparameters: Any) -> Any:
-    options = train.Options(data=str(training), validation=str(validation or ""))
-    container = train.read_container({}, options)
-    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-    return train.load_corpus(container, Config(**{"block_size": 8, **hyperparameters}), group)
+    options = Options(data=str(training), validation=str(validation or ""))
+    container = read_container({}, options)
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    return load_corpus(container, Config(**{"block_size": 8, **hyperparameters}), group)
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -53,7 +58,7 @@ def text_of(corpus: Corpus, *parts: torch.Tensor) -> str:
 def test_ids_decode_to_the_text_for_any_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(train, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("entry_point.data.CHUNK_BYTES", chunk_bytes)
     corpus = corpus_of(write(tmp_path / "a.txt", STRANGE))
     assert text_of(corpus, corpus.train, corpus.val) == STRANGE
 
@@ -61,7 +66,7 @@ def test_ids_decode_to_the_text_for_any_chunk_size(
 def test_ascii_and_other_chunks_of_one_text_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "CHUNK_BYTES", 16)
+    monkeypatch.setattr("entry_point.data.CHUNK_BYTES", 16)
     text = "plain words, all of ASCII; " * 5 + "é🙂" + "and again plain words " * 5
     corpus = corpus_of(write(tmp_path / "a.txt", text))
     assert text_of(corpus, corpus.train, corpus.val) == text
@@ -88,7 +93,7 @@ def test_a_vocabulary_beyond_int16_is_kept(tmp_path: Path) -> None:
 def test_ids_stay_right_if_the_vocabulary_outgrows_a_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr("entry_point.data.CHUNK_BYTES", 1000)
     wide = "".join(chr(0x20000 + i) + "aé漢" for i in range(33_000))
     training, validation = "plain words " * 500 + STRANGE, STRANGE + wide + STRANGE
     ids = {c: i for i, c in enumerate(sorted(set(training + validation)))}
@@ -152,7 +157,7 @@ def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
 
 
 def test_tokenizing_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     corpus_of(write(tmp_path / "a.txt", STRANGE))
     with pytest.raises(DataError):
@@ -164,7 +169,7 @@ def test_a_signal_while_tokenizing_leaves_no_file_behind(tmp_path: Path, text_fi
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     line = "        parts.append(str(path))\n"
-    command = edited_script(tmp_path / "train.py", (line, "        time.sleep(60)\n"))
+    command = edited_folder(tmp_path / "train", (line, "        time.sleep(60)\n"))
     env = environment(TMPDIR=str(temporary))
     arguments = words(**SMALL, data=text_file)
     with started(arguments, cwd=tmp_path, env=env, command=command) as process:
@@ -176,7 +181,7 @@ def test_a_signal_while_tokenizing_leaves_no_file_behind(tmp_path: Path, text_fi
 
 
 def test_the_memory_of_a_tensor_outlives_its_name() -> None:
-    view = train.raw_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
+    view = raw_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
     others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
     assert len(others) == 8
     assert bytes(view) == b"\7" * (1 << 20)
@@ -202,7 +207,7 @@ def test_invalid_utf8_is_an_error_with_file_and_position(
     offset: int,
     chunk_bytes: int,
 ) -> None:
-    monkeypatch.setattr(train, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("entry_point.data.CHUNK_BYTES", chunk_bytes)
     path = write(tmp_path / "a.txt", content)
     with pytest.raises(DataError) as caught:
         corpus_of(path)
@@ -370,6 +375,6 @@ def test_a_failed_read_or_write_of_text_names_the_place(
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no room", name)
 
-    monkeypatch.setattr(train, "tokenize", fail)
+    monkeypatch.setattr("entry_point.data.tokenize", fail)
     with pytest.raises(DataError, match=f"{name or 'TMPDIR'}.*: no room"):
         corpus_of(tmp_path)

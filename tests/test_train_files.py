@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -20,15 +21,10 @@ import torch
 from models import SMALL, characters, lively, tokenizer_of
 from runs import SCRIPT, environment, run, words
 
-from entry_point import train
-from entry_point.train import (
-    CheckpointError,
-    Checkpoints,
-    Config,
-    ConfigError,
-    FormatError,
-    ModelError,
-)
+from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
+from entry_point.config import Config, check_resumable
+from entry_point.errors import CheckpointError, ConfigError, FormatError, ModelError
+from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
 from launcher import engine
 from launcher.errors import InputError
 from launcher.model import export_checkpoint, load_artefact
@@ -59,12 +55,12 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    train.write_safetensors(tmp_path / "a.safetensors", TENSORS, {"format": "pt", "a": "é🙂"})
+    write_safetensors(tmp_path / "a.safetensors", TENSORS, {"format": "pt", "a": "é🙂"})
     return tmp_path / "a.safetensors"
 
 
 def test_written_tensors_are_read_back(file: Path) -> None:
-    tensors, metadata = train.read_safetensors(file)
+    tensors, metadata = read_safetensors(file)
     assert_same(tensors, TENSORS)
     assert metadata == {"format": "pt", "a": "é🙂"}
 
@@ -78,14 +74,14 @@ def test_the_official_library_reads_our_files(file: Path) -> None:
 def test_files_of_the_official_library_are_read(tmp_path: Path) -> None:
     theirs = {name: t.contiguous() for name, t in TENSORS.items()}
     safetensors.torch.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
-    tensors, metadata = train.read_safetensors(tmp_path / "b.safetensors")
+    tensors, metadata = read_safetensors(tmp_path / "b.safetensors")
     assert_same(tensors, TENSORS)
     assert metadata == {"a": "b"}
 
 
 def test_a_file_may_hold_no_tensors(tmp_path: Path) -> None:
-    train.write_safetensors(tmp_path / "a.safetensors", {}, {})
-    assert train.read_safetensors(tmp_path / "a.safetensors") == ({}, {})
+    write_safetensors(tmp_path / "a.safetensors", {}, {})
+    assert read_safetensors(tmp_path / "a.safetensors") == ({}, {})
 
 
 def header_length(content: bytes) -> int:
@@ -155,7 +151,7 @@ def test_every_damage_is_a_format_error(file: Path, damage: Callable[[bytes], by
     assert damaged != whole
     file.write_bytes(damaged)
     with pytest.raises(FormatError, match="damaged"):
-        train.read_safetensors(file)
+        read_safetensors(file)
 
 
 def test_random_damage_is_a_format_error_or_harms_nothing(file: Path) -> None:
@@ -173,7 +169,7 @@ def test_random_damage_is_a_format_error_or_harms_nothing(file: Path) -> None:
             del content[rng.randrange(len(content)) :]
         file.write_bytes(content)
         try:
-            tensors, _ = train.read_safetensors(file)
+            tensors, _ = read_safetensors(file)
         except FormatError:
             continue
         passed += 1
@@ -227,8 +223,8 @@ def test_a_write_syncs_the_file_first_and_the_directory_last(
     def note(fd: int) -> None:
         synced.append(("directory" if Path(f"/dev/fd/{fd}").is_dir() else "file", place.exists()))
 
-    monkeypatch.setattr(train.os, "fsync", note)
-    train.write_safetensors(place, TENSORS, {})
+    monkeypatch.setattr(os, "fsync", note)
+    write_safetensors(place, TENSORS, {})
     assert synced == [("file", False), ("directory", True)]
 
 
@@ -240,9 +236,9 @@ def test_a_failed_write_leaves_only_the_old_file(
     def no_fsync(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(train.os, "fsync", no_fsync)
+    monkeypatch.setattr(os, "fsync", no_fsync)
     with pytest.raises(OSError):
-        train.write_safetensors(file, {"b": torch.ones(9)}, {})
+        write_safetensors(file, {"b": torch.ones(9)}, {})
     assert file.read_bytes() == old
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
@@ -254,7 +250,7 @@ def state_of(step: int, best_step: int | None = None, **config: Any) -> dict[str
     return {
         "step": step,
         "best_step": best_step,
-        "config": train.dataclasses.asdict(Config(**config)),
+        "config": dataclasses.asdict(Config(**config)),
         "corpus_sha256": "abc",
     }
 
@@ -414,7 +410,7 @@ def test_a_file_of_another_kind_is_a_broken_checkpoint(
 ) -> None:
     checkpoints.directory.mkdir()
     metadata = {} if state is None else {"state": state}
-    train.write_safetensors(checkpoints.path("checkpoint", 5), {}, metadata)
+    write_safetensors(checkpoints.path("checkpoint", 5), {}, metadata)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         checkpoints.load_latest()
 
@@ -440,7 +436,7 @@ def test_other_files_in_the_directory_are_left_alone(checkpoints: Checkpoints) -
 
 def test_a_run_may_resume_with_another_length_and_schedule() -> None:
     now = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
-    train.check_resumable(state_of(7), now)
+    check_resumable(state_of(7), now)
 
 
 @pytest.mark.parametrize(
@@ -458,25 +454,25 @@ def test_a_run_may_resume_with_another_length_and_schedule() -> None:
 )
 def test_the_values_that_define_a_run_may_not_change(name: str, was: Any, now: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} was {was!r} and is {now!r}"):
-        train.check_resumable(state_of(7), state_of(0, **{name: now}))
+        check_resumable(state_of(7), state_of(0, **{name: now}))
 
 
 def test_a_newer_hyperparameter_takes_its_default_at_a_resume() -> None:
     before = state_of(7)
     del before["config"]["mask_documents"]
-    train.check_resumable(before, state_of(0))
+    check_resumable(before, state_of(0))
     with pytest.raises(ConfigError, match="mask_documents was False and is True"):
-        train.check_resumable(before, state_of(0, mask_documents=True))
+        check_resumable(before, state_of(0, mask_documents=True))
 
 
 def test_the_text_may_not_change() -> None:
     with pytest.raises(ConfigError, match="the text is not the same"):
-        train.check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
+        check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
 
 
 def test_every_difference_is_named() -> None:
     with pytest.raises(ConfigError, match=r"n_layer was 4 and is 5; seed was 1337 and is 1\."):
-        train.check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
+        check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
@@ -638,9 +634,7 @@ def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Pat
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> None:
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
-    train.write_artefact(
-        tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": train.script_sha256()}
-    )
+    write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": SCRIPT_SHA256})
     found, tokenizer = load_artefact(tmp_path)
     assert characters(tokenizer) == "abcdefghijk"
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
@@ -649,28 +643,28 @@ def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> N
 def test_an_unknown_weight_is_not_exported() -> None:
     weights = {**dict(lively().named_parameters()), "blocks.0.mlp.bias": torch.zeros(3)}
     with pytest.raises(ModelError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
-        train.to_hugging_face(weights, SMALL)
+        to_hugging_face(weights, SMALL)
 
 
 def test_a_missing_weight_is_not_exported() -> None:
     weights = dict(lively().named_parameters())
     del weights["blocks.1.mlp.down.weight"]
     with pytest.raises(ModelError, match=r"it has no weight 'blocks\.1\.mlp\.down\.w"):
-        train.to_hugging_face(weights, SMALL)
+        to_hugging_face(weights, SMALL)
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors, _ = train.read_safetensors(directory / "model.safetensors")
+    tensors, _ = read_safetensors(directory / "model.safetensors")
     change(tensors)
-    train.write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
-    train.write_sums(directory)
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    write_sums(directory)
 
 
 def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> None:
     document = json.loads((directory / name).read_text())
     change(document)
     (directory / name).write_text(json.dumps(document))
-    train.write_sums(directory)
+    write_sums(directory)
 
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -769,7 +763,7 @@ def test_an_invalid_file_of_a_model_is_a_format_error(
     (copied / name).unlink()
     if content is not None:
         (copied / name).write_bytes(content)
-        train.write_sums(copied)
+        write_sums(copied)
     with pytest.raises(FormatError) as caught:
         load_artefact(copied)
     assert name in str(caught.value)
@@ -789,7 +783,7 @@ def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path
     tensors, state = loaded
     state |= {"script_sha256": "f" * 64, "best_step": None}
     Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
-    with pytest.raises(InputError, match=r"SHA-256 ffffffffffff\.\.\.\), which is not here"):
+    with pytest.raises(InputError, match=r"SHA-256 ffffffffffff\.\.\., which is not on this"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
@@ -812,8 +806,8 @@ def test_a_missing_directory_is_a_format_error(tmp_path: Path) -> None:
 def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_path: Path) -> None:
     assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
     assert_same(
-        train.read_safetensors(tmp_path / "model/model.safetensors")[0],
-        train.read_safetensors(artefact / "model.safetensors")[0],
+        read_safetensors(tmp_path / "model/model.safetensors")[0],
+        read_safetensors(artefact / "model.safetensors")[0],
     )
     model, tokenizer = load_artefact(tmp_path / "model")
     assert len(tokenizer) == model.embed.num_embeddings

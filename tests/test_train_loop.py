@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import filecmp
 import functools
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -22,6 +24,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from launching import once
 from models import characters, tokenizer_of
 from runs import (
@@ -29,7 +32,7 @@ from runs import (
     SCRIPT,
     SMALL,
     Ended,
-    edited_script,
+    edited_folder,
     ended,
     environment,
     free_port,
@@ -45,14 +48,13 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.train import (
-    CheckpointError,
-    Checkpoints,
-    Config,
-    ConfigError,
-    Corpus,
-    NonFiniteLossError,
-)
+from entry_point.checkpoint import Checkpoints
+from entry_point.config import Config, Options, metric_definitions, metric_line
+from entry_point.container import can_compile, choose_precision, compiling_pays, read_container
+from entry_point.data import Corpus, gather_windows
+from entry_point.distributed import Group, Ranks
+from entry_point.errors import CheckpointError, ConfigError, NonFiniteLossError
+from entry_point.model import GPT
 from launcher.model import load_artefact
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
@@ -129,8 +131,8 @@ def test_unsynchronized_gradients_change_the_losses(
     tmp_path: Path, text: str, alone: Alone, precision: str, tolerance: float
 ) -> None:
     """The test above would be worth little if it passed without DDP."""
-    command = edited_script(
-        tmp_path / "train.py",
+    command = edited_folder(
+        tmp_path / "train",
         ("group.world_size > 1 and index < passes - 1", "group.world_size > 1"),
     )
     apart = losses_of(tmp_path, text, 1, 2, precision=precision, command=command)
@@ -140,7 +142,7 @@ def test_unsynchronized_gradients_change_the_losses(
 def test_sharing_the_optimizer_does_not_change_the_losses(
     tmp_path: Path, text: str, alone: Alone
 ) -> None:
-    command = edited_script(tmp_path / "train.py", ("SHARED_FROM = 1 << 22", "SHARED_FROM = 0"))
+    command = edited_folder(tmp_path / "train", ("SHARED_FROM = 1 << 22", "SHARED_FROM = 0"))
     shared = losses_of(tmp_path, text, 1, 3, precision="float32", command=command)
     assert furthest(alone("float32"), shared) < 1e-5
 
@@ -274,7 +276,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(
     # are written before, belong to no checkpoint yet.
     halfway = "        file.write(encoded)\n"
     stall = "        if 'checkpoint-' in path.name:\n            file.flush(), time.sleep(600)\n"
-    command = edited_script(tmp_path / "stalling.py", (halfway, halfway + stall))
+    command = edited_folder(tmp_path / "stalling", (halfway, halfway + stall))
     with started(arguments, cwd=tmp_path, env=env, command=command) as process:
         wait_for_line(process, "resumed from the checkpoint of step 5")
         wait_for_line(process, "step=10/")
@@ -514,7 +516,7 @@ def test_a_run_that_began_during_tokenization_is_not_resumed(
     place = "    trainer = Trainer(config, container, group, corpus)\n"
     other = [*map(str, (sys.executable, SCRIPT)), *words(**SMALL, data=text_file, out="mine")]
     meanwhile = f"    os.spawnv(os.P_WAIT, sys.executable, {other})\n"
-    command = edited_script(tmp_path / "late.py", (place, meanwhile + place))
+    command = edited_folder(tmp_path / "late", (place, meanwhile + place))
     late = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, command=command)
     assert late.status == 2, late.output
     assert late.last_line.startswith("ConfigError: mine already holds a run; ")
@@ -526,7 +528,7 @@ def test_a_directory_that_cannot_be_locked_is_used_with_a_note(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(train.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     Checkpoints(tmp_path).claim()
     assert f"note: {tmp_path} cannot be locked (No locks available); " in capsys.readouterr().out
 
@@ -574,8 +576,8 @@ def test_a_run_whose_texts_are_unrelated_says_so(tmp_path: Path) -> None:
 
 
 def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
-    container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
-    group = train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    container = read_container({}, Options(data="none", out=str(tmp_path)))
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
     tokens = torch.randint(7, (3000,), generator=torch.Generator().manual_seed(3))
     corpus = Corpus(tokenizer_of("abcdefg"), tokens[:1000], tokens[1000:], "")
     return train.Trainer(Config(**{**SMALL, **how}), container, group, corpus)
@@ -619,12 +621,12 @@ def test_best_weights_are_exported_without_their_checkpoint(
     losses = iter([4.0, 2.0, 3.0, 5.0])
     seen: list[torch.Tensor] = []
 
-    def evaluate(model: train.GPT, *_: Any) -> float:
+    def evaluate(model: GPT, *_: Any) -> float:
         seen.append(model.embed.weight.detach().clone())
         return next(losses)
 
-    monkeypatch.setattr(train, "CHECKPOINT_SHARE", share)
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr("entry_point.train.CHECKPOINT_SHARE", share)
+    monkeypatch.setattr("entry_point.train.evaluate", evaluate)
     trainer = trainer_of(tmp_path, max_steps=8, eval_interval=2, sample_length=0)
     written: list[int] = []
     monkeypatch.setattr(trainer.checkpoints, "prune", written.append)
@@ -641,7 +643,7 @@ def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
 ) -> None:
     trainer = trainer_of(tmp_path, eval_interval=5, checkpoint_seconds=3600)
     trainer.step, trainer.checkpoint_cost = 4, 1.0
-    monkeypatch.setattr(train.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     trainer.saved_at = 951.0
     assert trainer.wish() == train.NOTHING
     trainer.saved_at = 949.0
@@ -659,7 +661,7 @@ def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
 ) -> None:
     trainer = trainer_of(tmp_path, eval_interval=1000, checkpoint_seconds=said)
     trainer.checkpoint_cost = cost
-    monkeypatch.setattr(train.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     trainer.saved_at = 1000.0 - seconds + 1
     assert trainer.wish() == train.NOTHING
     trainer.saved_at = 1000.0 - seconds - 1
@@ -673,7 +675,7 @@ def test_a_full_disk_error_names_the_checkpoint_that_is_kept(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     trainer = trainer_of(tmp_path)
-    monkeypatch.setattr(train, "write_artefact", full)
+    monkeypatch.setattr("entry_point.train.write_artefact", full)
     said = r"model: No space left on device; the checkpoint of step 10 is kept"
     with pytest.raises(CheckpointError, match=said):
         trainer.run()
@@ -727,9 +729,9 @@ def test_each_gpu_computes_in_its_fastest_16_bit_type(
         lambda including_emulation=True: including_emulation or capability >= (8, 0),
     )
     gpu = torch.device("cuda", 0)
-    assert train.choose_precision(Config(), gpu) == dtype
+    assert choose_precision(Config(), gpu) == dtype
     for precision in ("bfloat16", "float16", "float32"):  # which the person knows best
-        asked = train.choose_precision(Config(precision=precision), gpu)
+        asked = choose_precision(Config(precision=precision), gpu)
         assert asked == getattr(torch, precision)
 
 
@@ -864,8 +866,8 @@ def test_one_process_warms_up_only_if_it_compiles(
 def test_a_run_that_cannot_compile_says_so_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "compiling_pays", lambda *_: True)
-    monkeypatch.setattr(train, "can_compile", lambda: False)
+    monkeypatch.setattr("entry_point.train.compiling_pays", lambda *_: True)
+    monkeypatch.setattr("entry_point.train.can_compile", lambda: False)
     trainer = trainer_of(tmp_path, compile="auto", max_steps=2)
     assert "eager" in trainer.choices
     assert trainer.run()
@@ -879,10 +881,10 @@ def test_compiling_needs_triton_a_compiler_and_headers(
     (tmp_path / "Python.h").touch()
     here = "/nowhere" if missing == "headers" else str(tmp_path)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": here})
-    monkeypatch.setattr(train, "find_spec", lambda name: missing != "triton" or None)
+    monkeypatch.setattr("entry_point.container.find_spec", lambda name: missing != "triton" or None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None if missing == "compiler" else name)
-    assert train.can_compile() is (missing is None)
+    assert can_compile() is (missing is None)
 
 
 @pytest.mark.parametrize(
@@ -905,7 +907,7 @@ def test_only_a_long_run_is_compiled_by_default(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = torch.nn.Linear(1000, 10_000, bias=False)
     config = Config(**{"batch_size": 64, "block_size": 1000, "max_steps": 1000, **how})
-    found = train.compiling_pays(model, config, torch.device("cuda", 0), world_size)
+    found = compiling_pays(model, config, torch.device("cuda", 0), world_size)
     assert found is pays
 
 
@@ -916,7 +918,7 @@ def test_a_compiler_error_is_one_line_that_names_compile_off(
     failure = type("Failure", (Exception,), {"__module__": module})
     trainer = trainer_of(tmp_path, compile="on")
     monkeypatch.setattr(trainer, "forward_backward", Mock(side_effect=failure("out of\nroom")))
-    with pytest.raises(train.ConfigError, match=r"does not work here \(out of\); set compile=off"):
+    with pytest.raises(ConfigError, match=r"does not work here \(out of\); set compile=off"):
         trainer.warm_up()
 
 
@@ -938,7 +940,7 @@ TRIES = (  # to compile, on a CPU without Triton
 def test_a_run_whose_compiler_fails_goes_on_eager(
     tmp_path: Path, text_file: Path, no_compiler: None, ranks: int
 ) -> None:
-    command = edited_script(tmp_path / "train.py", *TRIES)
+    command = edited_folder(tmp_path / "train", *TRIES)
     how = {**SMALL, "data": text_file, "processes": ranks}
     end = run(words(**how, out=tmp_path / "run"), cwd=tmp_path, command=command)
     assert end.status == 0, end.output
@@ -949,7 +951,7 @@ def test_a_run_whose_compiler_fails_goes_on_eager(
 
 def test_ranks_go_on_eager_together_if_one_cannot_compile(tmp_path: Path, text_file: Path) -> None:
     broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
-    command = edited_script(tmp_path / "train.py", ("dynamic=False", broken), *TRIES)
+    command = edited_folder(tmp_path / "train", ("dynamic=False", broken), *TRIES)
     how = {**SMALL, "data": text_file, "processes": 2, "short_windows": 0.5}
     end = run(words(**how, out=tmp_path / "run"), cwd=tmp_path, command=command)
     assert end.status == 0, end.output
@@ -971,7 +973,7 @@ def test_compiling_does_not_change_the_losses_of_ranks(tmp_path: Path, text: str
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
     how |= {"max_steps": 20, "eval_interval": 10}
-    command = edited_script(tmp_path / "train.py", graph_only)
+    command = edited_folder(tmp_path / "train", graph_only)
     eager = losses_of(tmp_path / "eager", text, 1, 2, **how, compile="off")
     compiled = losses_of(tmp_path / "compiled", text, 1, 2, **how, compile="on", command=command)
     assert furthest(eager, compiled) < 1e-4
@@ -998,13 +1000,13 @@ def test_validation_windows_are_distinct_and_evenly_spread(
 ) -> None:
     trainer = trainer_of(tmp_path, eval_windows=n_windows)
     starts = []
-    gather = train.gather_windows
+    gather = gather_windows
 
     def spy(tokens: Any, places: Any, *where: Any) -> Any:
         starts.extend(places.tolist())
         return gather(tokens, places, *where)
 
-    monkeypatch.setattr(train, "gather_windows", spy)
+    monkeypatch.setattr("entry_point.train.gather_windows", spy)
     train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     assert len(set(starts)) == len(starts) == count
     assert all(start % 32 == 0 and start + 33 <= 2000 for start in starts)
@@ -1019,7 +1021,7 @@ def test_evaluation_is_the_mean_loss_without_dropout(tmp_path: Path) -> None:
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     assert trainer.model.training  # on which goes with dropout
-    x, y = train.gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
+    x, y = gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
     trainer.model.eval()
     with torch.no_grad():
         assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
@@ -1057,17 +1059,17 @@ def test_the_metric_line_has_each_number_under_its_name() -> None:
         "learning_rate": 0.02,
         "tokens_per_second": 123456.7,
     }
-    line = train.metric_line(row, 2000, 72.4)
+    line = metric_line(row, 2000, 72.4)
     assert line == (
         "step=250/2000 train_loss=1.81234 val_loss=2.00000 learning_rate=0.0200000"
         " tokens_per_second=123457 time_left=0:01:12"
     )
     del row["val_loss"]
-    assert "val_loss" not in train.metric_line(row, 2000, 0)
+    assert "val_loss" not in metric_line(row, 2000, 0)
 
 
 def test_a_metric_line_can_show_any_duration() -> None:
-    assert "time_left=115740740 days" in train.metric_line({"step": 1}, 10**16, 1e15)
+    assert "time_left=115740740 days" in metric_line({"step": 1}, 10**16, 1e15)
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
@@ -1076,10 +1078,10 @@ def test_each_metric_regex_finds_only_its_own_number(
 ) -> None:
     row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
     row |= {"bits_per_byte": 2.25, "tokens_per_second": 25765.4}
-    line = prefix + train.metric_line(row, 2000, 3725)
+    line = prefix + metric_line(row, 2000, 3725)
     found = {
         definition["Name"]: [float(value) for value in re.findall(definition["Regex"], line)]
-        for definition in train.metric_definitions()
+        for definition in metric_definitions()
     }
     assert found == {
         "step": [250],
@@ -1266,7 +1268,7 @@ def test_a_run_on_a_gpu_names_its_operations(
 ) -> None:
     trainer = trainer_of(tmp_path)
     trainer.compiled = compiled
-    monkeypatch.setattr(train, "FUSED_NORM", kernel)
+    monkeypatch.setattr("entry_point.model.FUSED_NORM", kernel)
     trainer.group.device = torch.device("cuda", 0)
     assert trainer.choices[2] == said
 
@@ -1312,13 +1314,15 @@ def test_an_error_caused_by_another_rank_is_late_or_marked(
 ) -> None:
     """The first cause may be on the same log, which takes the last line for the reason."""
     slept: list[float] = []
-    monkeypatch.setattr(train, "received", received)
-    monkeypatch.setattr(train.multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr(train, "main", Mock(side_effect=RuntimeError("Connection closed by peer")))
-    monkeypatch.setattr(train, "on_stop_signals", Mock())
-    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train.time, "sleep", slept.append)
-    monkeypatch.setattr(train.os, "_exit", Mock(side_effect=SystemExit))
+    monkeypatch.setattr("entry_point.train.received", received)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(
+        "entry_point.train.main", Mock(side_effect=RuntimeError("Connection closed by peer"))
+    )
+    monkeypatch.setattr("entry_point.train.on_stop_signals", Mock())
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         train.run([])
     assert slept == waits
@@ -1329,7 +1333,7 @@ def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: 
     """SageMaker would take that for the reason of a failure."""
     line = "    kind = choose_device(config, container, ranks.world_size)\n"
     warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
-    command = edited_script(tmp_path / "train.py", (line, warning + line))
+    command = edited_folder(tmp_path / "train", (line, warning + line))
     end = run(words(**SMALL, data=text_file, processes=1), cwd=tmp_path, command=command)
     assert (end.status, end.output) == (2, "note: two lines\nDataError: none\n")
 
@@ -1342,7 +1346,7 @@ def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path: Path, text_f
         "        time.sleep(100)\n"
         "    raise DataError('that is enough')\n"
     )
-    command = edited_script(tmp_path / "train.py", (line, deaf + line))
+    command = edited_folder(tmp_path / "train", (line, deaf + line))
     arguments = words(**SMALL, data=text_file, processes=2)
     with started(arguments, cwd=tmp_path, command=command) as process:
         end = ended(process, limit=60)

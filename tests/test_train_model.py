@@ -13,8 +13,22 @@ import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from entry_point import model as model_module
 from entry_point import train
-from entry_point.train import GPT, Config
+from entry_point.config import Config, Options
+from entry_point.container import read_container
+from entry_point.data import Corpus, seed_draws
+from entry_point.distributed import Group, Ranks
+from entry_point.model import GPT, NORM_EPS, Linear, attend, drop, logits_to_probabilities
+from entry_point.optim import (
+    Muon,
+    Optimizer,
+    gradient_of,
+    learning_rate_scale,
+    orthogonalize,
+    sharing_pays,
+    window_length,
+)
 
 # -- the forward pass ------------------------------------------------------------------------------
 
@@ -46,17 +60,17 @@ def test_the_norm_and_its_gradient_equal_torchs(dtype: torch.dtype, tolerance: f
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
-    y, expected = train.norm(x), F.rms_norm(x, (16,), eps=train.NORM_EPS)
+    y, expected = model_module.norm(x), F.rms_norm(x, (16,), eps=NORM_EPS)
     torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
     with torch.no_grad():
-        assert torch.equal(train.norm(x), y)
+        assert torch.equal(model_module.norm(x), y)
     gradients = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
 
 def test_the_norm_handles_a_row_too_long_for_float16() -> None:
     x = torch.full((1, 384), 4000.0, dtype=torch.float16)  # 78,000 long
-    torch.testing.assert_close(train.norm(x), torch.ones_like(x))
+    torch.testing.assert_close(model_module.norm(x), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -64,22 +78,22 @@ def test_a_gpu_uses_the_norm_kernel_if_there_is_one(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Mock()
-    monkeypatch.setattr(train, "FUSED_NORM", fused)
+    monkeypatch.setattr("entry_point.model.FUSED_NORM", fused)
     monkeypatch.setattr(F, "rms_norm", kernel)
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(3, 5, 16, device="cuda", dtype=torch.float16)
-        y = train.norm(x)
+        y = model_module.norm(x)
     assert kernel.called is fused
     assert fused or (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_in_training_equals_torchs(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "QUERIES_AT_ONCE", 3)
+    monkeypatch.setattr("entry_point.model.QUERIES_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator).to(torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    y = train.attend(q, k, v, causal, dropout=0.0)
+    y = attend(q, k, v, causal, dropout=0.0)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
     ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
@@ -90,13 +104,13 @@ def test_attention_in_training_equals_torchs(causal: bool, monkeypatch: pytest.M
 def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
     torch.manual_seed(1)
     x = torch.ones(1001, 99, requires_grad=True)
-    y = train.drop(x, p)
+    y = drop(x, p)
     kept = y.detach() != 0
     assert float(kept.float().mean()) == pytest.approx(1 - p, abs=1 / 256)
     assert float(y.detach().mean()) == pytest.approx(1, abs=0.02)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, y.detach())
-    assert p < 1 / 512 or not torch.equal(train.drop(x, p) != 0, kept)
+    assert p < 1 / 512 or not torch.equal(drop(x, p) != 0, kept)
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:
@@ -125,11 +139,11 @@ def test_computing_the_loss_in_chunks_does_not_change_it(
         1 << 30,
         4 * 5 * VOCABULARY_SIZE,
     ):  # 24 rows make five chunks, one of them short
-        monkeypatch.setattr(train, "LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", at_once)
         model = lively(dataclasses.replace(SMALL, tie_embeddings=tied), dtype)
         loss = model(x, y)
         (1024 * loss).backward()  # as by a scaler
-        found.append([loss.detach(), *(train.gradient_of(p) / 1024 for p in model.parameters())])
+        found.append([loss.detach(), *(gradient_of(p) / 1024 for p in model.parameters())])
         with torch.no_grad():
             torch.testing.assert_close(model(x, y), loss, atol=tolerance, rtol=tolerance)
     for whole, chunked in zip(*found, strict=True):
@@ -137,13 +151,15 @@ def test_computing_the_loss_in_chunks_does_not_change_it(
 
 
 def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "LOGITS_AT_ONCE", 4 * 6 * VOCABULARY_SIZE)  # four chunks of 24 rows
+    monkeypatch.setattr(
+        "entry_point.model.LOGITS_AT_ONCE", 4 * 6 * VOCABULARY_SIZE
+    )  # four chunks of 24 rows
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad(), torch.profiler.profile(activities=cpu) as profile:
         model(x, y)
     products = [event.name for event in profile.events() if event.name == "aten::mm"]
-    layers = sum(isinstance(module, train.Linear) for module in model.blocks.modules())
+    layers = sum(isinstance(module, Linear) for module in model.blocks.modules())
     assert len(products) == layers + 4
 
 
@@ -159,7 +175,7 @@ def test_masked_attention_stops_at_the_end_of_a_document(
         other[0, place] += 3
         logits = []
         for ids_there in (x, other):
-            train.seed_draws(torch.device("cpu"), 1)
+            seed_draws(torch.device("cpu"), 1)
             logits.append(model(ids_there, end=0)[0])
         assert torch.equal(logits[0][:place], logits[1][:place])
         assert not torch.allclose(logits[0][place:3], logits[1][place:3])
@@ -224,7 +240,7 @@ def test_dropout_acts_only_in_training() -> None:
 def test_bf16_attention_is_close_to_float32(causal: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 3, 8, 16, generator=generator).bfloat16() for _ in range(3))
-    ours = train.attend(q.requires_grad_(), k, v, causal, dropout=0.0)
+    ours = attend(q.requires_grad_(), k, v, causal, dropout=0.0)
     exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
     torch.testing.assert_close(ours.float(), exact, atol=3e-2, rtol=2e-2)
 
@@ -236,7 +252,7 @@ def test_bf16_attention_gradients_are_close_to_float32() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [t.clone().requires_grad_() for t in base]
         q, k, v = (t.to(dtype) for t in leaves)
-        train.attend(q, k, v, True, 0.0).float().square().sum().backward()
+        attend(q, k, v, True, 0.0).float().square().sum().backward()
         rows.append([leaf.grad for leaf in leaves])
     for ours, exact in zip(*rows, strict=True):
         assert ours is not None and exact is not None
@@ -258,31 +274,29 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
 
 
 def test_top_k_keeps_the_k_most_likely() -> None:
-    p = train.logits_to_probabilities(LOGITS, 1.0, top_k=2)
+    p = logits_to_probabilities(LOGITS, 1.0, top_k=2)
     expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
     torch.testing.assert_close(p, expected)
 
 
 @pytest.mark.parametrize("top_k", [0, 4, 100])
 def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
-    torch.testing.assert_close(
-        train.logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp()
-    )
+    torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
 
 
 @pytest.mark.parametrize(
     "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
 )
 def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: int) -> None:
-    p = train.logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
+    p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
     assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
     assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
 
 
 def test_temperature_sharpens_and_flattens() -> None:
-    cold = train.logits_to_probabilities(LOGITS, 0.5)[0, 0]
-    hot = train.logits_to_probabilities(LOGITS, 2.0)[0, 0]
+    cold = logits_to_probabilities(LOGITS, 0.5)[0, 0]
+    hot = logits_to_probabilities(LOGITS, 2.0)[0, 0]
     assert cold > 0.4 > hot > 0.25
 
 
@@ -298,7 +312,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(
     generator = torch.Generator().manual_seed(1)
     u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
     given = torch.logspace(0, -3, shape[1])
-    update = train.orthogonalize((u * given @ vt)[None], dtype)[0].float()
+    update = orthogonalize((u * given @ vt)[None], dtype)[0].float()
     values = (u.T @ update @ vt.T).diagonal()
     large = given / given.norm() > 2e-3
     assert float(values[large].min()) > 0.12
@@ -312,11 +326,11 @@ def test_orthogonalized_matrices_have_singular_values_near_one(
 )
 def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype: torch.dtype, error: float) -> None:
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
-    one = train.orthogonalize(matrices, dtype)
+    one = orthogonalize(matrices, dtype)
     for size in (1e-9, 1e6):
-        other = train.orthogonalize(matrices * size, dtype)
+        other = orthogonalize(matrices * size, dtype)
         torch.testing.assert_close(one, other, atol=error, rtol=0)
-    assert not bool(train.orthogonalize(torch.zeros(1, 8, 4), dtype).any())
+    assert not bool(orthogonalize(torch.zeros(1, 8, 4), dtype).any())
 
 
 def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
@@ -330,8 +344,8 @@ def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
     for i in range(3):
         apart[str(i)] = (parts[i], 1)
         parts[i].grad = gradients[i].clone()
-    train.Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
-    train.Muon(apart, SMALL, alone()).step(0.02, torch.float32)
+    Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
+    Muon(apart, SMALL, alone()).step(0.02, torch.float32)
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
 
 
@@ -348,7 +362,7 @@ def test_orthogonalizing_is_shared_if_that_saves_time(
     device: str, shape: tuple[int, ...], pays: bool
 ) -> None:
     with FakeTensorMode():
-        assert train.sharing_pays([torch.empty(shape, device=device)]) is pays
+        assert sharing_pays([torch.empty(shape, device=device)]) is pays
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -357,8 +371,8 @@ def test_sharing_the_orthogonalizing_changes_no_update(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     stacks = [torch.randn(shape, generator=generator) for shape in ((5, 8, 4), (2, 4, 4))]
-    expected = [train.orthogonalize(stack, torch.float32) for stack in stacks]
-    group, muon = alone(), train.Muon({}, SMALL, alone())
+    expected = [orthogonalize(stack, torch.float32) for stack in stacks]
+    group, muon = alone(), Muon({}, SMALL, alone())
     muon.group, muon.shares, group.world_size = group, True, world_size
     sent: list[torch.Tensor] = []
 
@@ -381,7 +395,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied
     config = dataclasses.replace(SMALL, optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    one = train.Optimizer(model, config, alone())
+    one = Optimizer(model, config, alone())
     for seed in range(2):
         model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
         one.step(1.0)
@@ -399,7 +413,7 @@ def test_weight_decay_shrinks_only_the_matrices() -> None:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        train.Optimizer(model, config, alone()).step(1.0)
+        Optimizer(model, config, alone()).step(1.0)
         for name, parameter in model.named_parameters():
             shrunk = bool((parameter.abs() < before[name].abs()).all())
             assert shrunk == name.startswith("blocks"), (optimizer, name)
@@ -410,29 +424,29 @@ def test_gradients_are_clipped_to_grad_clip() -> None:
     model = lively(config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    one = train.Optimizer(model, config, alone())
+    one = Optimizer(model, config, alone())
     one.step(0.0)
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
-def alone() -> train.Group:
+def alone() -> Group:
     """A group of one process."""
-    container = train.read_container({}, train.Options(data="none"))
-    return train.Group(train.Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+    container = read_container({}, Options(data="none"))
+    return Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
 
 
 def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
-    container = train.read_container({}, train.Options(data="none", out=str(tmp_path)))
+    container = read_container({}, Options(data="none", out=str(tmp_path)))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY_SIZE, (1000,), generator=generator)
-    corpus = train.Corpus(tokenizer_of("abcdefghijk"), tokens[:900], tokens[900:], "")
+    corpus = Corpus(tokenizer_of("abcdefghijk"), tokens[:900], tokens[900:], "")
     return train.Trainer(config, container, alone(), corpus)
 
 
 def test_short_windows_double_up_to_the_block_size(tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, short_windows=0.6, max_steps=10, device="cpu")
-    lengths = [train.window_length(step, config) for step in range(10)]
+    lengths = [window_length(step, config) for step in range(10)]
     assert lengths == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8]
     trainer = trainer_of(config, tmp_path)
     seen: list[torch.Tensor] = []
@@ -492,7 +506,7 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(
 ) -> None:
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     seeds: list[int] = []
-    monkeypatch.setattr(train, "seed_draws", lambda device, seed: seeds.append(seed))
+    monkeypatch.setattr("entry_point.train.seed_draws", lambda device, seed: seeds.append(seed))
 
     def seeds_of(step: int, rank: int = 0, **values: Any) -> list[int]:
         one = trainer_of(dataclasses.replace(config, **values), tmp_path)
@@ -526,7 +540,7 @@ def test_text_is_sampled_without_cudnns_attention(monkeypatch: pytest.MonkeyPatc
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return []
 
-    monkeypatch.setattr(train, "generate", generated)
+    monkeypatch.setattr("entry_point.train.generate", generated)
     assert torch.backends.cuda.cudnn_sdp_enabled()
     train.sample_text(lively(), tokenizer_of("\nabcdefghij"), 5)
     assert seen == [False]
@@ -538,7 +552,7 @@ def test_text_is_sampled_without_cudnns_attention(monkeypatch: pytest.MonkeyPatc
 
 def scale(step: int, **how: Any) -> float:
     values = dict(max_steps=100, warmup_steps=0, decay_fraction=0.8, final_learning_rate=0.0)
-    return train.learning_rate_scale(step, Config(**{**values, **how}))
+    return learning_rate_scale(step, Config(**{**values, **how}))
 
 
 def test_the_learning_rate_is_at_its_peak_until_the_decay() -> None:

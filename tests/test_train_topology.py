@@ -20,10 +20,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import (
     SCRIPT,
     SMALL,
-    edited_script,
+    edited_folder,
     ended,
     environment,
     free_port,
@@ -39,7 +40,24 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.train import Config, ConfigError, Container, DataError, Options, TopologyError
+from entry_point.config import Config, Options
+from entry_point.container import (
+    Container,
+    available_cores,
+    check_kernels,
+    choose_device,
+    local_processes,
+    rank_device,
+    read_container,
+)
+from entry_point.distributed import Group, Ranks, Watch, listen, read_ranks, serve_store
+from entry_point.errors import (
+    ConfigError,
+    DataError,
+    OutOfMemoryError,
+    TopologyError,
+    failure_report,
+)
 
 TWO_HOSTS = ["algo-1", "algo-2"]
 
@@ -55,7 +73,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def container_of(base: Path, **env: str) -> Container:
-    return train.read_container({"SAGEMAKER_BASE_DIR": str(base), **env}, Options())
+    return read_container({"SAGEMAKER_BASE_DIR": str(base), **env}, Options())
 
 
 def some_container(**changes: Any) -> Container:
@@ -165,7 +183,7 @@ def test_a_missing_training_channel_error_lists_the_channels(base: Path) -> None
 
 def test_a_named_file_overrides_the_container(base: Path) -> None:
     env = {"SAGEMAKER_BASE_DIR": str(base)}
-    container = train.read_container(env, Options(data="input.txt", out="here"))
+    container = read_container(env, Options(data="input.txt", out="here"))
     assert not container.inside
     assert container.training == Path("input.txt").absolute()
     assert container.checkpoint_dir == Path("here/checkpoints")
@@ -176,7 +194,7 @@ def test_a_sagemaker_job_refuses_path_options(base: Path, name: str) -> None:
     """Each host would train a model of its own, outside of what SageMaker keeps."""
     env = {"SAGEMAKER_BASE_DIR": str(base), "SM_HOSTS": '["algo-1"]'}
     with pytest.raises(ConfigError, match=f"--{name}: in a container SageMaker sets the paths"):
-        train.read_container(env, Options(**{name: "here"}))  # type: ignore[arg-type]
+        read_container(env, Options(**{name: "here"}))  # type: ignore[arg-type]
 
 
 def test_outside_a_container_each_run_has_its_own_directory(
@@ -207,38 +225,38 @@ OPEN_MPI_ALONE = {
 
 
 def test_ranks_come_from_torchrun() -> None:
-    assert train.read_ranks(TORCHRUN, 2) == train.Ranks(5, 8, 1, 4, "torchrun")
+    assert read_ranks(TORCHRUN, 2) == Ranks(5, 8, 1, 4, "torchrun")
 
 
 def test_ranks_come_from_open_mpi() -> None:
-    assert train.read_ranks(OPEN_MPI, 2) == train.Ranks(5, 8, 1, 4, "mpirun")
+    assert read_ranks(OPEN_MPI, 2) == Ranks(5, 8, 1, 4, "mpirun")
 
 
 def test_torchrun_goes_before_open_mpi() -> None:
-    ranks = train.read_ranks({**OPEN_MPI, **TORCHRUN, "RANK": "4", "LOCAL_RANK": "0"}, 2)
+    ranks = read_ranks({**OPEN_MPI, **TORCHRUN, "RANK": "4", "LOCAL_RANK": "0"}, 2)
     assert ranks is not None and (ranks.rank, ranks.local_rank) == (4, 0)
 
 
 def test_without_local_world_size_hosts_have_equally_many_ranks() -> None:
     env = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    ranks = train.read_ranks(env, 2)
+    ranks = read_ranks(env, 2)
     assert ranks is not None and ranks.local_world_size == 4
 
 
 def test_a_master_address_alone_is_not_a_launcher() -> None:
-    assert train.read_ranks({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, 2) is None
+    assert read_ranks({"MASTER_ADDR": "algo-1", "MASTER_PORT": "7777"}, 2) is None
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI], ids=["torchrun", "mpirun"])
 def test_a_group_of_too_few_hosts_is_an_error(env: dict[str, str]) -> None:
     with pytest.raises(TopologyError, match=r"group of 8 with 4 on this host, but .* 3 hosts"):
-        train.read_ranks(env, 3)
+        read_ranks(env, 3)
 
 
 def test_a_group_of_one_host_among_two_is_an_error() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     with pytest.raises(TopologyError, match="each would train a model of its own"):
-        train.read_ranks(env, 2)
+        read_ranks(env, 2)
 
 
 @pytest.mark.parametrize(
@@ -254,12 +272,12 @@ def test_a_group_of_one_host_among_two_is_an_error() -> None:
 )
 def test_impossible_ranks_are_an_error(change: dict[str, str]) -> None:
     with pytest.raises(TopologyError):
-        train.read_ranks({**TORCHRUN, **change}, 2)
+        read_ranks({**TORCHRUN, **change}, 2)
 
 
 def test_a_missing_local_rank_is_an_error() -> None:
     with pytest.raises(TopologyError, match="LOCAL_RANK=None must be a whole number"):
-        train.read_ranks({"RANK": "0", "WORLD_SIZE": "1"}, 1)
+        read_ranks({"RANK": "0", "WORLD_SIZE": "1"}, 1)
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -278,36 +296,36 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_gpus_invisible_to_torch_are_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 0"):
-        train.choose_device(Config(), some_container(num_gpus=4), 1)
+        choose_device(Config(), some_container(num_gpus=4), 1)
 
 
 def test_seeing_only_some_of_the_gpus_is_an_error(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 1"):
-        train.choose_device(Config(), some_container(num_gpus=4), 4)
+        choose_device(Config(), some_container(num_gpus=4), 4)
 
 
 def test_device_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", Mock(side_effect=AssertionError))
-    assert train.choose_device(Config(device="cpu"), some_container(num_gpus=4), 1) == "cpu"
+    assert choose_device(Config(device="cpu"), some_container(num_gpus=4), 1) == "cpu"
 
 
 def test_device_cuda_without_a_gpu_is_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"device=cuda, but torch .* sees no GPU"):
-        train.choose_device(Config(device="cuda"), some_container(), 1)
+        choose_device(Config(device="cuda"), some_container(), 1)
 
 
 def test_device_mps_without_mps_is_an_error(gpus: Any) -> None:
     gpus(0)
     with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
-        train.choose_device(Config(device="mps"), some_container(), 1)
+        choose_device(Config(device="mps"), some_container(), 1)
 
 
 def test_device_mps_never_selects_cuda(gpus: Any) -> None:
     gpus(1)
     with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
-        train.choose_device(Config(device="mps"), some_container(), 1)
+        choose_device(Config(device="mps"), some_container(), 1)
 
 
 @pytest.mark.parametrize(
@@ -330,16 +348,18 @@ def test_a_gpu_without_torch_kernels_is_an_error(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     refused = pytest.raises(TopologyError, match=r"no kernels for Tesla V100 \(sm_\d+\), only sm_")
     with nullcontext() if known else refused:
-        train.check_kernels(torch.device("cuda", 0))
+        check_kernels(torch.device("cuda", 0))
 
 
 def test_a_rank_selects_and_checks_its_own_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(4)
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
-    monkeypatch.setattr(train, "check_kernels", lambda device: done.append(("check", device)))
-    ranks = train.Ranks(2, 4, 2, 4, "hand")
-    device = train.rank_device(Config(), some_container(num_gpus=4), ranks)
+    monkeypatch.setattr(
+        "entry_point.container.check_kernels", lambda device: done.append(("check", device))
+    )
+    ranks = Ranks(2, 4, 2, 4, "hand")
+    device = rank_device(Config(), some_container(num_gpus=4), ranks)
     assert device == torch.device("cuda", 2)
     assert done == [("set", device), ("check", device)]
 
@@ -347,22 +367,22 @@ def test_a_rank_selects_and_checks_its_own_gpu(gpus: Any, monkeypatch: pytest.Mo
 def test_each_gpu_gets_a_process(gpus: Any) -> None:
     gpus(4)
     container = some_container(num_gpus=4)
-    assert train.local_processes(Config(), container, Options()) == 4
+    assert local_processes(Config(), container, Options()) == 4
     with pytest.raises(TopologyError, match="processes=2, but the host has 4 GPUs"):
-        train.local_processes(Config(), container, Options(processes=2))
+        local_processes(Config(), container, Options(processes=2))
 
 
 def test_a_launcher_that_uses_only_some_gpus_is_an_error(gpus: Any) -> None:
     gpus(4)
-    ranks = train.Ranks(0, 1, 0, 1, "mpirun")
+    ranks = Ranks(0, 1, 0, 1, "mpirun")
     with pytest.raises(TopologyError, match="4 GPUs, and mpirun started 1 process on it"):
         train.train(Config(), Options(), some_container(num_gpus=4), ranks)
 
 
 def test_the_processes_option_sets_the_cpu_processes(gpus: Any) -> None:
     gpus(0)
-    assert train.local_processes(Config(), some_container(num_gpus=0), Options()) == 1
-    assert train.local_processes(Config(), some_container(), Options(processes=3)) == 3
+    assert local_processes(Config(), some_container(num_gpus=0), Options()) == 1
+    assert local_processes(Config(), some_container(), Options(processes=3)) == 3
 
 
 def test_a_group_error_omits_the_cpp_stack_trace(
@@ -374,12 +394,12 @@ def test_a_group_error_omits_the_cpp_stack_trace(
             "Exception raised from x at y.cpp:9 (most recent call first):\nframe #0: ..."
         )
 
-    store = train.dist.HashStore()
-    monkeypatch.setattr(train, "serve_store", lambda *_: store)
-    monkeypatch.setattr(train, "Watch", lambda *_, **__: None)
-    monkeypatch.setattr(train.dist, "init_process_group", refuse)
+    store = dist.HashStore()
+    monkeypatch.setattr("entry_point.distributed.serve_store", lambda *_: store)
+    monkeypatch.setattr("entry_point.distributed.Watch", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(TopologyError) as caught:
-        train.Group(train.Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), some_container())
+        Group(Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), some_container())
     assert "unhandled system error Last error: connect to host failed (GLOO_" in str(caught.value)
 
 
@@ -451,8 +471,8 @@ def test_hosts_with_unlike_fast_types_compute_in_float32(
         '    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else'
     )
     types = f"[torch.bfloat16, torch.{other}]"
-    command = edited_script(
-        tmp_path / "mixed.py", (place, f"    return {types}[int(os.environ['RANK'])]\n{place}")
+    command = edited_folder(
+        tmp_path / "mixed", (place, f"    return {types}[int(os.environ['RANK'])]\n{place}")
     )
     ends = run_hosts(
         words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand(), command=command
@@ -470,7 +490,7 @@ def test_processes_share_all_cores_under_any_launcher(tmp_path: Path, text_file:
         arguments = words(**{**SMALL, "max_steps": 1}, data=text_file, **asked)
         end = run(arguments, cwd=tmp_path, env={**env, **extra})
         assert end.status == 0, end.output
-        threads = max(1, train.available_cores() // processes)
+        threads = max(1, available_cores() // processes)
         assert re.findall(r"(\d+) CPU thread", end.output) == [str(threads)]
 
 
@@ -646,7 +666,7 @@ def test_an_unexpected_error_shows_code_outside_of_the_toolkit(
     text_file: Path, tmp_path: Path, container: bool
 ) -> None:
     edit = ("    corpus = load_corpus(container, config, group)\n", "    corpus = 1 / 0\n")
-    command = edited_script(tmp_path / "mine.py", edit)
+    command = edited_folder(tmp_path / "mine", edit)
     env = environment(**{"SM_FRAMEWORK_MODULE": "training:main"} if container else {})
     end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command, env=env)
     assert end.status == 1
@@ -664,11 +684,11 @@ def test_only_what_may_be_an_echo_is_reported_late(
     monkeypatch: pytest.MonkeyPatch, error: Exception, waits: list[int]
 ) -> None:
     sleep, end = Mock(), Mock(side_effect=SystemExit)
-    monkeypatch.setattr(train, "main", Mock(side_effect=error))
-    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train, "on_stop_signals", Mock())
-    monkeypatch.setattr(train.time, "sleep", sleep)
-    monkeypatch.setattr(train.os, "_exit", end)
+    monkeypatch.setattr("entry_point.train.main", Mock(side_effect=error))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr("entry_point.train.on_stop_signals", Mock())
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(SystemExit):
         train.run([])
     assert [call.args[0] for call in sleep.mock_calls] == waits
@@ -735,8 +755,8 @@ def test_a_hung_rank_ends_the_run_with_its_name(hanging: subprocess.Popen[str]) 
 
 
 def test_one_signal_ends_a_hung_run_in_seconds(text_file: Path, tmp_path: Path) -> None:
-    command = edited_script(
-        tmp_path / "train.py",
+    command = edited_folder(
+        tmp_path / "train",
         ("STOP_SECONDS = 5.0", "STOP_SECONDS = 0.1"),
         ("more = 5 if self", "more = 1 if self"),
     )
@@ -802,10 +822,10 @@ def test_a_live_rank_without_progress_is_named(text: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("patience", [1800, 1])
 def test_a_rank_may_take_as_long_as_it_announced(patience: float) -> None:
     """While it writes a large checkpoint, say; those that wait for it are let alone too."""
-    store = train.serve_store("127.0.0.1", train.listen("127.0.0.1", 0))
+    store = serve_store("127.0.0.1", listen("127.0.0.1", 0))
     hung: list[str] = []
     place = ("127.0.0.1", store.port)
-    ranks = [train.Watch(place, 2, rank, "here", 1.0, hung.append) for rank in range(2)]
+    ranks = [Watch(place, 2, rank, "here", 1.0, hung.append) for rank in range(2)]
     ranks[0].patience, ranks[1].patience = patience, 1.0
     ranks[1].beats += 1  # it waits for rank 0
     time.sleep(5)
@@ -857,7 +877,7 @@ def test_a_watch_names_the_rank_that_hangs(
     """Each second it hears these reports, or (None) waits for the store's answer."""
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     found: list[str] = []
-    watch, asks = train.Watch(("here", 1), 2, 0, "here", 10.0, found.append), True
+    watch, asks = Watch(("here", 1), 2, 0, "here", 10.0, found.append), True
 
     def wait(_: float) -> bool:
         nonlocal asks
@@ -881,7 +901,7 @@ def test_a_run_on_one_host_listens_only_on_loopback(tmp_path: Path, text_file: P
 
 
 def test_a_failure_is_reported_in_one_line() -> None:
-    line = train.failure_report(DataError("two\nlines"))
+    line = failure_report(DataError("two\nlines"))
     assert line == "DataError: two lines"
 
 
@@ -902,10 +922,10 @@ def test_a_failure_in_a_container_has_a_name_the_toolkit_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SM_FRAMEWORK_MODULE", "sagemaker_pytorch_container.training:main")
-    assert train.failure_report(DataError("none")) == "DataError: none [Exception]"
-    assert train.failure_report(OSError("none")) == "OSError: none"
+    assert failure_report(DataError("none")) == "DataError: none [Exception]"
+    assert failure_report(OSError("none")) == "OSError: none"
     decode = json.JSONDecodeError("none", "", 0)
-    assert train.failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
+    assert failure_report(decode).endswith("none: line 1 column 1 (char 0) [ValueError]")
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -933,8 +953,8 @@ def test_an_invalid_port_is_one_line(
 def test_out_of_memory_has_one_name_on_every_device(
     monkeypatch: pytest.MonkeyPatch, text_file: Path, error: Exception
 ) -> None:
-    monkeypatch.setattr(train, "train", Mock(side_effect=error))
-    with pytest.raises(train.OutOfMemoryError, match="a larger gradient_accumulation_steps"):
+    monkeypatch.setattr("entry_point.train.train", Mock(side_effect=error))
+    with pytest.raises(OutOfMemoryError, match="a larger gradient_accumulation_steps"):
         train.main(words(**SMALL, data=text_file, processes=1))
 
 

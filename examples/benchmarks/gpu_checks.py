@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ladder import with_switches
 
 SCRIPT = ROOT / "entry_point" / "train.py"
 TOGETHER = 4  # runs at once, where nothing is timed
-Edits = Sequence[tuple[str, str]]  # (old, new) lines of an edited copy of train.py
+Edits = Sequence[tuple[str, str]]  # (old, new) lines of an edited copy of the folder
 
 
 class Found:
@@ -83,14 +84,15 @@ def started(args: Namespace, scratch: Path, name: str, variant: Variant) -> tupl
     training = with_switches(ours(args.text, out, variant.words), variant.switches)
     command = list(training.process.command)
     if variant.edits:
-        source = SCRIPT.read_text("utf-8")
+        copy = out.with_name(f"{out.name}-code")
+        shutil.copytree(SCRIPT.parent, copy)
         for old, new in variant.edits:
-            if old not in source:
-                raise Failed(f"train.py has no {old!r} to replace")
-            source = source.replace(old, new)
-        copy = out.with_suffix(".py")
-        copy.write_text(source, "utf-8")
-        command[command.index(str(SCRIPT))] = str(copy)
+            files = [file for file in copy.glob("*.py") if old in file.read_text("utf-8")]
+            if not files:
+                raise Failed(f"no file of entry_point has {old!r} to replace")
+            for file in files:
+                file.write_text(file.read_text("utf-8").replace(old, new), "utf-8")
+        command[command.index(str(SCRIPT))] = str(copy / "train.py")
     return Process(command, env=variant.env), out
 
 
@@ -159,12 +161,16 @@ def small(args: Namespace) -> dict[str, Any]:
 def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
     """A train.Trainer of one process."""
     from entry_point import train
+    from entry_point.config import Config, Options
+    from entry_point.container import rank_device, read_container
+    from entry_point.data import load_corpus
+    from entry_point.distributed import Group, Ranks
 
-    config = train.Config(**words)
-    container = train.read_container({}, train.Options(data=str(text), out=str(out)))
-    ranks = train.Ranks(0, 1, 0, 1, "hand")
-    group = train.Group(ranks, train.rank_device(config, container, ranks), container)
-    corpus = train.load_corpus(container, config, group)
+    config = Config(**words)
+    container = read_container({}, Options(data=str(text), out=str(out)))
+    ranks = Ranks(0, 1, 0, 1, "hand")
+    group = Group(ranks, rank_device(config, container, ranks), container)
+    corpus = load_corpus(container, config, group)
     return train.Trainer(config, container, group, corpus)
 
 
@@ -248,12 +254,14 @@ def parts(args: Namespace, found: Found) -> None:
     """Gradients, the loss in chunks and sampling, in float32."""
     import torch
 
-    from entry_point import train
+    from entry_point.config import Config
+    from entry_point.model import GPT, LOGITS_AT_ONCE
+    from entry_point.optim import gradient_of
     from launcher import engine
 
     device = torch.device("cpu" if args.smoke else "cuda:0")
-    config = train.Config(n_layer=2, n_head=2, n_embd=256, block_size=128, norm_weights=True)
-    model = train.GPT(config, 300)
+    config = Config(n_layer=2, n_head=2, n_embd=256, block_size=128, norm_weights=True)
+    model = GPT(config, 300)
     model.init_weights(1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():  # weights that begin at zero would hide errors of others
@@ -263,7 +271,7 @@ def parts(args: Namespace, found: Found) -> None:
     def gradients(where: torch.device, end: int | None = None) -> torch.Tensor:
         model.to(where).zero_grad()
         model(ids[:, :-1].to(where), ids[:, 1:].to(where), end=end).backward()
-        return torch.cat([train.gradient_of(p).flatten().cpu() for p in model.parameters()])
+        return torch.cat([gradient_of(p).flatten().cpu() for p in model.parameters()])
 
     def far(a: torch.Tensor, b: torch.Tensor) -> float:
         return float((a - b).norm() / b.norm())
@@ -271,10 +279,10 @@ def parts(args: Namespace, found: Found) -> None:
     for name, end in (("gradients", None), ("gradients within documents", 7)):
         on_cpu = gradients(torch.device("cpu"), end)
         found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
-    whole, most = gradients(device), train.LOGITS_AT_ONCE
-    train.LOGITS_AT_ONCE = 1 << 15
+    whole, most = gradients(device), LOGITS_AT_ONCE
+    LOGITS_AT_ONCE = 1 << 15
     found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)
-    train.LOGITS_AT_ONCE = most
+    LOGITS_AT_ONCE = most
 
     kept: list[torch.Tensor] = []
     prompt = ids[:2, :10].to(device)

@@ -99,13 +99,13 @@ KINDS = {
 
 def profile(args: Namespace, scratch: Path, found: Found) -> None:
     """Where the time of a step goes, the largest memory, and how busy the GPU is."""
-    from entry_point import train
+    from entry_point.config import PRESETS
 
     if args.smoke:
         runs = {"smoke": {**SHAPES["smoke"], **SHORT}}
     else:
         common = {**SHORT, **HALF, "device": "cuda"}
-        baby = {**train.PRESETS["baby"], **common}
+        baby = {**PRESETS["baby"], **common}
         gpt2 = {**SHAPES["gpt2"], **common, "tie_embeddings": True}
         runs = {
             "baby, compiled": {**baby, **COMPILED},
@@ -176,7 +176,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     """Characters per second; the model's text does not matter, so it is trained for a step."""
     import torch
 
-    from entry_point import train
+    from entry_point import model as model_module
     from launcher import engine
 
     name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 16)
@@ -195,7 +195,10 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
                 last.tolist()  # waits for the GPU
         return samples * length / (time.perf_counter() - began)
 
-    for side, generate in (("with a cache", engine.generate), ("train.py's own", train.generate)):
+    for side, generate in (
+        ("with a cache", engine.generate),
+        ("train.py's own", model_module.generate),
+    ):
         for samples in (1, many):
             with found.part(side):
                 found.row(f"ours {side}, {samples} at once", **row_of(rate(generate, samples)))

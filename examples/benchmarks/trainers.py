@@ -89,13 +89,16 @@ def our_seconds(out: Path) -> float:
 def our_model(out: Path) -> tuple[Any, Any]:
     """The model (CPU, float32) and the tokenizer of a finished run, loaded by train.py alone."""
     sys.path.insert(0, str(ROOT))
-    from entry_point import train
+    from entry_point.config import Config
+    from entry_point.data import read_tokenizer
+    from entry_point.huggingface import load_pretrained
+    from entry_point.model import GPT
 
     directory = out / "model"
-    tokenizer = train.read_tokenizer(directory)
+    tokenizer = read_tokenizer(directory)
     config = json.loads((directory / "training.json").read_text())["config"]
-    model = train.GPT(train.Config(**config), len(tokenizer))
-    train.load_pretrained(model, directory)
+    model = GPT(Config(**config), len(tokenizer))
+    load_pretrained(model, directory)
     return model.eval(), tokenizer
 
 

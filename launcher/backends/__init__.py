@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.curves import Row
@@ -46,19 +45,6 @@ class Backend(Protocol):
 
     def job(self, job_id: str) -> TrainingJob:
         """The job as it was submitted."""
-
-    def script(self, job_id: str, sha256: str) -> Path:
-        """The path of the script that trained a job, by its SHA-256; it may not exist."""
-
-    def script_sha256(self, job_id: str) -> str:
-        """The SHA-256 of the script that a job runs. Raises ServiceError if it is gone."""
-
-    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
-        """This machine's copy of the edited script that a job ran; None for the packaged one.
-
-        Raises:
-            InputError: this machine has no copy.
-        """
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         """Yield the jobs, newest first."""

@@ -8,10 +8,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from entry_point import train
+from entry_point.config import Config
+from entry_point.container import available_cores
 
 
-def cpu_processes(config: train.Config) -> int:
+def cpu_processes(config: Config) -> int:
     """The number of processes that train fastest on this machine's CPU.
 
     Threads wait for each other at every operation, processes once in a step, but for all
@@ -34,7 +35,7 @@ def chosen_threads() -> int:
 
 def cores() -> int:
     """The cores that a job may use. Beyond a container's quota, threads are halted."""
-    return max(1, int(min(train.available_cores(), cpu_quota(Path("/")))))
+    return max(1, int(min(available_cores(), cpu_quota(Path("/")))))
 
 
 def cpu_quota(root: Path) -> float:

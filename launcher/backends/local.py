@@ -8,7 +8,7 @@ A job is a directory, HOME/jobs/JOB-ID:
     state.json              its state; only the runner writes it
     lock                    held by the runner while it lives
     stop                    exists if a user asked the job to stop; stop-now: asked twice
-    code/train.py           the script; a job that resumes this one runs it too
+    code/                   the training folder
     hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
     runner.log              output of the runner, such as why it could not start
     logs/algo-1.log         output of each host; job.log has all of them in order
@@ -60,6 +60,7 @@ from launcher.job import (
     newest_curve,
 )
 from launcher.settings import Settings
+from launcher.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +143,12 @@ class LocalBackend:
             "max_steps": job.config(1).max_steps,
             "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
         }
-        script = job.script.read_bytes()
         try:
             if not (directory / "job.json").exists():  # a launch was killed here
                 shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
             try:
-                self.start(directory, script, record)
+                self.start(directory, job.source, record)
             except BaseException:  # also Ctrl-C; else no command would list it
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
@@ -158,10 +158,9 @@ class LocalBackend:
                 " jobs, or set SM_NANOGPT_HOME to another directory"
             ) from None
 
-    def start(self, directory: Path, script: bytes, record: dict[str, Any]) -> None:
+    def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
         """Write the job's record and start its runner."""
-        (directory / "code").mkdir()
-        (directory / "code" / "train.py").write_bytes(script)
+        source.write(directory / "code")
         from launcher.backends.cpu import cores
 
         ranks = record["job"]["instance_count"] * record["processes_per_host"]
@@ -242,21 +241,7 @@ class LocalBackend:
         record = read_document(self.jobs_dir / job_id / "job.json", Record)
         if record is None:
             raise ServiceError(f"there is no job {job_id!r}")
-        if record.job.entry_point is None:
-            return record.job
-        # The copy that was run; the user's file may have changed.
-        return record.job.model_copy(update={"entry_point": self.script(job_id)})
-
-    def script(self, job_id: str, sha256: str = "") -> Path:
-        return self.jobs_dir / job_id / "code" / "train.py"
-
-    def script_sha256(self, job_id: str) -> str:
-        path = self.script(job_id)
-        with storage.reported(str(path)):
-            return storage.file_sha256(path)
-
-    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
-        return job.entry_point
+        return record.job
 
     def list(self) -> Iterator[JobDescription | UnreadableJob]:
         names = sorted(

@@ -4,7 +4,7 @@ Called by `submission`, `tracking`, `doctor` and `infra`. A job keeps its files 
 prefixes in the store:
 
     STORE/jobs/JOB-ID/job.json                    the job, for --resume
-    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training script
+    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training folder
     STORE/jobs/JOB-ID/output/model.tar.gz         /opt/ml/model, packed by SageMaker
     STORE/jobs/JOB-ID/output/output.tar.gz
     STORE/checkpoints/JOB-ID/                     /opt/ml/checkpoints, which SageMaker syncs; S3 may
@@ -14,7 +14,6 @@ prefixes in the store:
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import logging
@@ -22,11 +21,9 @@ import math
 import re
 import tarfile
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import storage
@@ -46,7 +43,6 @@ from launcher.aws.session import (
 from launcher.aws.stack import remembered
 from launcher.backends.toolkit import script_lines
 from launcher.curves import LARGEST_CURVE, Row, rows_of_file, rows_of_log
-from launcher.documents import LARGEST, check_size
 from launcher.errors import InputError, ServiceError
 from launcher.job import (
     JOB_ID,
@@ -61,6 +57,7 @@ from launcher.job import (
     newest_curve,
 )
 from launcher.settings import Settings
+from launcher.source import Source
 
 if TYPE_CHECKING:
     from launcher.backends.estimator import Plan
@@ -251,13 +248,9 @@ class SageMakerBackend:
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
         request = self.request(job_id, job, plan)
-        script = job.script.read_bytes()
-        if job.entry_point is not None:  # models and resumed jobs of this script need it here
-            kept = self.settings.kept_script(hashlib.sha256(script).hexdigest())
-            storage.write_bytes(str(kept), script)
         storage.write_text(str(self.settings.last_launched), job_id)
         try:
-            self.send_files(job_id, job, plan, script)
+            self.send_files(job_id, job, plan)
         except BaseException:
             self.remove_files(job_id, plan)
             raise
@@ -281,8 +274,9 @@ class SageMakerBackend:
                 self.remove_files(job_id, plan)
             raise
 
-    def send_files(self, job_id: str, job: TrainingJob, plan: Plan, script: bytes) -> None:
-        storage.write_bytes(plan.source_uri(job_id), source_archive(script), self.settings)
+    def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+        archive = source_archive(job.source)
+        storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
             source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
             if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
@@ -353,26 +347,6 @@ class SageMakerBackend:
                 "instance_count": resources["InstanceCount"],
             }
         )
-
-    def script(self, job_id: str, sha256: str) -> Path:
-        return self.settings.kept_script(sha256)
-
-    def script_sha256(self, job_id: str) -> str:
-        archive = storage.join(self.files_of(job_id), "source", "sourcedir.tar.gz")
-        return hashlib.sha256(read_script(archive, self.settings)).hexdigest()
-
-    def edited_script(self, job_id: str, job: TrainingJob) -> Path | None:
-        """Find the script by the SHA-256 of the archive in the store. Others may write there,
-        so it provides neither code nor a path."""
-        if job.entry_point is None:
-            return None
-        script = self.settings.kept_script(self.script_sha256(job_id))
-        if not script.exists():
-            raise InputError(
-                f"the edited script of job {job_id} is not on this machine; give it with"
-                " --entry-point FILE"
-            )
-        return script
 
     def files_of(self, job_id: str) -> str:
         """The prefix of a job's files, in the store that it was launched to."""
@@ -669,34 +643,15 @@ def timestamp(moment: datetime | None) -> float | None:
     return None if moment is None else moment.timestamp()
 
 
-def source_archive(script: bytes) -> bytes:
-    """sourcedir.tar.gz with train.py; the same script gives the same bytes."""
+def source_archive(source: Source) -> bytes:
+    """sourcedir.tar.gz with the training folder; the same files give the same bytes."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
         tarfile.open(fileobj=file, mode="w") as tar,
     ):
-        member = tarfile.TarInfo("train.py")
-        member.size, member.mode = len(script), 0o644
-        tar.addfile(member, io.BytesIO(script))
+        for name, content in sorted(source.files.items()):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
     return packed.getvalue()
-
-
-def read_script(archive: str, settings: Settings) -> bytes:
-    """Read train.py from a job's sourcedir.tar.gz. Raises ServiceError if that fails."""
-    content = storage.read_bytes(archive, settings)
-    if content is None:
-        raise ServiceError(f"{archive} is missing; give the script with --entry-point")
-    try:
-        with gzip.open(io.BytesIO(content)) as packed:
-            plain = check_size(packed.read(2 * LARGEST + 1), 2 * LARGEST)
-        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
-            member = tar.getmember("train.py")
-            file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-            if file is None:
-                raise tarfile.ReadError("it is not a regular file")
-            return file.read()
-    except (tarfile.TarError, zlib.error, EOFError, OSError, LookupError, ValueError) as error:
-        raise ServiceError(
-            f"{archive}: cannot read train.py from it ({error}); give the script with --entry-point"
-        ) from None

@@ -87,7 +87,7 @@ class LaunchCommand(Command):
     help="Set a hyperparameter; `sm-nanogpt hyperparameters` lists them.",
 )
 @click.option("--config", "config_file", metavar="FILE", help="TOML file of hyperparameters.")
-@click.option("--entry-point", metavar="FILE", help="Your edited copy of train.py.")
+@click.option("--entry-point", metavar="DIR", help="Your edited training folder.")
 @click.option(
     "--init-from",
     metavar="JOB-ID|PATH|URI",
@@ -345,7 +345,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
 
 @click.command("hyperparameters", cls=Command)
-@click.option("--entry-point", metavar="FILE", help="List those of your edited copy of train.py.")
+@click.option("--entry-point", metavar="DIR", help="List those of your edited training folder.")
 def hyperparameters_command(entry_point: str | None) -> None:
     """List what `launch --set` takes: ranges and defaults.
 
@@ -356,30 +356,28 @@ def hyperparameters_command(entry_point: str | None) -> None:
     from launcher.job import TrainingJob
 
     job = TrainingJob(entry_point=Path(entry_point)) if entry_point else TrainingJob()
-    click.echo(job.script_module().hyperparameter_table().strip("\n").replace("  --", "  "))
+    click.echo(job.module.hyperparameter_table().strip("\n").replace("  --", "  "))
 
 
 @click.command("copy-script", cls=Command)
-@click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path), default="my_train.py")
+@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
 @click.pass_context
-def copy_script_command(context: click.Context, file: Path) -> None:
-    """Copy train.py to FILE (default: my_train.py). Edit the model or the recipe there.
+def copy_script_command(context: click.Context, directory: Path) -> None:
+    """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 
     \b
     Example:
-      sm-nanogpt copy-script my_train.py
-      sm-nanogpt launch --instance local --entry-point my_train.py
+      sm-nanogpt copy-script my_gpt
+      sm-nanogpt launch --instance local --entry-point my_gpt
     """
-    from launcher.job import TrainingJob
+    from launcher.source import Source
 
-    content = TrainingJob().script.read_bytes()
+    if directory.exists():
+        raise InputError(f"{directory} exists; name another directory")
     try:
-        with file.open("xb") as copy:
-            copy.write(content)
-    except FileExistsError:
-        raise InputError(f"{file} exists; name another file") from None
+        Source.packaged().write(directory)
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from None
-    click.echo(file)
-    launch = settings_of(context).command(f"launch --instance local --entry-point {file}")
-    note(f"next: edit {file}, then run {launch}")
+        raise InputError(f"{directory}: {error.strerror}") from None
+    click.echo(directory)
+    launch = settings_of(context).command(f"launch --instance local --entry-point {directory}")
+    note(f"next: edit a file in {directory}, then run {launch}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import sys
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -125,20 +122,13 @@ def complete_hyperparameter(
     return [f"{name}=" for name in defaults if name.startswith(incomplete)]
 
 
-@lru_cache
 def presets_and_defaults() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The presets and default hyperparameters of train.py, without its import of torch."""
-    presets, defaults = dict[str, dict[str, Any]](), dict[str, Any]()
-    script = Path(__file__).parents[2] / "entry_point" / "train.py"
-    for node in ast.parse(script.read_text("utf-8")).body:
-        found: Any = node
-        if isinstance(node, ast.ClassDef) and node.name == "Config":
-            fields: list[Any] = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            defaults = {each.target.id: ast.literal_eval(each.value.args[0]) for each in fields}
-        elif isinstance(node, ast.AnnAssign) and found.target.id == "PRESETS":
-            for key, value in zip(found.value.keys, found.value.values, strict=True):
-                presets[key.value] = {w.arg: ast.literal_eval(w.value) for w in value.keywords}
-    return presets, defaults
+    """The presets and default hyperparameters."""
+    from dataclasses import fields
+
+    from entry_point.config import PRESETS, Config
+
+    return PRESETS, {f.name: f.default for f in fields(Config)}
 
 
 def pairs(

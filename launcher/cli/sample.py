@@ -17,15 +17,15 @@ from launcher.cli.show import byte_progress, note, print_json
 from launcher.errors import InputError
 
 if TYPE_CHECKING:
-    from entry_point.train import GPT, Tokenizer
-    from launcher.model import FindScript
+    from entry_point.data import Tokenizer
+    from entry_point.model import GPT
     from launcher.settings import Settings
 
 ENTRY_POINT = click.option(
     "--entry-point",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The edited train.py that trained the model (default: the copy kept at launch).",
+    metavar="DIR",
+    type=click.Path(exists=True, path_type=Path),
+    help="The edited folder that trained the model (default: the copy kept at launch).",
 )
 
 
@@ -167,23 +167,12 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
     return directory
 
 
-def finder(directory: Path, settings: Settings, entry_point: Path | None) -> FindScript:
-    """A function that finds the script which trained the model of a directory."""
-    from launcher.backends.local import LocalBackend
-
-    of_job = LocalBackend(settings).script(directory.parent.name)  # models/JOB-ID/...
-    return lambda sha256: (
-        entry_point or (of_job if of_job.exists() else settings.kept_script(sha256))
-    )
-
-
 def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
     """Load the model of a directory or of a job."""
     directory = locate(word, settings, entry_point)
     from launcher.sampling import is_edited, load_model
 
-    find = finder(directory, settings, entry_point)
-    model, tokenizer = load_model(directory, find, own_script=entry_point is not None)
+    model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")
     return model, tokenizer

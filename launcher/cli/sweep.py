@@ -42,7 +42,7 @@ def launch_sweep(
     Raises:
         InputError: a job cannot run; none was started.
     """
-    from launcher.storage import file_sha256, write_bytes
+    from launcher.source import keep
     from launcher.submission import new_job_id
     from launcher.sweeps import Sweep, alone, grid, quietly, write_record
 
@@ -78,9 +78,8 @@ def launch_sweep(
     # meanwhile, and from any directory.
     names = ("data", "validation", "init_from", "entry_point")
     fixed = {n: place for n in names if (place := getattr(first.job, n)) is not None}
-    if script := first.job.entry_point:
-        fixed["entry_point"] = settings.kept_script(file_sha256(script))
-        write_bytes(str(fixed["entry_point"]), script.read_bytes())
+    if "entry_point" in fixed:
+        fixed["entry_point"] = keep(first.job.source, settings)
     sweep = Sweep(job=job.model_copy(update=fixed), members=each, parallel=parallel)
     write_record(group, sweep, settings)
     click.echo(group)

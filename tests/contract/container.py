@@ -517,7 +517,7 @@ class Cluster:
 
 
 class Job(Cluster):
-    """A training job without SageMaker around it: train.py with `values`, on `text`."""
+    """A training job without SageMaker around it: the training folder with `values`, on `text`."""
 
     def __init__(
         self,
@@ -529,7 +529,7 @@ class Job(Cluster):
         hosts: int = 1,
         gpus: int = 2,
         threads: int | None = 1,  # the cores are those of other tests too
-        script: Path = SCRIPT,
+        folder: Path = SCRIPT.parent,
         second_environment_sed: str = "",
         variables: Mapping[str, str] | None = None,
         new_image: bool = False,
@@ -563,4 +563,5 @@ class Job(Cluster):
             )
             (host.ml / "input/data/training/input.txt").write_text(text)
             with tarfile.open(host.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as tar:
-                tar.add(script, "train.py")
+                for file in folder.glob("*.py"):
+                    tar.add(file, file.name)

@@ -15,9 +15,9 @@ import pytest
 import runs
 from container import Host, Job
 from launching import until
-from runs import SMALL, edited_script, words
+from runs import SMALL, edited_folder, words
 
-from entry_point import train
+from entry_point.container import available_cores
 from launcher.backends.sagemaker import in_short
 from launcher.backends.toolkit import script_lines
 
@@ -113,6 +113,7 @@ DECLARE = (
     """\
     names = ("OMPI_COMM_WORLD_RANK", "RANK", "SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG",
         "OMP_NUM_THREADS", "NCCL_DEBUG")
+    import json
     log("declares " + json.dumps([{name: os.environ.get(name) for name in names}, argv]))
     config, options = parse_argv(argv)
 """,
@@ -137,9 +138,9 @@ ODD_VALUES: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list[Host]:
     """A job whose ranks declare what reached them, which on the second host is broken."""
-    script = tmp_path_factory.mktemp("declaring") / "train.py"
-    edited_script(script, DECLARE)
-    options = dict(second_environment_sed=LOSSES, script=script, threads=None)
+    folder = tmp_path_factory.mktemp("declaring") / "train"
+    edited_folder(folder, DECLARE)
+    options = dict(second_environment_sed=LOSSES, folder=folder, threads=None)
     return finished("broken", hosts=2, values=ODD_VALUES, **options)
 
 
@@ -174,7 +175,7 @@ def test_under_mpirun_nccl_logs_only_warnings(broken: list[Host]) -> None:
 
 
 def test_ranks_share_the_cores_of_their_host_by_default(broken: list[Host]) -> None:
-    threads = max(1, train.available_cores() // 2)
+    threads = max(1, available_cores() // 2)
     assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
 
@@ -196,10 +197,10 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
     finished: Finished, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Their toolkit passes the line through a shell, unquoted."""
-    script = tmp_path_factory.mktemp("declaring") / "train.py"
-    edited_script(script, DECLARE)
+    folder = tmp_path_factory.mktemp("declaring") / "train"
+    edited_folder(folder, DECLARE)
     options = dict(
-        launcher="torchrun", new_image=True, script=script, variables={"NCCL_DEBUG": "INFO"}
+        launcher="torchrun", new_image=True, folder=folder, variables={"NCCL_DEBUG": "INFO"}
     )
     hosts = finished("new-torchrun", hosts=2, values=ODD_VALUES, **options)
     assert_done(hosts)

@@ -129,7 +129,7 @@ def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
 def test_an_edited_model_is_sampled_with_its_own_script(
     aws: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
-    mine = launching.edited(tmp_path / "mine.py", *EDITS["activation"])
+    mine = launching.edited(tmp_path / "mine", *EDITS["activation"])
     values = {**launching.TINY, "batch_size": 8}
     words = ("--entry-point", str(mine), "--data", str(text_file), *sets(**values))
     job_id = cli("launch", *INSTANCE, *words).out.strip()
@@ -139,10 +139,10 @@ def test_an_edited_model_is_sampled_with_its_own_script(
     assert "sampling with the edited or older script that trained" in sampled.err
     kept = mine.rename(tmp_path / "kept.py")
     assert cli("fetch-and-sample", job_id).out == sampled.out  # the launch kept a copy
-    shutil.rmtree(home / "scripts")  # as on another machine
+    shutil.rmtree(home / "sources")  # as on another machine
     refused = cli("fetch-and-sample", job_id)
     assert (refused.code, refused.out) == (2, "")
-    assert "name it with --entry-point FILE" in refused.error
+    assert "name it with --entry-point DIR" in refused.error
     again = cli("fetch-and-sample", job_id, "--entry-point", str(kept))
     assert again.out == sampled.out
 
@@ -167,7 +167,7 @@ def launch_long(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> Callable[..., str]:
     """Launches the job, with some words more; returns its id."""
-    script = launching.edited(tmp_path / "train.py", ALL_CHECKPOINTS)
+    script = launching.edited(tmp_path / "train", ALL_CHECKPOINTS)
     fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
 
     def launch(*words: str) -> str:
@@ -281,7 +281,7 @@ def test_s3_and_the_container_hold_the_same_checkpoints(
     aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
 ) -> None:
     # Slow enough to be sent, and so fast that old ones are to be deleted while they are sent.
-    script = launching.edited(tmp_path / "train.py", (LOOP, SLOWER), ALL_CHECKPOINTS)
+    script = launching.edited(tmp_path / "train", (LOOP, SLOWER), ALL_CHECKPOINTS)
     often = {**LONG, "eval_interval": 5}
     words = ("--data", str(text_file), "--entry-point", str(script), *sets(**often))
     ran = cli("launch", *INSTANCE, *words, "--follow")

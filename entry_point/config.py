@@ -1,0 +1,465 @@
+"""Hyperparameters: `Config`, the presets, and the command line. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
+
+
+def hyperparameter(
+    default: Any,
+    help: str,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    choices: tuple[str, ...] = (),
+    fixed: bool = False,
+    group: str = "",
+) -> Any:
+    """A field of Config. A `fixed` one cannot change on resume; `group` begins a part of --help."""
+    metadata = dict(help=help, least=least, most=most, choices=choices, fixed=fixed, group=group)
+    return field(default=default, metadata=metadata)
+
+
+# Of one pass: enough to keep a GPU busy, and `gpt2` still fits the 24 GB of an A10G.
+TOKENS_PER_PASS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every hyperparameter: its type, default, allowed range and meaning. The one source of truth.
+
+    Raises:
+        ConfigError: a value is out of its range, or two values contradict each other.
+    """
+
+    n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
+    n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
+    n_kv_head: int = hyperparameter(
+        0,
+        "heads of keys and values, each shared by some attention heads (0: n_head)",
+        0,
+        1024,
+        fixed=True,
+    )
+    head_dim: int = hyperparameter(
+        0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, fixed=True
+    )
+    n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
+    block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
+    n_hidden: int = hyperparameter(
+        0, "width inside the MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
+    )
+    tie_embeddings: bool = hyperparameter(
+        False, "share one matrix between embedding and head", fixed=True
+    )
+    norm_weights: bool = hyperparameter(False, "give each norm a weight to learn", fixed=True)
+    rope_theta: float = hyperparameter(
+        10000.0, "base of the rotary positions' wavelengths", 1, 1e12, fixed=True
+    )
+    vocab_size: int = hyperparameter(
+        0, "rows of embedding and head (0: as many as there are tokens)", 0, 1 << 20, fixed=True
+    )
+    dropout: float = hyperparameter(0.0, "dropout probability (on a CPU in 256ths)", 0, 0.95)
+
+    validation_fraction: float = hyperparameter(
+        0.1,
+        "last part of the text kept for validation when there is no validation channel",
+        0.001,
+        0.9,
+        fixed=True,
+        group="data",
+    )
+    mask_documents: bool = hyperparameter(
+        False, "end the attention where a document ends (for tokens; slower)", fixed=True
+    )
+    batch_size: int = hyperparameter(
+        12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
+    )
+    gradient_accumulation_steps: int = hyperparameter(
+        0,
+        "passes that one process makes over its part of the batch (0: the fewest of at most 16,384"
+        " tokens each)",
+        0,
+    )
+    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
+
+    max_steps: int = hyperparameter(2000, "optimizer steps", 1, 10**12, group="schedule")
+    optimizer: str = hyperparameter(
+        "muon",
+        "muon (matrices; AdamW for the rest) or adamw (everything)",
+        choices=("muon", "adamw"),
+        fixed=True,
+    )
+    learning_rate: float = hyperparameter(
+        0.0,
+        "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
+        0,
+        1e37,
+    )
+    embedding_learning_rate: float = hyperparameter(
+        0.1, "peak, of the embedding with muon", 0, 1e37
+    )
+    head_learning_rate: float = hyperparameter(
+        0.02, "peak, of the head with muon, also of a tied one", 0, 1e37
+    )
+    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak rate", 0)
+    decay_fraction: float = hyperparameter(
+        0.8, "last part of the steps, in which the rate falls linearly", 0, 1
+    )
+    final_learning_rate: float = hyperparameter(
+        0.0, "at the last step, as a fraction of the peak", 0, 1
+    )
+    weight_decay: float = hyperparameter(0.0, "of the matrices, decoupled", 0, 10)
+    momentum: float = hyperparameter(0.9, "of muon", 0, 0.9999)
+    beta1: float = hyperparameter(0.8, "of AdamW", 0, 0.9999)
+    beta2: float = hyperparameter(0.95, "of AdamW", 0, 0.999999)
+    short_windows: float = hyperparameter(
+        0.0,
+        "first part of the steps, in windows of an eighth, then a quarter, then half of block_size",
+        0,
+        1,
+    )
+    grad_clip: float = hyperparameter(0.0, "largest norm of the gradient (0: no limit)", 0, 10**9)
+
+    log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
+    eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
+    eval_windows: int = hyperparameter(
+        512, "windows of the validation part per evaluation (0: all)", 0
+    )
+    sample_length: int = hyperparameter(
+        300, "tokens sampled after training (a third before)", 0, 10**6
+    )
+    checkpoint_seconds: float = hyperparameter(
+        0.0,
+        "seconds between checkpoints; evaluations write one too (0: 60, or longer where writing"
+        " would take over 2 % of the time)",
+        0,
+    )
+
+    hang_seconds: float = hyperparameter(
+        150.0,
+        "seconds without progress after which a rank that others wait for counts as hung (or the"
+        " time of 5 steps, if that is longer)",
+        5,
+        1800,
+        group="machine",
+    )
+    device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
+    precision: str = hyperparameter(
+        "auto",
+        "of matrix products, and of gradients between ranks (auto: the first of bfloat16, float16"
+        " and float32 that the device is fast at)",
+        choices=("auto", "bfloat16", "float16", "tf32", "float32"),
+    )
+    compile: str = hyperparameter(
+        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            check_range(f, getattr(self, f.name))
+        if not self.head_dim and self.n_embd % (2 * self.n_head):
+            raise ConfigError(
+                f"n_embd={self.n_embd} cannot be divided into n_head={self.n_head} heads of equal"
+                " and even width, as rotary positions need;"
+                f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim}: must be even, as rotary positions need")
+        if self.n_head % self.kv_heads:
+            raise ConfigError(
+                f"n_head={self.n_head} heads cannot share n_kv_head={self.n_kv_head} evenly; the"
+                f" nearest that fit: n_head={nearest_multiples(self.n_head, self.kv_heads)}"
+            )
+        if self.short_windows and self.block_size % 8:
+            fits = nearest_multiples(self.block_size, 8)
+            raise ConfigError(
+                f"block_size={self.block_size} cannot be divided by eight, as short_windows needs;"
+                f" the nearest that fit: block_size={fits}"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} is more than max_steps={self.max_steps}"
+            )
+        if not self.learning_rate:  # records and reports show the one that is used
+            rates = {"muon": 0.02, "adamw": 0.001}
+            object.__setattr__(self, "learning_rate", rates[self.optimizer])
+        self.check_world_size(1)
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width inside the gated MLP: 8/3 of n_embd gives it the size of an ungated 4x MLP."""
+        return self.n_hidden or 8 * round(self.n_embd / 3)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters of the layers, without embedding and head."""
+        attention = 2 * (self.n_head + self.kv_heads) * self.head_width
+        return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
+
+    def passes(self, world_size: int) -> int:
+        """Passes of each process over its part of the batch; they are of one size."""
+        rows, most = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
+        needed = math.ceil(rows / max(1, most))
+        fitting = (n for n in range(needed, rows) if rows % n == 0)
+        return self.gradient_accumulation_steps or next(fitting, max(1, rows))
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ConfigError unless world_size processes share the batch evenly."""
+        parts = world_size * max(1, self.gradient_accumulation_steps)
+        if self.batch_size % parts:
+            passes = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
+            processes = counted(world_size, "process")
+            shares = processes if parts == world_size else f"{processes} with {passes}"
+            raise ConfigError(
+                f"batch_size={self.batch_size} cannot be shared by"
+                f" {passes if world_size == 1 else shares}; the nearest that fit:"
+                f" batch_size={nearest_multiples(self.batch_size, parts)}"
+            )
+
+
+# fmt: off
+PRESETS: dict[str, dict[str, Any]] = {
+    # The size of nanoGPT's configuration for a CPU: about a minute on two cores.
+    "cpu": dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=12, max_steps=2000,
+                device="cpu"),
+    # Learns what nanoGPT's configuration for a CPU does, in a twentieth of its minute: in so few
+    # steps two wide layers learn more than four.
+    "quick": dict(n_layer=2, n_head=2, n_embd=176, n_hidden=480, block_size=64, batch_size=12,
+                  max_steps=180, learning_rate=0.05, momentum=0.85, short_windows=0.3,
+                  device="cpu"),
+    # The best model that two CPU cores make of a megabyte of text in three minutes.
+    "laptop": dict(n_layer=4, n_head=3, n_embd=192, block_size=1024, batch_size=2, max_steps=1900,
+                   weight_decay=0.1, short_windows=0.9, eval_interval=500, device="cpu"),
+    # As large as nanoGPT's train_shakespeare_char, the model of most tutorials; for a GPU. Its
+    # values are for a megabyte of text, which it memorizes without weight decay.
+    "baby": dict(n_layer=6, n_head=3, n_embd=384, block_size=256, batch_size=64, max_steps=1000,
+                 learning_rate=0.03, weight_decay=0.6, dropout=0.2, log_interval=10),
+    # For subword tokens, 300 million of them and more, and about an hour on one A10G.
+    "small": dict(n_layer=8, n_head=4, n_embd=512, block_size=512, tie_embeddings=True,
+                  batch_size=128, max_steps=5000, weight_decay=0.1, log_interval=10),
+    # The size of GPT-2; half a million tokens a step, 2.5 billion in all.
+    "gpt2": dict(n_layer=12, n_head=6, n_embd=768, block_size=1024, tie_embeddings=True,
+                 batch_size=480, max_steps=5000, momentum=0.95, weight_decay=0.1, log_interval=10),
+}
+# fmt: on
+
+
+# Each with the format in which it is shown.
+METRICS = {
+    "train_loss": 5,
+    "val_loss": 5,
+    "best_loss": 5,  # the lowest val_loss so far, which is that of the model that is kept
+    "bits_per_byte": 5,  # val_loss per byte of text, comparable between tokenizers
+    "learning_rate": 7,
+    "tokens_per_second": 0,
+}
+
+
+def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | None) -> str:
+    """`step=250/2000 train_loss=1.81234 ... time_left=0:00:12`, which metric regexes read."""
+    words = [f"step={row['step']}/{max_steps}"]
+    words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
+    if seconds_left is not None:
+        words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
+    return " ".join(words)
+
+
+def metric_definitions() -> list[dict[str, str]]:
+    """What SageMaker needs to read the metrics of a log; not anchored, as mpirun tags lines."""
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    return [{"Name": name, "Regex": f"{name}={number}"} for name in ("step", *METRICS)]
+
+
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ConfigError, which names the difference, unless `now` may continue from `saved`."""
+    differences = []
+    for f in dataclasses.fields(Config):
+        # A hyperparameter that is newer than the checkpoint was its default.
+        was, value = saved["config"].get(f.name, f.default), now["config"][f.name]
+        if f.metadata["fixed"] and was != value:
+            differences.append(f"{f.name} was {was!r} and is {value!r}")
+    if saved["corpus_sha256"] != now["corpus_sha256"]:
+        differences.append("the text is not the same")
+    if differences:
+        raise ConfigError(
+            "the checkpoint belongs to another run: "
+            + "; ".join(differences)
+            + ". Start without it, or use its values"
+        )
+
+
+def allowed(f: dataclasses.Field[Any]) -> str:
+    """The values that the field accepts, in words."""
+    m = f.metadata
+    if m["choices"]:
+        return "one of " + ", ".join(m["choices"])
+    if f.type == "bool":
+        return "True or False"
+    kind = "a whole number" if f.type == "int" else "a number"
+    if m["most"] is not None:
+        return f"{kind} from {m['least']} to {m['most']}"
+    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
+
+
+FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def check_range(f: dataclasses.Field[Any], value: Any) -> None:
+    m = f.metadata
+    wrong = (
+        type(value) not in FIELD_TYPES[str(f.type)]
+        or (isinstance(value, float) and not math.isfinite(value))
+        or (m["choices"] and value not in m["choices"])
+        or (m["least"] is not None and value < m["least"])
+        or (m["most"] is not None and value > m["most"])
+    )
+    if wrong:
+        must = choices_for(str(value), m["choices"]) if m["choices"] else allowed(f)
+        raise ConfigError(f"{f.name}={value!r}: must be {must}")
+
+
+def parse_value(f: dataclasses.Field[Any], text: str) -> Any:
+    """The value of a field from its text form, as on a command line."""
+    try:
+        if f.type == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if f.type == "float":
+            return float(text)
+        if f.type == "int":
+            try:
+                return int(text)
+            except ValueError:
+                if float(text).is_integer():  # 1e5
+                    return int(float(text))
+                raise
+    except (ValueError, KeyError):
+        raise ConfigError(f"{f.name}={text!r}: must be {allowed(f)}") from None
+    return text
+
+
+def make_config(
+    values: Mapping[str, Any], preset: str | None = None, base: Mapping[str, Any] | None = None
+) -> Config:
+    """A Config from names and values (text or typed) over a preset over a base over the defaults.
+
+    A name may have `-` instead of `_`. An empty value counts as not given, since SageMaker turns
+    an unset hyperparameter into that.
+
+    Raises:
+        ConfigError: an unknown name or preset, or a value that is not allowed.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset={preset!r}: must be {choices_for(preset, list(PRESETS))}")
+    known = {f.name: f for f in dataclasses.fields(Config)}
+    base, of_preset = base or {}, PRESETS[preset].copy() if preset else {}
+    if (values.get("optimizer") or base.get("optimizer")) == "adamw":
+        of_preset.pop("learning_rate", None)  # which is for Muon
+    chosen = {**base, **of_preset}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"{key}={value!r}: there is no such hyperparameter{nearest_name(name, list(known))}"
+            )
+        if value is None or value == "":
+            continue
+        chosen[name] = parse_value(known[name], value) if isinstance(value, str) else value
+    return Config(**chosen)
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of Options."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options besides hyperparameters; in a container, only `processes` and `preset`."""
+
+    data: str = option("", "a text file, or a directory of *.txt files")
+    validation: str = option("", "a text file or directory for validation alone")
+    out: str = option("", "directory for the results (default: a new one in runs/)")
+    init_from: str = option("", "directory of a model to start from: ours, or of the Qwen3 family")
+    resume: str = option("", "directory of an earlier run (on every host) to continue")
+    processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
+    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    processes_before: int = (
+        0  # not an option: of the checkpoint that --resume continues from, on a CPU
+    )
+
+
+OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
+
+
+def read_words(argv: Sequence[str]) -> dict[str, str]:
+    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or its value is missing.
+    """
+    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
+    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
+    given: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        name = key.replace("-", "_")
+        if not word.startswith("-"):
+            raise ConfigError(f"{word}: there is no such option; name a text with --data {word}")
+        if not word.startswith("--") or name not in known:
+            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
+            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in flags:
+                value = "True"
+            else:
+                raise ConfigError(f"{word}: a value is missing")
+        if name in given:
+            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
+        given[name] = value
+    return given
+
+
+def hyperparameter_table() -> str:
+    """A line for each hyperparameter, in groups, with its meaning, range and default."""
+    lines = []
+    for f in dataclasses.fields(Config):
+        if f.metadata["group"]:
+            lines += ["", f"hyperparameters of the {f.metadata['group']}:"]
+        kept = "; --resume keeps it" * f.metadata["fixed"]
+        help, default = f.metadata["help"], repr(f.default)
+        if f.default == 0 and " (0: " in help:
+            help, _, meaning = help.removesuffix(")").partition(" (0: ")
+            default = f"0, which means {meaning}"
+        lines.append(f"  --{f.name:<28} {help}; {allowed(f)}{kept} (default: {default})")
+    return "\n".join(["", *lines])
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that is a pure function of its parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,319 @@
+"""Where a run is: SageMaker's hosts and directories; device, processes, threads, precision."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import sysconfig
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from .config import Config, Options
+from .errors import ConfigError, DataError, TopologyError, counted
+
+if TYPE_CHECKING:
+    from .distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Container:
+    """A host's name, the other hosts, and its directories, as SageMaker sets them.
+
+    Outside of a container (`inside` is False) the directories come from Options.
+    """
+
+    inside: bool
+    hosts: tuple[str, ...]
+    current_host: str
+    num_gpus: int | None  # as SageMaker counts them; None if it gives no number
+    interface: str | None  # network interface between the hosts
+    training: Path | None
+    validation: Path | None
+    model_dir: Path
+    output_dir: Path
+    checkpoint_dir: Path
+    init_from: Path | None = None  # the model to start from
+
+    @property
+    def host_index(self) -> int:
+        return self.hosts.index(self.current_host)
+
+
+def host_names(value: Any) -> list[str]:
+    """The value, if it is a list of names; else none."""
+    whole = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if whole else []
+
+
+def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], str, str | None]:
+    """The job's hosts, which of them this one is, and the network interface between them.
+
+    On hosts after the first, mpirun carries SM_* through /etc/environment, which cuts some of
+    them, so a value that cannot be read is looked up in the file that every host has.
+
+    Raises:
+        TopologyError: the hosts are not known, or this one is not among them.
+    """
+    try:
+        resources = json.loads(config_file.read_text())
+        hosts_there = host_names(resources["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        resources, hosts_there = {}, []
+    try:
+        hosts = host_names(json.loads(env["SM_HOSTS"])) or hosts_there
+    except (KeyError, ValueError):
+        hosts = hosts_there
+    current_host = env.get("SM_CURRENT_HOST")
+    if current_host not in hosts:
+        current_host = resources.get("current_host")
+    if current_host is None or current_host not in hosts:
+        raise TopologyError(
+            f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
+            f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
+            f" {'does not settle it' if config_file.exists() else 'is missing'}"
+        )
+    return hosts, current_host, resources.get("network_interface_name")
+
+
+def read_channels(env: Mapping[str, str], channels: Path) -> tuple[Path, Path | None, Path | None]:
+    """The directories of the text, and of the text for validation and the model to start from.
+
+    Raises:
+        DataError: the `training` channel is missing, or a channel is no directory.
+    """
+
+    def channel(name: str) -> Path | None:
+        variable = f"SM_CHANNEL_{name.upper()}"
+        path = Path(env.get(variable) or channels / name)
+        if env.get(variable) and not path.is_dir():
+            raise DataError(f"{variable}={path}: no such directory")
+        return path if path.is_dir() else None
+
+    training = channel("training")
+    if training is None:
+        there = sorted(p.name for p in channels.iterdir()) if channels.is_dir() else []
+        raise DataError(
+            f"the channel 'training' is missing; the job's channels: {', '.join(there) or 'none'}"
+        )
+    return training, channel("validation"), channel("model")
+
+
+def read_container(env: Mapping[str, str], options: Options) -> Container:
+    """Reads SM_* variables and resourceconfig.json, or outside of a container the options.
+
+    SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
+
+    Raises:
+        TopologyError, DataError: as read_hosts and read_channels.
+        ConfigError: an option that names a path, in a container.
+    """
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    config_file = base / "input/config/resourceconfig.json"
+    by_hand = options.data or options.resume
+    inside = any(name in env for name in ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MODEL_DIR"))
+    inside = inside or (config_file.exists() and not by_hand)
+    for name in ("data", "resume", "out", "validation", "init_from"):
+        if inside and getattr(options, name):
+            raise ConfigError(f"--{name}: in a container SageMaker sets the paths; leave it out")
+    if not inside:
+        new = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in one second
+        out = Path(options.resume or options.out or new)
+        return Container(
+            inside=False,
+            hosts=("localhost",),
+            current_host="localhost",
+            num_gpus=None,
+            interface=None,
+            training=Path(options.data).absolute() if options.data else None,
+            validation=Path(options.validation).absolute() if options.validation else None,
+            init_from=Path(options.init_from).absolute() if options.init_from else None,
+            model_dir=out / "model",
+            output_dir=out / "output",
+            checkpoint_dir=out / "checkpoints",
+        )
+
+    hosts, current_host, interface = read_hosts(env, config_file)
+    training, validation, init_from = read_channels(env, base / "input/data")
+    gpus = env.get("SM_NUM_GPUS", "")
+    return Container(
+        inside=True,
+        hosts=tuple(hosts),
+        current_host=current_host,
+        num_gpus=int(gpus) if gpus.isdecimal() else None,
+        interface=interface,
+        training=training,
+        validation=validation,
+        init_from=init_from,
+        model_dir=Path(env.get("SM_MODEL_DIR") or base / "model"),
+        output_dir=Path(env.get("SM_OUTPUT_DATA_DIR") or base / "output/data"),
+        checkpoint_dir=base / "checkpoints",
+    )
+
+
+def choose_device(config: Config, container: Container, processes: int) -> str:
+    """The kind of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
+
+    Raises:
+        TopologyError: the chosen device, or the GPUs that SageMaker counted, are not available.
+    """
+    if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
+        return "cpu"
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if container.num_gpus and seen != container.num_gpus:
+        raise TopologyError(
+            f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
+            f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
+            " or set device=cpu"
+        )
+    if config.device == "cuda" and not seen:
+        raise TopologyError(
+            f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto runs without one"
+        )
+    if seen and config.device != "mps":
+        return "cuda"
+    mps = torch.backends.mps.is_available()
+    if config.device == "mps" and not mps:
+        raise TopologyError(
+            f"device=mps, but torch {torch.__version__} sees none; device=auto runs without it"
+        )
+    if config.device == "mps" and processes > 1:
+        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
+    return "mps" if mps and processes == 1 else "cpu"
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises TopologyError where this build of torch has no kernels for the GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    fitting = (
+        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
+        for kind, number in known  # compute is compiled for the GPU when it is used
+    )
+    if known and not any(fitting):
+        raise TopologyError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
+            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; use another"
+            " image or another GPU"
+        )
+
+
+def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
+    """The device of this rank: on GPUs, one for each rank.
+
+    Raises:
+        TopologyError: there is no such device, or not one process for each GPU.
+    """
+    kind = choose_device(config, container, ranks.world_size)
+    if kind != "cuda":
+        return torch.device(kind)
+    gpus = torch.cuda.device_count()
+    if ranks.local_world_size != gpus:
+        raise TopologyError(
+            f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
+            f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    check_kernels(device)
+    return device
+
+
+def local_processes(config: Config, container: Container, options: Options) -> int:
+    """How many processes this host runs: one per GPU; on a CPU as many as asked for, or one."""
+    device = choose_device(config, container, options.processes or 1)
+    if device == "cpu":
+        return options.processes or options.processes_before or 1
+    if device == "mps":
+        return 1
+    gpus = torch.cuda.device_count()
+    if options.processes not in (0, gpus):
+        raise TopologyError(
+            f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
+            " one process; CUDA_VISIBLE_DEVICES chooses among them"
+        )
+    return gpus
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory of freed tensors for the next ones.
+
+    By default, glibc returns large blocks to the system, which clears each page again. In some
+    runs that took a fifth of a step.
+    """
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
+        mallopt(mmap_max, 0)  # no separate mapping for a block, which would end with it
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16."""
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(config: Config, device: torch.device) -> torch.dtype:
+    """The type that this rank prefers to compute in, before all agree; TF32 counts as float32.
+
+    Raises:
+        ConfigError: TF32 was chosen, and the device has none.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if config.precision == "tf32" and capability < (8, 0):
+        raise ConfigError(
+            "precision='tf32' needs a GPU of NVIDIA's Ampere or later; auto takes the fastest that"
+            " this device has"
+        )
+    if config.precision != "auto":
+        known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(config.precision, torch.float32)
+    if has_fast_bfloat16(device):
+        return torch.bfloat16
+    # The tensor cores of Volta (V100) and Turing (T4) support only float16.
+    return torch.float16 if capability >= (7, 0) else torch.float32
+
+
+def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
+    """Whether compiling is worth its minute. It needs a GPU that Triton supports (Volta or later).
+
+    The bound is on each rank's arithmetic, 6 operations per parameter and token
+    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
+    each length of windows.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = config.max_steps * config.batch_size * config.block_size
+    lengths = 4 if config.short_windows else 1
+    return 6 * parameters * tokens / world_size > 3e15 * lengths
+
+
+def can_compile() -> bool:
+    """Whether Triton and the compiler for its host code are here."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(find_spec("triton") and compiler and header.is_file())

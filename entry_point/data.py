@@ -1,0 +1,491 @@
+"""Batches, and the text: characters, or the tokens that `upload-data --tokenizer` made."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import json
+import mmap
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import raw_bytes
+from .config import Config, derive_seed
+from .container import Container
+from .errors import DataError, counted, log
+
+if TYPE_CHECKING:
+    from .distributed import Group
+
+
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seeds the device's default generator, which dropout draws from."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    elif device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # seeds all kinds of devices, which takes 0.1 ms
+
+
+class Batches:
+    """Training windows. The batch of a step is a pure function of (seed, step).
+
+    An epoch cuts the text into windows that touch each other, from a random phase, and visits
+    each once in random order. The phase leaves less than two windows over, at
+    both ends; other epochs visit them.
+    """
+
+    def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
+        self.tokens, self.device = near_device(tokens, device), device
+        self.block_size, self.batch_size = config.block_size, config.batch_size
+        self.seed = config.seed
+        n = len(tokens) - 1  # the last character is only ever a target
+        self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
+        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
+
+    def window_starts(self, step: int) -> Tensor:
+        """Where each window of the global batch begins: int64 [batch_size]."""
+        parts, index, end = [], step * self.batch_size, (step + 1) * self.batch_size
+        while index < end:
+            epoch, place = divmod(index, self.windows_per_epoch)
+            if epoch != self.epoch:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+                phase = torch.randint(self.phases, (), generator=generator)
+                order = torch.randperm(self.windows_per_epoch, generator=generator)
+                starts = order.mul_(self.block_size).add_(phase)
+                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
+            part = self.starts[place : place + end - index]
+            parts.append(part)
+            index += len(part)
+        return torch.cat(parts)
+
+    def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's slice of the step's batch: inputs and targets, int64 [rows, block_size]."""
+        rows = self.batch_size // world_size
+        starts = self.window_starts(step)[rank * rows : (rank + 1) * rows]
+        return gather_windows(self.tokens, starts, self.block_size, self.device)
+
+
+def gather_windows(
+    tokens: Tensor | Shards, starts: Tensor, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
+    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
+    windows = tokens[places]
+    if windows.device != device:
+        # One copy from pinned memory: the host does not wait until the GPU has made it.
+        pinned = device.type == "cuda"
+        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    windows = windows.long() if windows.dtype != torch.int16 else windows.long() & 0xFFFF
+    return windows[:, :-1], windows[:, 1:]
+
+
+def near_device(tokens: Tensor | Shards, device: torch.device) -> Tensor | Shards:
+    """The tokens, moved to the GPU if they take less than a tenth of its free memory.
+
+    Batches are then cut there, without the host.
+    """
+    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
+        return tokens.to(device)
+    return tokens
+
+
+CHUNK_BYTES = 1 << 18  # small, so that the results for a chunk stay in the cache
+
+CODE_POINTS = 0x110000
+
+MOST_IDS = 1 << 20
+
+
+class Tokenizer:
+    """A tokenizer.json (huggingface.co/docs/tokenizers) of characters, or of BPE over bytes.
+
+    words holds the bytes of each id. end_of_text is the token that ends a document, and `end` its
+    id; text of characters has neither.
+
+    Raises:
+        DataError: it is of another kind.
+    """
+
+    def __init__(self, document: Mapping[str, Any], end_of_text: str | None = None) -> None:
+        self.document, self.end_of_text = document, end_of_text
+        try:
+            model, added = document["model"], document["added_tokens"]
+            kind, vocab = model["type"], model["vocab"]
+            if kind not in ("WordLevel", "BPE"):
+                raise DataError(f"tokenizer.json is of {kind}, and must be of BPE over bytes")
+            if kind == "WordLevel" and sorted(vocab.values()) != [*range(len(vocab))]:
+                raise DataError("tokenizer.json lacks an id, or has one twice")
+            byte = byte_characters()
+            words = {
+                id: word.encode() if kind == "WordLevel" else bytes(byte[c] for c in word)
+                for word, id in vocab.items()
+                if kind == "WordLevel" or all(c in byte for c in word)
+            }
+            special = {token["id"]: token["content"] for token in added if token["special"]}
+            words |= {t["id"]: t["content"].encode() for t in added if not t["special"]}
+            size = max([*words, *special]) + 1
+            if size > MOST_IDS:
+                raise DataError(f"tokenizer.json has ids up to {size}")
+            self.words = [b"" if id in special else words.get(id, b"") for id in range(size)]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"tokenizer.json cannot be read: {error!r}") from None
+        ends = [id for id, content in special.items() if content == end_of_text]
+        if end_of_text is not None and not ends:
+            raise DataError(f"tokenizer.json has no special token {end_of_text!r}")
+        self.end = ends[0] if ends else None
+        first = self.words.index(b"\n") if b"\n" in self.words else 0
+        self.start = first if self.end is None else self.end
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def unit(self) -> str:
+        return "characters" if self.document["model"]["type"] == "WordLevel" else "tokens"
+
+    def word(self, id: int) -> bytes:
+        """The bytes of an id; b"" for a row beyond the vocabulary, as published models have."""
+        return self.words[id] if id < len(self.words) else b""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.word, ids)).decode(errors="replace")
+
+
+def byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE stands for, as in GPT-2's encoder.py.
+
+    Printable bytes stand for themselves; the others, in order, have characters from 256.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of the model in a directory. Raises DataError."""
+    try:
+        document = json.loads((directory / "tokenizer.json").read_bytes())
+        end = json.loads((directory / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{directory}: its tokenizer cannot be read: {error}") from None
+    return Tokenizer(document, end["content"] if isinstance(end, dict) else end)
+
+
+def character_tokenizer(vocabulary: str) -> dict[str, Any]:
+    """tokenizer.json of one token per character, given back exactly.
+
+    The format needs an unknown token in the vocabulary, or other tools raise an error for an
+    unknown character; a space is the least harmful. Our own sampler refuses such characters.
+    """
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {character: index for index, character in enumerate(vocabulary)},
+            "unk_token": " " if " " in vocabulary else vocabulary[0],
+        },
+    }
+
+
+class Shards:
+    """Ids in files of equal length (but the last), mapped into memory; one sequence, as a tensor.
+
+    They are of int16, which may stand for uint16, or int32.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts, self.each, self.device = parts, len(parts[0]), parts[0].device
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, places: Tensor) -> Tensor:
+        found = torch.empty_like(places, dtype=self.parts[0].dtype)
+        part = places // self.each
+        for index in part.unique().tolist():
+            here = part == index
+            found[here] = self.parts[index][places[here] - index * self.each]
+        return found
+
+    def to(self, device: torch.device) -> Tensor:
+        return torch.cat([part.to(device) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text as ids: train and val are 1-D, of the smallest type that holds the vocabulary."""
+
+    tokenizer: Tokenizer
+    train: Tensor | Shards
+    val: Tensor | Shards
+    sha256: str
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file itself, or the *.txt files below a directory, sorted by path.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(p for p in path.rglob("*.txt") if p.is_file())
+    if not files:
+        there = "no *.txt file in it" if path.is_dir() else "no such file or directory"
+        raise DataError(f"{path}: {there}")
+    return files
+
+
+def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
+    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
+
+    Raises:
+        DataError: a file is not UTF-8.
+    """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        offset = 0
+        with path.open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                pending = decoder.getstate()[0]
+                if not pending and data.isascii():
+                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
+                else:
+                    yield decoded(decoder, data, path, offset - len(pending))
+                offset += len(data)
+        decoded(decoder, b"", path, offset - len(decoder.getstate()[0]))
+        digest.update(offset.to_bytes(8, "little"))  # the ends of files count too
+
+
+def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
+    """The code points of the next bytes, or of the last if there are none: int32 [n]."""
+    try:
+        text = decoder.decode(data, final=not data)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {offset + error.start})") from None
+    codes = bytearray(text.encode("utf-32-le"))
+    return (
+        torch.frombuffer(codes, dtype=torch.int32) if codes else torch.empty(0, dtype=torch.int32)
+    )
+
+
+def mapped(path: Path, dtype: torch.dtype, warn: Callable[[str], object]) -> Tensor:
+    """The ids in a file, read from it as they are used."""
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the memory cannot be written
+        try:  # private, since a FUSE mount, as FastFile's, may refuse shared maps
+            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        except OSError as error:
+            warn(
+                f"note: {path.parent} cannot be mapped ({error.strerror}), so each process reads"
+                " all of it into memory; --input-mode File needs less"
+            )
+            return torch.frombuffer(bytearray(file.read()), dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+def id_dtype(count: int) -> torch.dtype:
+    """The smallest type that holds so many ids."""
+    if count <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if count <= 1 << 15 else torch.int32
+
+
+ENCODE_AGAIN = "encode the text by its tokenizer, with upload-data --tokenizer"
+
+
+def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
+    """The tokens in the channel, or else its text by characters.
+
+    Raises:
+        DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
+            host; or there is no room for its ids.
+    """
+    if container.training is None:
+        raise DataError("no text: name it with --data FILE")
+    start = read_tokenizer(container.init_from) if container.init_from else None
+    tokens = (container.training / "meta.json").exists()
+    same = tokens == group.share(tokens, source=group.rank == 0)
+    if same:
+        if start is not None and start.unit == "tokens" and not tokens:
+            raise DataError(f"the model to start from takes tokens; {ENCODE_AGAIN}")
+        if tokens:
+            corpus = read_tokens(container, functools.cache(log if group.rank == 0 else str))
+        else:
+            corpus = read_text(container, config, group, start)
+        if start is not None and corpus.tokenizer.words != start.words:
+            raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")
+        same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
+    if not same:
+        named = len(container.hosts) > 1
+        mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
+        raise DataError(
+            f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+            " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
+        )
+    if config.mask_documents and corpus.tokenizer.end is None:
+        raise DataError("mask_documents needs tokens, whose documents have an end; leave it out")
+    if 0 < config.vocab_size < len(corpus.tokenizer):
+        raise DataError(
+            f"vocab_size={config.vocab_size}: the text has {len(corpus.tokenizer)} different"
+            f" {corpus.tokenizer.unit}"
+        )
+    for name, part in (("training", corpus.train), ("validation", corpus.val)):
+        if len(part) < config.block_size + 1:
+            raise DataError(
+                f"the {name} part has {len(part)} {corpus.tokenizer.unit}, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1};"
+                " add more text, or set a smaller block_size"
+            )
+    return corpus
+
+
+def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
+    """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
+    directory = container.training
+    assert directory is not None
+    if container.validation is not None:
+        raise DataError("the tokens hold their own validation part; leave out the other channel")
+    try:
+        content = (directory / "meta.json").read_bytes()
+        meta = json.loads(content)
+        tokenizer = Tokenizer(
+            json.loads((directory / "tokenizer.json").read_bytes()), meta["end_of_text"]
+        )
+        dtype = {"uint16": torch.int16, "uint32": torch.int32}[meta["dtype"]]
+        parts = []
+        for name in ("train", "val"):
+            shards = []
+            for shard in meta[name]["shards"]:
+                path, size = directory / plain_name(shard["name"]), shard["tokens"]
+                if path.stat().st_size != size * dtype.itemsize:
+                    raise DataError(f"{path} is damaged: its size is not that in meta.json")
+                shards.append(mapped(path, dtype, warn))
+                if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
+                    raise DataError(f"{path}: only the last shard may be shorter than the others")
+                if (found := largest_id(shards[-1])) >= len(tokenizer):
+                    raise DataError(
+                        f"{path} has the id {found}, and the tokenizer only {len(tokenizer)} tokens"
+                    )
+            parts.append(Shards(shards))
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
+    return Corpus(tokenizer, parts[0], parts[1], hashlib.sha256(content).hexdigest())
+
+
+def plain_name(name: Any) -> str:
+    """The name of a file; raises ValueError if it may lie in another directory."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is no plain name of a file")
+    return name
+
+
+def largest_id(shard: Tensor) -> int:
+    """The largest id, without a sign; 0 of a large shard, which a host may read over a network."""
+    if shard.nbytes > 1 << 26:
+        return 0
+    sign = 1 << (8 * shard.itemsize - 1)
+    return int((shard ^ -sign).max()) + sign
+
+
+def read_text(
+    container: Container, config: Config, group: Group, start: Tokenizer | None
+) -> Corpus:
+    """Tokenizes the text once per host into a file that the host's ranks map into memory.
+
+    Its characters are those of `start`, the tokenizer of the model to start from, or else its own.
+
+    Without a validation channel, the last part of the text is kept for validation, as in
+    nanoGPT's data/shakespeare_char/prepare.py.
+    """
+    first = group.local_rank == 0
+    directory, described = None, {}
+    try:
+        if first:
+            try:
+                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
+                known = [] if start is None else [ord(word.decode()) for word in start.words]
+                described = tokenize(container, Path(directory), known)
+            except OSError as error:
+                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
+                raise DataError(f"{error.filename or place}: {error.strerror}") from None
+        described = group.share(described, source=first, within=f"host{group.host_index}")
+        vocabulary = described["vocabulary"]
+        ids = id_dtype(len(vocabulary))
+        parts = [mapped(Path(path), ids, log) for path in described["parts"]]
+        group.barrier()
+    finally:
+        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+    if len(parts) == 1:
+        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
+        parts = [parts[0][:n_train], parts[0][n_train:]]
+    tokenizer = Tokenizer(character_tokenizer(vocabulary))
+    return Corpus(tokenizer, parts[0], parts[1], described["sha256"])
+
+
+def tokenize(container: Container, directory: Path, start: Sequence[int] = ()) -> dict[str, Any]:
+    """Writes the ids of each channel into the directory; returns what the ranks need of them.
+
+    start holds the allowed code points, by id; if empty, those of the text.
+
+    One pass finds the vocabulary, a second one writes the ids.
+    """
+    channels = [c for c in (container.training, container.validation) if c is not None]
+    sha256, seen = hashlib.sha256(), torch.zeros(CODE_POINTS, dtype=torch.bool)
+    for channel in channels:
+        digest, size = hashlib.sha256(), 0
+        for codes in code_points(text_files(channel), digest):
+            if not seen.index_select(0, codes).all():  # cheaper than marking all of them
+                seen[codes.long()] = True
+            size += len(codes)
+        if not size:
+            raise DataError(f"{channel}: no text in it")
+        sha256.update(digest.hexdigest().encode())
+    known = torch.tensor(start) if start else seen.nonzero().flatten()
+    seen[known] = False
+    if unknown := seen.nonzero().flatten().tolist():
+        raise DataError(
+            f"the text has {counted(len(unknown), 'character')} that the model to start from does"
+            f" not know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
+        )
+    ids = torch.zeros(CODE_POINTS, dtype=id_dtype(len(known)))
+    ids[known] = torch.arange(len(known)).to(ids)
+    parts = []
+    for index, channel in enumerate(channels):
+        path = directory / f"{index}.ids"
+        with path.open("wb") as file:
+            for codes in code_points(text_files(channel), hashlib.sha256()):
+                file.write(raw_bytes(ids.index_select(0, codes)))
+        parts.append(str(path))
+    vocabulary = "".join(map(chr, known.tolist()))
+    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256.hexdigest()}

@@ -1,0 +1,141 @@
+"""Errors and the log. The last line is `ErrorName: cause`: SageMaker shows it as the reason."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+class TrainingError(Exception):
+    """A failure that the user can act on."""
+
+
+class ConfigError(TrainingError):
+    """A hyperparameter or option is unknown, impossible, or differs from the checkpoint's."""
+
+
+class DataError(TrainingError):
+    """The text is missing, unreadable or too short."""
+
+
+class TopologyError(TrainingError):
+    """Hosts, GPUs and processes do not form one group."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written, or no intact one exists."""
+
+
+class FormatError(TrainingError):
+    """A file is damaged, truncated or of another kind."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A step needs more memory than the device or the machine has."""
+
+
+class HangError(TrainingError):
+    """A rank makes no progress while the others wait for it."""
+
+
+class ModelError(TrainingError):
+    """A model cannot be trained, or differs from its export."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss, the gradients or the weights became infinite or not a number."""
+
+
+def failure_report(error: BaseException) -> str:
+    """The text to print for an error. Its last line is `ErrorName: cause`.
+
+    SageMaker's toolkit takes the failure reason from the first line that names an exception it
+    knows. There the frames of an unexpected error come without their source text.
+    """
+    toolkit = "SM_FRAMEWORK_MODULE" in os.environ
+    cause = " ".join(str(error).split()) or "no message"
+    line = f"{type(error).__name__}: {cause}"
+    known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+    if toolkit and known not in line:
+        line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
+    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+        return line
+    if not toolkit:
+        return "".join(traceback.format_tb(error.__traceback__)) + line
+    frames = traceback.extract_tb(error.__traceback__)
+    return "\n".join(
+        [*(f"  at {Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames), line]
+    )
+
+
+def report_failure(failure: str) -> None:
+    """Prints a failure_report, and leaves its last line where SageMaker reads the reason.
+
+    The first rank to fail knows it; others may say that they were asked to stop.
+    """
+    line = failure.rpartition("\n")[2]
+    if "SM_CURRENT_HOST" in os.environ and re.match(r"\w+: ", line):
+        base = Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+        with suppress(OSError), (base / "output/failure").open("x") as file:
+            file.write(line)
+    sys.stderr.write(failure + "\n")
+    sys.stderr.flush()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """CUDA raises a class of its own; CPUs and MPS only have a message."""
+    words = "out of memory|can't allocate memory|ALLOC_FAILED"
+    return isinstance(error, MemoryError) or bool(re.search(words, str(error)))
+
+
+def log(line: str) -> None:
+    """Writes one line of the log in one write, so that lines of several ranks do not mix.
+
+    If the reader is gone (`| head`, a closed terminal), the run stops as on SIGTERM.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            try:
+                sys.stderr.write("the reader of the log is gone; stopping the run\n")
+            except (
+                OSError
+            ):  # it has the same reader; Python would try again at the end, and exit with 120
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        signal.raise_signal(signal.SIGTERM)
+
+
+def counted(n: int, word: str) -> str:
+    """'1 host', '2 hosts', '2 processes'."""
+    return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
+    short = {"".join(word[0] for word in other.split("_")): other for other in known}
+    close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
+
+
+def choices_for(value: str, choices: Sequence[str]) -> str:
+    """'one of ...' with the choice most like `value`, if any is: `gpu` is not like `cpu`."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
+    return f"one of {', '.join(choices)}{f', did you mean {close[0]}?' if close else ''}"

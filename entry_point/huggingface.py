@@ -1,0 +1,401 @@
+"""The Hugging Face model directory: writing it, checking it, and starting from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checkpoint import read_safetensors, replacing, write_safetensors
+from .config import Config, parse_value
+from .data import Tokenizer, plain_name
+from .errors import ConfigError, FormatError, ModelError, is_out_of_memory
+from .model import GPT, NORM_EPS, activation_name
+
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+)
+
+
+def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The weights by Qwen3's names, as views: fused matrices cut apart, absent norms as ones.
+
+    Raises:
+        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+    """
+
+    def of_norm(name: str, n: int) -> Tensor:
+        return left.pop(name) if config.norm_weights else torch.ones(n)
+
+    left = dict(weights)
+    width, kv_width = (n * config.head_width for n in (config.n_head, config.kv_heads))
+    try:
+        out = {"model.embed_tokens.weight": left.pop("embed.weight")}
+        for layer in range(config.n_layer):
+            ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+            qkv = left.pop(ours + "attention.qkv.weight").split((width, kv_width, kv_width))
+            for name, part in zip("qkv", qkv, strict=True):
+                out[f"{theirs}self_attn.{name}_proj.weight"] = part
+            out[theirs + "self_attn.o_proj.weight"] = left.pop(ours + "attention.out.weight")
+            gate, up = left.pop(ours + "mlp.gate_up.weight").chunk(2)
+            out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+            out[theirs + "mlp.down_proj.weight"] = left.pop(ours + "mlp.down.weight")
+            for name in ("q_norm", "k_norm"):
+                weight = of_norm(f"{ours}attention.{name}", config.head_width)
+                out[f"{theirs}self_attn.{name}.weight"] = weight
+            names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            for name, their_name in names.items():
+                out[f"{theirs}{their_name}.weight"] = of_norm(ours + name, config.n_embd)
+        out["model.norm.weight"] = of_norm("norm", config.n_embd)
+        if not config.tie_embeddings:
+            out["lm_head.weight"] = left.pop("head.weight")
+    except KeyError as error:
+        raise ModelError(f"it has no weight {error}") from None
+    if left:
+        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
+    return out
+
+
+def qwen3_logits(ids: Tensor, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Logits [T, V] of ids [T], as other tools compute them from an exported model.
+
+    It follows the Qwen3 report (arXiv:2505.09388), model.safetensors and config.json, and shares no
+    code with GPT, so whatever an edit changes in GPT shows as a difference.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config["rms_norm_eps"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"])
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+    head_dim, activation = config["head_dim"], getattr(F, config["hidden_act"])
+    frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(len(ids)), frequencies).repeat(1, 2)
+    x = tensors["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        attn, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        y = norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            linear(y, f"{attn}{name}_proj").unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k = rotated(norm(q, attn + "q_norm")), rotated(norm(k, attn + "k_norm"))
+        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(y.transpose(0, 1).flatten(1), attn + "o_proj")
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm")
+        y = activation(linear(y, mlp + "gate_proj")) * linear(y, mlp + "up_proj")
+        x = x + linear(y, mlp + "down_proj")
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return linear(norm(x, "model.norm"), head)
+
+
+# Largest difference by rounding, as a part of the largest logit. Measured: 1e-6 in `cpu`, 2e-6 in
+# 12 layers of 768; the mildest edit tried (no QK-norm, 10 steps) makes 1e-2.
+LOGIT_TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Compares the exported model's logits with the model's own (CPU, float32).
+
+    Two windows hold as many different ids as fit, in random order, as an edit may depend on what a
+    text holds. All GPUs wait meanwhile, so there are no more.
+
+    Raises:
+        ModelError: they differ: the model is not the one that config.json describes.
+    """
+    size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
+    T = model.config.block_size
+    order = [torch.randperm(size, generator=generator) for _ in range(-(-2 * T // size))]
+    for ids in torch.cat(order)[: 2 * T].split(T):
+        own = model(ids[None])[0]
+        difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
+        if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
+            raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
+
+
+def hugging_face_config(
+    config: Config, vocabulary_size: int, end: int | None = None
+) -> dict[str, Any]:
+    """config.json; end is the id of the end of a document.
+
+    The window and max_window_layers=0 make transformers' cache slide like ours.
+
+    Raises:
+        ModelError: the activation is none that config.json can name.
+    """
+    if not hasattr(F, activation := activation_name()):
+        raise ModelError(f"its activation, {activation}, is not a function of torch.nn.functional")
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size or vocabulary_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "max_position_embeddings": config.block_size,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": activation,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": True,
+        "sliding_window": config.block_size,
+        "max_window_layers": 0,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+EDITED = "sm-nanogpt-edited"
+
+
+def write_artefact(
+    directory: Path, model: GPT, tokenizer: Tokenizer, training: Mapping[str, Any]
+) -> str:
+    """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+
+    An edited script's model may not be Qwen3's any more. Its weights are then written under its own
+    names, and config.json has a `model_type` that no other tool takes for one it knows.
+
+    Returns why the model is not Qwen3's; "" if it is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config, why = model.config, ""
+    weights: dict[str, Tensor] = model.state_dict()
+    try:
+        tensors = to_hugging_face(weights, config)
+        document = hugging_face_config(config, len(tokenizer), tokenizer.end)
+        check_export(model, tensors, document)
+    except Exception as error:  # an edited model may have other parts, or another shape
+        if is_out_of_memory(error):
+            raise
+        tensors, why = weights, str(error)
+        if not isinstance(error, ModelError):
+            why = f"it cannot be compared: {type(error).__name__}: {error}"
+        document = {
+            "model_type": EDITED,
+            "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
+            "vocab_size": len(tokenizer),
+        }
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    documents = {
+        "tokenizer.json": tokenizer.document,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.block_size,
+            "eos_token": tokenizer.end_of_text,
+        },
+        "training.json": {"config": dataclasses.asdict(config), **training},
+        "config.json": document,
+    }
+    for name, content in documents.items():
+        with replacing(directory / name) as temporary:
+            temporary.write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+    write_sums(directory)
+    return why
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
+    lines = [
+        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in MODEL_FILES
+    ]
+    with replacing(directory / "SHA256SUMS") as temporary:
+        temporary.write_text("".join(lines))
+
+
+def folder_sha256(folder: Path) -> str:
+    """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale."""
+    files = sorted(folder.glob("*.py"))
+    sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+# It says which code made a model: that of the files when they were loaded.
+SCRIPT_SHA256 = folder_sha256(Path(__file__).resolve().parent)
+
+
+def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
+    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
+    model = GPT(config, vocabulary_size)
+    fill(model.state_dict(), weights)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(
+    live: Mapping[str, Tensor], given: Mapping[str, Tensor], source: str = "the checkpoint"
+) -> None:
+    """Copies the given tensors into the live ones. Raises ModelError unless all of them fit."""
+    for name in sorted(live.keys() | given.keys()):
+        own, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
+        if own != there:
+            raise ModelError(f"{name} is {there} in {source} and {own} in this script")
+    for name, tensor in live.items():
+        tensor.copy_(given[name])
+
+
+def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "model."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+# Defaults of a run that starts from a model.
+FINE_TUNING: dict[str, Any] = {
+    "learning_rate": 0.005,
+    "embedding_learning_rate": 0.005,
+    "head_learning_rate": 0.002,
+    "max_steps": 500,
+}
+
+
+def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a run that starts from the model in a directory.
+
+    They are the given ones, those that the model prescribes, and FINE_TUNING.
+
+    Raises:
+        ConfigError: a given one differs from the model's, or the model is not one for this script.
+    """
+    shape = read_shape(directory)
+    free = {"block_size": min(shape.pop("longest"), 1024)} if "longest" in shape else {}
+    free["mask_documents"] = shape.pop("mask_documents", False)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
+    for name in values.keys() & shape.keys():
+        value = values[name]
+        value = parse_value(fields[name], value) if isinstance(value, str) else value
+        if value != shape[name]:
+            raise ConfigError(f"{name}={value!r}: the model to start from has {shape[name]!r}")
+    return {**FINE_TUNING, **free, **values, **shape}
+
+
+def read_shape(directory: Path) -> dict[str, Any]:
+    """The hyperparameters that a model prescribes, and free ones: mask_documents, and the longest
+    block_size of a Qwen3.
+
+    Raises:
+        ConfigError: there is no such model, or it has something that this script does not compute.
+    """
+    try:
+        found = json.loads((directory / "config.json").read_bytes())
+        if found.get("model_type") == EDITED:
+            return read_edited(directory)
+        rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+        stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        computed = {
+            "model_type": "qwen3",
+            "hidden_act": activation_name(),
+            "rms_norm_eps": NORM_EPS,
+            "attention_bias": False,
+            "quantization_config": None,
+            "rope_type": "default",
+        }
+        for name, value in computed.items():
+            if stated.get(name, None if name == "model_type" else value) != value:
+                raise ConfigError(
+                    f"the model to start from has {name}={stated.get(name)!r}; this script computes"
+                    f" only {value!r} (if an edited script trained the model, use that script)"
+                )
+        # Ours has norms without weights, which config.json cannot say.
+        ours = directory / "training.json"
+        trained = json.loads(ours.read_bytes())["config"] if ours.exists() else {}
+        slides = found.get("use_sliding_window") and found.get("sliding_window")
+        return {
+            "n_layer": found["num_hidden_layers"],
+            "n_head": found["num_attention_heads"],
+            "n_kv_head": found["num_key_value_heads"],
+            "head_dim": found["head_dim"],
+            "n_embd": found["hidden_size"],
+            "n_hidden": found["intermediate_size"],
+            "tie_embeddings": found["tie_word_embeddings"],
+            "norm_weights": trained.get("norm_weights", not trained),
+            "mask_documents": trained.get("mask_documents", False),
+            "rope_theta": float(
+                found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
+            ),
+            "vocab_size": found["vocab_size"],
+            "longest": min(found["max_position_embeddings"], slides or math.inf),
+        }
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
+
+
+def read_edited(directory: Path) -> dict[str, Any]:
+    """What read_shape returns, of a model that only this very script computes."""
+    training = json.loads((directory / "training.json").read_bytes())
+    if (needed := training["script_sha256"]) != SCRIPT_SHA256:
+        raise ConfigError(
+            f"an edited script trained the model to start from (SHA-256 {needed[:12]}...), which is"
+            " not Qwen3's; use that script"
+        )
+    fields = itertools.takewhile(
+        lambda field: field.metadata["group"] in ("model", ""), dataclasses.fields(Config)
+    )
+    names = [field.name for field in fields if field.name != "dropout"]
+    return {name: training["config"][name] for name in names}
+
+
+def load_pretrained(model: GPT, directory: Path) -> None:
+    """Reads the weights of the model in a directory, which may be in several files, of any type.
+
+    Raises:
+        ModelError: they do not fit.
+        FormatError: a file is missing, damaged, or not safetensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        index = directory / "model.safetensors.index.json"
+        parts = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
+        for name in sorted(set(map(plain_name, parts.values()))) or ["model.safetensors"]:
+            tensors |= read_safetensors(directory / name)[0]
+    except OSError as error:
+        raise FormatError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{index} cannot be read: {error!r}") from None
+    if model.head is None:  # published files may hold the tied head too
+        tensors.pop("lm_head.weight", None)
+    live: Mapping[str, Tensor] = model.state_dict()
+    edited = json.loads((directory / "config.json").read_bytes()).get("model_type") == EDITED
+    if not edited:
+        live = to_hugging_face(live, model.config)
+    for name, tensor in tensors.items():
+        if name in live and live[name].is_floating_point() > tensor.is_floating_point():
+            raise ModelError(f"{name} is of {tensor.dtype}, not of a type of weights")
+    fill(live, tensors, "the model to start from")
+    if not edited and not model.config.norm_weights:
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight") and not bool((tensor == 1).all()):
+                raise ModelError(f"{name} is not all ones, but norm_weights is False")

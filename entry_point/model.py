@@ -1,0 +1,444 @@
+"""The model: a pre-norm decoder in the layout of Qwen3 (arXiv:2505.09388).
+
+RMSNorm, rotary positions, QK-norm, a gated MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import Config, derive_seed
+
+NORM_EPS = 1e-6
+
+
+# addcmul takes no number here, and to make a tensor of it costs as much as the operation.
+NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
+
+
+def norm_scale(x: Tensor) -> Tensor:
+    """1 / root mean square of the rows of x [..., n], [..., 1], in few operations.
+
+    In bf16 it is rounded by up to 0.4 %, on a CPU twice.
+    """
+    if x.device.type == "cpu" and x.dtype != torch.float16:
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
+        mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
+    else:  # in float32, since a length may be infinite in float16; on a GPU this copies nothing
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        mean_square = lengths.square_().mul_(1 / x.size(-1)).add_(NORM_EPS)
+    return mean_square.rsqrt_().to(x.dtype)
+
+
+class Norm(torch.autograd.Function):
+    """The norm with its gradient; torch's takes three times as long on a CPU (see plain_norms)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = norm_scale(x)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        along = (dy * y).sum(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1 / y.size(-1)).mul_(scale)
+
+
+def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467), times the weight."""
+    if not plain_norms(x.device):
+        y = F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    elif torch.is_grad_enabled():
+        y = Norm.apply(x)
+    else:  # to call a Function takes almost as long as the norm of one token
+        y = x * norm_scale(x)
+    return y if weight is None else y * weight.to(y.dtype)
+
+
+def norm_weight(config: Config, n: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.ones(n)) if config.norm_weights else None
+
+
+def drop(x: Tensor, p: float) -> Tensor:
+    """Dropout in training; p is 0 elsewhere.
+
+    On a CPU, F.dropout takes half of a training step, since it draws number by number. Masks are
+    made from random bytes there, which rounds p to 256ths.
+    """
+    if not p:
+        return x
+    if not plain_operations(x.device):
+        return F.dropout(x, p)
+    n, kept = x.numel(), round(256 * (1 - p))
+    words = torch.empty((n + 7) // 8, dtype=torch.int64).random_(-(1 << 63), None)
+    # Compared in place, as bytes: torch takes twenty times as long to make bools of them.
+    mask = words.view(torch.uint8)[:n].view(x.shape).le_(kept - 1)
+    return x * mask.to(x.dtype).mul_(256 / kept)
+
+
+class Linear(nn.Linear):
+    """y = x W^T with fp32 master weights, computed in the type of x.
+
+    The weight holds n_fused matrices of equal shape, stacked along its rows.
+    """
+
+    def __init__(self, n_in: int, n_out: int, n_fused: int = 1) -> None:
+        super().__init__(n_in, n_out * n_fused, bias=False)
+        self.n_fused = n_fused
+
+    def reset_parameters(self) -> None:
+        """Leaves the weight to GPT.init_weights; a bias, which an edit may add, begins at 0."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of the rotary angles (arXiv:2104.09864), [positions, head_dim].
+
+    Both halves of head_dim have the same angles; the first half of sin is negative.
+    """
+    n = config.head_width
+    exponents = torch.arange(0, n, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * config.rope_theta ** (-exponents / n)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs (i, i + head_dim / 2) of x [..., T, head_dim] by the angles of rotary."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
+
+
+def shared(heads: Tensor, n: int) -> Tensor:
+    """Keys or values [B, n_kv_head, T, head_dim] for n heads, some of which share one
+    (arXiv:2305.13245)."""
+    same = heads.size(1) == n
+    return heads if same else heads.repeat_interleave(n // heads.size(1), dim=1)
+
+
+QUERIES_AT_ONCE = 256
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, mask: Tensor | None = None
+) -> Tensor:
+    """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...].
+
+    A mask, bool [B, 1, T, T], is false where a query may not look; it replaces causal.
+    """
+    B, H, T, D = q.shape
+    k, v = shared(k, H), shared(v, H)
+    if plain_attention(q, dropout):
+        q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
+        parts = []
+        for begin in range(0, T, QUERIES_AT_ONCE):
+            some = q[:, begin : begin + QUERIES_AT_ONCE]
+            end = begin + some.size(1) if causal else k.size(1)  # so no query looks ahead
+            ahead = q.new_full((some.size(1), end), float("-inf") if causal else 0.0)
+            scores = torch.baddbmm(ahead.triu_(begin + 1), some, k[:, :end].mT, alpha=D**-0.5)
+            if mask is not None:
+                seen = mask[:, :, begin : begin + QUERIES_AT_ONCE, :end].expand(B, H, -1, -1)
+                scores = scores.masked_fill(~seen.flatten(0, 1), float("-inf"))
+            parts.append(drop(scores.softmax(dim=-1), dropout) @ v[:, :end])
+        return torch.cat(parts, dim=1).view(B, H, T, D)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout
+    )
+
+
+def within_documents(idx: Tensor, end: int) -> Tensor:
+    """Where a query may look, bool [B, 1, T, T]: not beyond the last `end` before it."""
+    documents = (idx == end).cumsum(dim=1)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.kv_heads
+        self.head_dim, self.dropout = config.head_width, config.dropout
+        # Matrices of one shape: n_head / n_kv_head of them for q, then k and v.
+        n = self.n_kv_head * self.head_dim
+        self.qkv = Linear(config.n_embd, n, n_fused=self.n_head // self.n_kv_head + 2)
+        self.out = Linear(self.n_head * self.head_dim, config.n_embd)
+        self.q_norm, self.k_norm = (norm_weight(config, self.head_dim) for _ in range(2))
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, normalized and rotated, [B, n_head, T, head_dim]; k likewise, and v, of n_kv_head."""
+        B, T, _ = x.shape
+        H, K = self.n_head, self.n_kv_head
+        heads = self.qkv(x).view(B, T, H + 2 * K, self.head_dim).transpose(1, 2)
+        qk, v = heads.split((H + K, K), dim=1)
+        qk = norm(qk)
+        if self.q_norm is not None and self.k_norm is not None:
+            weights = self.q_norm.expand(H, 1, -1), self.k_norm.expand(K, 1, -1)
+            qk = qk * torch.cat(weights).to(qk.dtype)
+        q, k = rotate(qk, cos, sin).split((H, K), dim=1)
+        return q, k, v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x, cos, sin)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, causal=True, dropout=dropout, mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+
+    activation = staticmethod(F.silu)  # its name goes into config.json
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.n_embd, config.hidden_dim, n_fused=2)
+        self.down = Linear(config.hidden_dim, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+def activation_name() -> str:
+    return getattr(MLP.activation, "__name__", type(MLP.activation).__name__)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+        self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        x = x + drop(self.attention(norm(x, self.attention_norm), cos, sin, mask), dropout)
+        return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
+
+
+LOGITS_AT_ONCE = 1 << 26  # a quarter of a gigabyte in float32; on a CPU a quarter of that
+
+
+def logits_at_once(device: torch.device) -> int:
+    return LOGITS_AT_ONCE >> (2 if device.type == "cpu" else 0)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The mean cross-entropy of head(x); the whole logits are never in memory.
+
+    Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
+    3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        learns = any(ctx.needs_input_grad)
+        total = x.new_zeros((), dtype=torch.float32)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
+        cast, rows = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
+        for begin in range(0, len(x), rows):
+            some, wanted = x[begin : begin + rows], targets[begin : begin + rows, None]
+            logs = (some @ cast.mT).float()
+            logs -= logs.logsumexp(dim=-1, keepdim=True)
+            total -= logs.gather(1, wanted).sum()
+            if dw is not None:  # not yet divided by N, which float16 would round to 0
+                d = logs.exp_().scatter_add_(1, wanted, logs.new_full(wanted.shape, -1.0))
+                d = d.to(x.dtype)
+                dx[begin : begin + rows] = d @ cast
+                dw += d.mT @ some
+        ctx.save_for_backward(dx, dw)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = ctx.saved_tensors
+        scale = dy / len(dx)
+        return dx * scale, dw * scale, None
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    compute_dtype is the type of the matrix products and activations; weights stay float32. The
+    weights have no values before init_weights or load_state_dict.
+    """
+
+    def __init__(
+        self, config: Config, vocabulary_size: int, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        # Embedding draws from a normal distribution. On the meta device, that imports torch's
+        # compiler, which takes a second.
+        rows = config.vocab_size or vocabulary_size
+        weight = torch.empty(rows, config.n_embd)
+        self.embed: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = norm_weight(config, config.n_embd)
+        self.head = None if config.tie_embeddings else Linear(config.n_embd, rows)
+
+    def init_weights(self, seed: int) -> None:
+        """Draws the initial weights on the CPU, so that every device begins with the same.
+
+        Projections back into the residual stream begin at zero, so each block begins as the
+        identity (modded-nanogpt).
+        """
+        generator = torch.Generator().manual_seed(derive_seed(seed, "weights"))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:  # of a norm, which begins as ones
+                continue
+            n_in = parameter.size(-1)
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std = 0.0
+            elif name.startswith("embed") and self.head is not None:
+                std = 1.0
+            elif name.startswith(("embed", "head")):
+                std = 0.02
+            else:
+                std = n_in**-0.5
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def angles(self, T: int) -> tuple[Tensor, Tensor]:
+        """rotary of the first T positions."""
+        positions = torch.arange(T, device=self.embed.weight.device)
+        return rotary(positions, self.config, self.compute_dtype)
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+        end: int | None = None,
+    ) -> Tensor:
+        """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
+
+        angles are self.angles(T), computed once for many steps, since a compiled graph would
+        compute them again in every layer. Attention does not cross the id `end`.
+        """
+        mask = None if end is None else within_documents(idx, end)
+        cos, sin = angles or self.angles(idx.size(1))
+        x = self.embed(idx).to(self.compute_dtype)
+        x = drop(x, self.config.dropout if self.training else 0.0)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        x = norm(x, self.norm)
+        head = self.embed if self.head is None else self.head
+        most = logits_at_once(x.device)
+        if targets is not None and targets.numel() * len(head.weight) > most:
+            # A Function is told that a parameter needs a gradient even where none is computed.
+            weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
+            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten())
+            return loss
+        logits = F.linear(x, head.weight.to(x.dtype)).float()
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
+
+    A temperature of 0, or close to 0, takes the most likely id.
+    """
+    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # The same as torch.multinomial, without its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+) -> Iterator[Tensor]:
+    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
+
+    Each is drawn after a whole forward pass over the last block_size ids. This is slow, and
+    correct for any model. The same seed gives the same ids.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt
+    for _ in range(max_new_tokens):
+        ids = ids[:, -model.config.block_size :]
+        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)
+
+
+def plain_operations(device: torch.device) -> bool:
+    """Whether dropout uses a few plain operations instead of torch's own function.
+
+    On a CPU torch's takes several times as long, unless a compiler fuses them.
+    """
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+# Whether torch has a kernel for norms on CUDA: 2.8 has none.
+FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def plain_norms(device: torch.device) -> bool:
+    """Whether norms use plain operations: on a CPU, and on a GPU without a kernel.
+
+    Without a kernel, torch runs 20 operations for a norm and its gradient. Ours are 11 and move a
+    fifth of the bytes; norms moved half of the bytes of a `baby` step.
+    """
+    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
+    return chain or plain_operations(device)
+
+
+def plain_attention(q: Tensor, dropout: float) -> bool:
+    """Whether attention in training uses plain batched products instead of torch's kernel.
+
+    On a CPU, torch's kernel draws dropout number by number, and in bf16 its backward takes
+    several times as long as two products.
+    """
+    costly = bool(dropout) or q.dtype == torch.bfloat16
+    return q.device.type == "cpu" and torch.is_grad_enabled() and costly

@@ -1,0 +1,258 @@
+"""The learning-rate schedule, and the optimizers: Muon for matrices, AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from .config import Config
+from .errors import ModelError
+from .model import GPT, Linear
+
+if TYPE_CHECKING:
+    from .distributed import Group
+
+
+def window_length(step: int, config: Config) -> int:
+    """The length that a step's windows are cut into: it doubles three times, up to block_size.
+
+    Attention over short windows is cheap, and a model learns short distances first
+    (arXiv:2108.06084).
+    """
+    part = step / (config.short_windows * config.max_steps) if config.short_windows else 1.0
+    return config.block_size >> (3 - min(3, int(3 * part)))
+
+
+def learning_rate_scale(step: int, config: Config) -> float:
+    """The part of the peak learning rates at a step: warm-up, plateau, linear decay."""
+    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    decay_steps = config.decay_fraction * config.max_steps
+    left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
+    return warm * (config.final_learning_rate + (1 - config.final_learning_rate) * min(1.0, left))
+
+
+# Polar Express (arXiv:2505.16932, Algorithm 1): the polynomials a x + b x^3 + c x^5, in turn, that
+# bring all singular values in [0.001, 1] to 1 fastest.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+)
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Roughly the nearest semi-orthogonal matrix of each in [n, rows, columns], rows >= columns."""
+    # Normalized before rounding: in float16 the gradient itself may be 0.
+    norms = matrices.norm(dim=(-2, -1), keepdim=True)
+    x = (matrices / (norms * 1.02 + 1e-20)).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x.mT @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a)
+    return x
+
+
+def upright(tensor: Tensor, n_fused: int) -> Tensor:
+    """A view of a Linear's weight, or its gradient: [n_fused, rows, columns], rows >= columns."""
+    matrices = tensor.view(n_fused, -1, tensor.size(1))
+    return matrices if matrices.size(1) >= matrices.size(2) else matrices.mT
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # check_gradients made sure of it
+    return parameter.grad
+
+
+class Muon:
+    """Momentum, orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Matrices of one shape, up to transposition, are stacked and updated together; each part of a
+    fused matrix is a matrix of its own. If they are large, each rank orthogonalizes a share of
+    them.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, tuple[Tensor, int]], config: Config, group: Group
+    ) -> None:
+        self.group = group
+        self.momentum, self.weight_decay = config.momentum, config.weight_decay
+        by_shape: dict[torch.Size, list[tuple[str, Tensor, int]]] = {}
+        for name, (weight, n_fused) in weights.items():
+            shape = upright(weight, n_fused).shape[1:]
+            by_shape.setdefault(shape, []).append((name, weight, n_fused))
+        self.groups = []
+        for shape, members in by_shape.items():
+            count = sum(n_fused for _, _, n_fused in members)
+            buffer = torch.zeros(count, *shape, device=members[0][1].device)
+            self.groups.append((members, buffer))
+        self.shares = group.world_size > 1 and sharing_pays([buffer for _, buffer in self.groups])
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, dtype: torch.dtype) -> None:
+        """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
+        directions = []
+        for members, buffer in self.groups:
+            gradient = torch.cat([upright(gradient_of(w), n_fused) for _, w, n_fused in members])
+            buffer.lerp_(gradient, 1 - self.momentum)
+            directions.append(gradient.lerp_(buffer, self.momentum))  # Nesterov
+        updates = self.orthogonalize(directions, dtype)
+        for (members, _), update in zip(self.groups, updates, strict=True):
+            parts = update.split([n_fused for _, _, n_fused in members])
+            for (_, weight, n_fused), part in zip(members, parts, strict=True):
+                scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
+                if self.weight_decay:
+                    weight.mul_(1 - learning_rate * self.weight_decay)
+                upright(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+
+    def orthogonalize(self, stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Each stack [n, rows, columns] orthogonalized, alone or by all ranks together."""
+        group = self.group
+        if not self.shares:
+            return [orthogonalize(stack, dtype) for stack in stacks]
+        shares, mine = [], []
+        for stack in stacks:
+            share = -(-len(stack) // group.world_size)
+            own = stack[group.rank * share : (group.rank + 1) * share]
+            filled = own.new_zeros(share, *own.shape[1:], dtype=dtype)
+            filled[: len(own)] = orthogonalize(own, dtype)
+            shares.append(filled.numel())
+            mine.append(filled.flatten())
+        parts = group.all_gather(torch.cat(mine)).split(shares, dim=1)
+        return [
+            part.reshape(-1, *stack.shape[1:])[: len(stack)]
+            for part, stack in zip(parts, stacks, strict=True)
+        ]
+
+    def state(self) -> dict[str, Tensor]:
+        state = {}
+        for members, buffer in self.groups:
+            parts = buffer.split([n_fused for _, _, n_fused in members])
+            for (name, _, _), part in zip(members, parts, strict=True):
+                state[f"momentum.{name}"] = part
+        return state
+
+
+class AdamW:
+    """Adam with weight decay that is separate from the gradient (arXiv:1711.05101).
+
+    torch's class imports the compiler, which takes as long as importing torch.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], config: Config, weight_decay: float
+    ) -> None:
+        self.parameters, self.config, self.weight_decay = parameters, config, weight_decay
+        self.steps, self.exp_avg, self.exp_avg_sq = {}, {}, {}
+        for name, parameter in parameters.items():
+            self.steps[name] = torch.zeros((), device=parameter.device)
+            self.exp_avg[name] = torch.zeros_like(parameter)
+            self.exp_avg_sq[name] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update of every parameter from its gradient."""
+        adamw(
+            list(self.parameters.values()),
+            [gradient_of(parameter) for parameter in self.parameters.values()],
+            list(self.exp_avg.values()),
+            list(self.exp_avg_sq.values()),
+            [],
+            list(self.steps.values()),
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=learning_rate,
+            weight_decay=self.weight_decay,
+            eps=1e-10,
+            maximize=False,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        kinds = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {f"{kind}.{name}": t for kind, named in kinds.items() for name, t in named.items()}
+
+
+class Optimizer:
+    """Muon for the matrices and AdamW for the rest, or AdamW for everything."""
+
+    def __init__(self, model: GPT, config: Config, group: Group) -> None:
+        self.config = config
+        self.dtype = model.compute_dtype
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        matrices = {
+            f"{name}.weight": (module.weight, module.n_fused)
+            for name, module in model.blocks.named_modules(prefix="blocks")
+            if isinstance(module, Linear) and module.weight.requires_grad
+        }
+        rest = {name: p for name, p in self.parameters.items() if name not in matrices}
+        self.muon: Muon | None = None
+        self.adamws: list[tuple[AdamW, float]] = []  # with their peak learning rates
+        if config.optimizer == "muon":
+            self.muon = Muon(matrices, config, group)
+            by_peak: dict[float, dict[str, Tensor]] = {}
+            for name, parameter in rest.items():
+                untied = parameter is model.embed.weight and model.head is not None
+                peak = config.embedding_learning_rate if untied else config.head_learning_rate
+                by_peak.setdefault(peak, {})[name] = parameter
+            self.adamws = [(AdamW(named, config, 0.0), peak) for peak, named in by_peak.items()]
+        else:
+            inner = {name: weight for name, (weight, _) in matrices.items()}
+            for parameters, decay in ((inner, config.weight_decay), (rest, 0.0)):
+                one = AdamW(parameters, config, decay)
+                self.adamws.append((one, config.learning_rate))
+
+    def step(self, scale: float) -> None:
+        """One update from the gradients, at `scale` times the peak learning rates."""
+        self.check_gradients()
+        if self.config.grad_clip:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.config.grad_clip)
+        if self.muon is not None:
+            self.muon.step(self.config.learning_rate * scale, self.dtype)
+        for one, peak in self.adamws:
+            one.step(peak * scale)
+
+    @property
+    def param_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+        """The parameters, as torch's GradScaler asks for them."""
+        return [{"params": list(self.parameters.values())}]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def check_gradients(self) -> None:
+        """Raises ModelError if a parameter has no gradient."""
+        without = [name for name, p in self.parameters.items() if p.grad is None]
+        if without:
+            raise ModelError(
+                f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
+                " does forward use it?"
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name; its tensors are the live ones."""
+        state = dict(self.muon.state()) if self.muon is not None else {}
+        for one, _ in self.adamws:
+            state.update(one.state())
+        return state
+
+
+SHARED_FROM = 1 << 22  # parameters
+
+
+def sharing_pays(stacks: Sequence[Tensor]) -> bool:
+    """Whether it is faster to send orthogonalized matrices than to compute them on every rank.
+
+    On CPUs that was measured. On GPUs it is arithmetic: of each number two bytes are sent, and some
+    15 operations for each column of its matrix are saved. An A10G breaks even at about as many
+    columns over PCIe; NVLink would do with fewer, a network between hosts takes more.
+    """
+    if stacks[0].device.type == "cuda":
+        return max(stack.size(2) for stack in stacks) >= 768
+    return sum(stack.numel() for stack in stacks) >= SHARED_FROM

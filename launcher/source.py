@@ -1,0 +1,212 @@
+"""The training folder, packaged or edited: its files, its hash, and its modules.
+
+The hash says which folder trained a model. A launch keeps each folder below the home, and models
+are computed only by folders that were launched or named here, never by code from S3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from launcher.documents import read_file
+from launcher.errors import InputError
+from launcher.settings import Settings
+
+LARGEST = 1 << 20  # bytes of all files together
+NEEDED = {
+    "config": "make_config PRESETS metric_definitions hyperparameter_table check_resumable",
+    "data": "read_tokenizer Tokenizer",
+    "errors": "TrainingError",
+    "huggingface": "starting_values model_tensors with_weights write_artefact to_hugging_face",
+    "model": "GPT generate",
+}
+START = "start from the folder that `sm-nanogpt copy-script` writes"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The Python files of a training folder, by name, as they were when it was read."""
+
+    directory: Path
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def packaged(cls) -> Source:
+        """The folder of this package."""
+        spec = importlib.util.find_spec("entry_point")
+        assert spec is not None
+        assert spec.origin is not None
+        return cls.read(Path(spec.origin).parent)
+
+    @classmethod
+    def read(cls, place: Path) -> Source:
+        """Read a folder, named by itself or by its train.py.
+
+        Raises:
+            InputError: it is no training folder.
+        """
+        directory = place.parent if place.name == "train.py" else place
+        if place.suffix == ".py" and place.name != "train.py":
+            raise InputError(f"{place}: is one file, and a training folder is needed; {START}")
+        try:
+            paths = sorted(path for path in directory.iterdir() if path.suffix == ".py")
+            files = {path.name: read_file(path, LARGEST) for path in paths}
+        except OSError as error:
+            raise InputError(f"{error.filename or directory}: {error.strerror}") from None
+        if "setup.py" in files:
+            raise InputError(f"{directory}: setup.py would be run instead of train.py; remove it")
+        if missing := {"config.py", "train.py"} - files.keys():
+            raise InputError(f"{directory}: has no {min(missing)}; {START}")
+        if sum(map(len, files.values())) > LARGEST:
+            raise InputError(f"{directory}: its Python files are larger than 1 MB together")
+        return cls(directory, files)
+
+    @cached_property
+    def sha256(self) -> str:
+        """What `sha256sum *.py | sha256sum` prints in the folder, in the C locale."""
+        sums = (f"{hashlib.sha256(self.files[n]).hexdigest()}  {n}\n" for n in sorted(self.files))
+        return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+    @cached_property
+    def is_packaged(self) -> bool:
+        return self.sha256 == Source.packaged().sha256
+
+    def write(self, directory: Path) -> None:
+        """Write the files into a new directory, whole or not at all.
+
+        Raises:
+            OSError: it exists and is not empty, or cannot be written.
+        """
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as temporary:
+            new = Path(temporary) / directory.name
+            new.mkdir()
+            for name, content in self.files.items():
+                (new / name).write_bytes(content)
+            new.rename(directory)
+
+    def module(self, name: str) -> ModuleType:
+        """Import a module of the folder; this runs no training.
+
+        Raises:
+            InputError: it cannot be imported.
+        """
+        if self.is_packaged:
+            return importlib.import_module(f"entry_point.{name}")
+        package = f"user_{self.sha256[:16]}"
+        FINDER.loaders.setdefault(package, Loader(package, self))
+        if FINDER not in sys.meta_path:
+            sys.meta_path.append(FINDER)
+        leave = os._exit
+        try:
+            os._exit = sys.exit  # type: ignore[assignment]  # which would end us without a word
+            with contextlib.redirect_stdout(sys.stderr):
+                return importlib.import_module(f"{package}.{name}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit
+            raise self.refusal(error) from None
+        finally:
+            os._exit = leave
+
+    def check(self) -> None:
+        """Raise InputError unless all that the launcher needs of the folder is there."""
+        for name, content in self.files.items():
+            try:
+                compile(content, self.directory / name, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                raise self.refusal(error) from None
+        for name, needed in NEEDED.items():
+            found = vars(self.module(name)) if f"{name}.py" in self.files else {}
+            if missing := set(needed.split()) - found.keys():
+                raise InputError(
+                    f"{self.directory}: not an edited copy of this version's folder ({name}.py has"
+                    f" no {min(missing)}); {START}"
+                )
+
+    def refusal(self, error: BaseException) -> InputError:
+        """An error of the folder's own code, with its file and line."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).parent == self.directory]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else str(self.directory)
+        words: object = error
+        if isinstance(error, SyntaxError):
+            place, words = f"{error.filename}:{error.lineno}", error.msg
+        return InputError(f"{place}: {type(error).__name__}: {words}")
+
+
+class Loader(SourceLoader):
+    """Loads the modules of a folder from memory, so that what runs here is what was hashed."""
+
+    def __init__(self, package: str, source: Source) -> None:
+        self.package, self.source = package, source
+
+    def get_filename(self, fullname: str) -> str:
+        file = fullname.removeprefix(self.package).removeprefix(".")
+        return str(self.source.directory / f"{file or '__init__'}.py")
+
+    def get_data(self, path: str) -> bytes:
+        name = Path(path).name
+        if name not in self.source.files and name != "__init__.py":
+            raise OSError(f"{name} is not in the folder")
+        return self.source.files.get(name, b"")
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of the folders that were read, each folder as a package of its own."""
+
+    def __init__(self) -> None:
+        self.loaders: dict[str, Loader] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, file = name.partition(".")
+        loader = self.loaders.get(package)
+        if loader is None or (file and f"{file}.py" not in loader.source.files):
+            return None
+        return importlib.util.spec_from_loader(name, loader, is_package=not file)
+
+
+FINDER = Finder()
+
+
+def keep(source: Source, settings: Settings) -> Path:
+    """Keep a folder below the home, for the models that it trains. Raises OSError."""
+    kept = settings.kept_source(source.sha256)
+    if not kept.exists():
+        source.write(kept)
+    return kept
+
+
+def find_source(sha256: str, settings: Settings, entry_point: Path | None = None) -> Source:
+    """The folder with this SHA-256: the packaged one, entry_point, or one kept by a launch.
+
+    Raises:
+        InputError: none of them has it.
+    """
+    packaged = Source.packaged()
+    if sha256 == packaged.sha256:
+        return packaged
+    place = entry_point or settings.kept_source(sha256)
+    if entry_point is not None or place.is_dir():
+        source = Source.read(place)
+        if source.sha256 == sha256:
+            return source
+    but = f"and {place} is another" if entry_point else "which is not on this machine"
+    raise InputError(
+        f"the model belongs to the training folder with SHA-256 {sha256[:12]}..., {but}; name it"
+        " with --entry-point DIR"
+    )
