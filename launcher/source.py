@@ -186,8 +186,12 @@ FINDER = Finder()
 def keep(source: Source, settings: Settings) -> Path:
     """Keep a folder below the home, for the models that it trains. Raises OSError."""
     kept = settings.kept_source(source.sha256)
-    if not kept.exists():
-        source.write(kept)
+    try:
+        if not kept.exists():
+            source.write(kept)
+    except OSError:
+        if not kept.exists():  # else another launch has just kept it
+            raise
     return kept
 
 
