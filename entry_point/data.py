@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import hashlib
 import json
 import mmap
-import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checkpoint import raw_bytes
 from .config import Config, derive_seed
 from .container import Container
 from .errors import DataError, counted, log
@@ -100,10 +96,6 @@ def near_device(tokens: Tensor | Shards, device: torch.device) -> Tensor | Shard
         return tokens.to(device)
     return tokens
 
-
-CHUNK_BYTES = 1 << 18  # small, so that the results for a chunk stay in the cache
-
-CODE_POINTS = 0x110000
 
 MOST_IDS = 1 << 20
 
@@ -261,38 +253,17 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
-def code_points(files: Sequence[Path], digest: Any) -> Iterator[Tensor]:
-    """The text in chunks of bounded size, as int32 [n]; updates the digest with the files.
-
-    Raises:
-        DataError: a file is not UTF-8.
-    """
-    for path in files:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        offset = 0
-        with path.open("rb") as file:
-            while data := file.read(CHUNK_BYTES):
-                digest.update(data)
-                pending = decoder.getstate()[0]
-                if not pending and data.isascii():
-                    yield torch.frombuffer(bytearray(data), dtype=torch.uint8).int()
-                else:
-                    yield decoded(decoder, data, path, offset - len(pending))
-                offset += len(data)
-        decoded(decoder, b"", path, offset - len(decoder.getstate()[0]))
-        digest.update(offset.to_bytes(8, "little"))  # the ends of files count too
-
-
-def decoded(decoder: Any, data: bytes, path: Path, offset: int) -> Tensor:
-    """The code points of the next bytes, or of the last if there are none: int32 [n]."""
+def code_points(path: Path, content: bytes) -> Tensor:
+    """The characters of a text file, as int32 [n]. Raises DataError if it is not UTF-8."""
+    if not content:
+        return torch.empty(0, dtype=torch.int32)
+    if content.isascii():
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).int()
     try:
-        text = decoder.decode(data, final=not data)
+        codes = content.decode().encode("utf-32-le")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {offset + error.start})") from None
-    codes = bytearray(text.encode("utf-32-le"))
-    return (
-        torch.frombuffer(codes, dtype=torch.int32) if codes else torch.empty(0, dtype=torch.int32)
-    )
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    return torch.frombuffer(bytearray(codes), dtype=torch.int32)
 
 
 def mapped(path: Path, dtype: torch.dtype, warn: Callable[[str], object]) -> Tensor:
@@ -308,13 +279,6 @@ def mapped(path: Path, dtype: torch.dtype, warn: Callable[[str], object]) -> Ten
             )
             return torch.frombuffer(bytearray(file.read()), dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype)
-
-
-def id_dtype(count: int) -> torch.dtype:
-    """The smallest type that holds so many ids."""
-    if count <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if count <= 1 << 15 else torch.int32
 
 
 ENCODE_AGAIN = "encode the text by its tokenizer, with upload-data --tokenizer"
@@ -338,7 +302,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         if tokens:
             corpus = read_tokens(container, functools.cache(log if group.rank == 0 else str))
         else:
-            corpus = read_text(container, config, group, start)
+            corpus = read_text(container, config, start)
         if start is not None and corpus.tokenizer.words != start.words:
             raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")
         same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
@@ -416,76 +380,43 @@ def largest_id(shard: Tensor) -> int:
     return int((shard ^ -sign).max()) + sign
 
 
-def read_text(
-    container: Container, config: Config, group: Group, start: Tokenizer | None
-) -> Corpus:
-    """Tokenizes the text once per host into a file that the host's ranks map into memory.
-
-    Its characters are those of `start`, the tokenizer of the model to start from, or else its own.
+def read_text(container: Container, config: Config, start: Tokenizer | None) -> Corpus:
+    """The text by characters: those of `start`, the tokenizer of the model to start from, or else
+    its own.
 
     Without a validation channel, the last part of the text is kept for validation, as in
     nanoGPT's data/shakespeare_char/prepare.py.
     """
-    first = group.local_rank == 0
-    directory, described = None, {}
-    try:
-        if first:
+    sha256, parts = hashlib.sha256(), []
+    for channel in (container.training, container.validation):
+        if channel is None:
+            continue
+        digest, texts = hashlib.sha256(), []
+        for path in text_files(channel):
             try:
-                directory = tempfile.mkdtemp(prefix="sm-nanogpt-")
-                known = [] if start is None else [ord(word.decode()) for word in start.words]
-                described = tokenize(container, Path(directory), known)
+                content = path.read_bytes()
             except OSError as error:
-                place = f"{tempfile.gettempdir()} (TMPDIR names another)"
-                raise DataError(f"{error.filename or place}: {error.strerror}") from None
-        described = group.share(described, source=first, within=f"host{group.host_index}")
-        vocabulary = described["vocabulary"]
-        ids = id_dtype(len(vocabulary))
-        parts = [mapped(Path(path), ids, log) for path in described["parts"]]
-        group.barrier()
-    finally:
-        # A mapped file lives until the last process that maps it ends, even by SIGKILL.
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-    if len(parts) == 1:
-        n_train = int(len(parts[0]) * (1 - config.validation_fraction))
-        parts = [parts[0][:n_train], parts[0][n_train:]]
-    tokenizer = Tokenizer(character_tokenizer(vocabulary))
-    return Corpus(tokenizer, parts[0], parts[1], described["sha256"])
-
-
-def tokenize(container: Container, directory: Path, start: Sequence[int] = ()) -> dict[str, Any]:
-    """Writes the ids of each channel into the directory; returns what the ranks need of them.
-
-    start holds the allowed code points, by id; if empty, those of the text.
-
-    One pass finds the vocabulary, a second one writes the ids.
-    """
-    channels = [c for c in (container.training, container.validation) if c is not None]
-    sha256, seen = hashlib.sha256(), torch.zeros(CODE_POINTS, dtype=torch.bool)
-    for channel in channels:
-        digest, size = hashlib.sha256(), 0
-        for codes in code_points(text_files(channel), digest):
-            if not seen.index_select(0, codes).all():  # cheaper than marking all of them
-                seen[codes.long()] = True
-            size += len(codes)
-        if not size:
+                raise DataError(f"{path}: {error.strerror}") from None
+            digest.update(content)
+            digest.update(len(content).to_bytes(8, "little"))  # the ends of files count too
+            texts.append(code_points(path, content))
+        parts.append(torch.cat(texts))
+        if not len(parts[-1]):
             raise DataError(f"{channel}: no text in it")
         sha256.update(digest.hexdigest().encode())
-    known = torch.tensor(start) if start else seen.nonzero().flatten()
-    seen[known] = False
-    if unknown := seen.nonzero().flatten().tolist():
+    seen = torch.cat([part.unique() for part in parts]).unique()
+    known = seen if start is None else torch.tensor([ord(word.decode()) for word in start.words])
+    if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
             f"the text has {counted(len(unknown), 'character')} that the model to start from does"
             f" not know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
         )
-    ids = torch.zeros(CODE_POINTS, dtype=id_dtype(len(known)))
-    ids[known] = torch.arange(len(known)).to(ids)
-    parts = []
-    for index, channel in enumerate(channels):
-        path = directory / f"{index}.ids"
-        with path.open("wb") as file:
-            for codes in code_points(text_files(channel), hashlib.sha256()):
-                file.write(raw_bytes(ids.index_select(0, codes)))
-        parts.append(str(path))
-    vocabulary = "".join(map(chr, known.tolist()))
-    return {"vocabulary": vocabulary, "parts": parts, "sha256": sha256.hexdigest()}
+    dtype = torch.uint8 if len(known) <= 1 << 8 else torch.int32
+    ids = torch.zeros(int(known.max()) + 1, dtype=dtype)
+    ids[known.long()] = torch.arange(len(known), dtype=dtype)
+    train, *rest = [ids.index_select(0, part) for part in parts]
+    if not rest:
+        n_train = int(len(train) * (1 - config.validation_fraction))
+        train, rest = train[:n_train], [train[n_train:]]
+    tokenizer = Tokenizer(character_tokenizer("".join(map(chr, known.tolist()))))
+    return Corpus(tokenizer, train, rest[0], sha256.hexdigest())
