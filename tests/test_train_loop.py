@@ -1368,7 +1368,7 @@ def test_freed_tensors_memory_is_reused() -> None:
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    tensors = [torch.ones(10 << 20) for _ in range(3)]\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
-        "print(*(pages_asked_for() for _ in range(8)))\n"
+        "print(*(pages_asked_for() for _ in range(30)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *later = map(int, done.stdout.split())
