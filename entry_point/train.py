@@ -666,7 +666,7 @@ class GPT(nn.Module):
         head = self.embed if self.head is None else self.head
         most = logits_at_once(x.device)
         if targets is not None and targets.numel() * len(head.weight) > most:
-            # A Function is told that a parameter needs a gradient even where none is computed.
+            # needs_input_grad of a Function is true for a parameter even under no_grad.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
             loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten())
             return loss
