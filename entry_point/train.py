@@ -2759,8 +2759,8 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(directory)
 
 
-# Bytes, as the safetensors library allows. That of a checkpoint holds the curve.
-LARGEST_HEADER = 100_000_000
+# Bytes. That of a checkpoint holds the curve, so it may exceed the safetensors library's 100 MB.
+LARGEST_HEADER = 1_000_000_000
 
 
 def read_safetensors_header(
