@@ -272,8 +272,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(directory)
 
 
+# Bytes. That of a checkpoint holds the curve, so it may exceed the safetensors library's 100 MB.
+LARGEST_HEADER = 1_000_000_000
+
+
 def read_safetensors_header(
-    path: Path, largest: float = math.inf
+    path: Path, largest: int = LARGEST_HEADER
 ) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors' descriptions, the metadata, and where the data begin.
 
@@ -314,7 +318,7 @@ def read_safetensors_header(
 
 
 def read_safetensors(
-    path: Path, keep: bool = True, sealed: bool = False
+    path: Path, keep: bool = True, sealed: bool = False, largest: int = LARGEST_HEADER
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
@@ -324,7 +328,7 @@ def read_safetensors(
         FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
         OSError: it cannot be read.
     """
-    header, metadata, start = read_safetensors_header(path)
+    header, metadata, start = read_safetensors_header(path, largest)
     sha256 = metadata.pop("sha256", None)
     if sealed and sha256 is None:
         raise FormatError(f"{path.name} is damaged: it has no SHA-256")

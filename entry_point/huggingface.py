@@ -380,7 +380,7 @@ def load_pretrained(model: GPT, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
         parts = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
         for name in sorted(set(map(plain_name, parts.values()))) or ["model.safetensors"]:
-            tensors |= read_safetensors(directory / name)[0]
+            tensors |= read_safetensors(directory / name, largest=1 << 24)[0]
     except OSError as error:
         raise FormatError(f"{error.filename}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

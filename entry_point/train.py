@@ -37,6 +37,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -188,6 +189,16 @@ def evaluate(
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
+def memory_used(group: Group) -> tuple[int, int]:
+    """The most bytes so far of this rank's GPU, or of the processes of this host; and all bytes."""
+    if group.device.type == "cuda":
+        total = torch.cuda.get_device_properties(group.device).total_memory
+        return torch.cuda.max_memory_allocated(), total
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * group.local_world_size
+    return used, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 NOTHING, CHECKPOINT, STOP = range(3)
 
 
@@ -197,6 +208,7 @@ NOTHING, CHECKPOINT, STOP = range(3)
 CHECKPOINT_SHARE = 0.02
 
 LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
+LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
 def read_drill(words: str | None) -> tuple[int, int, str] | None:
@@ -233,6 +245,7 @@ class Trainer:
         self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
         self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
+        self.timed_from: tuple[int, float] | None = None  # step, time; until logged
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
         # Since the last metric line: the sum of this rank's losses, and its steps. In float64
@@ -449,6 +462,8 @@ class Trainer:
                 group.beat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
+            if self.timed_from:
+                self.log_duration(self.timed_from, step + (index + 1) / passes)
         return total
 
     def warm_up(self) -> None:
@@ -532,15 +547,12 @@ class Trainer:
         if self.container.init_from is not None and self.step == 0:
             self.log_metrics(True, 0.0, 0.0)  # of the model as it was
         drill = read_drill(os.environ.get("NANOGPT_FAULT")) if self.step == 0 else None
-        first, steps_timed, started = self.step, 0, time.perf_counter()
+        steps_timed, started = 0, time.perf_counter()
+        self.timed_from = (self.step, started) if self.chief else None
         while self.step < config.max_steps:
             now = time.monotonic()
-            took, began = now - began, now  # of the last step
-            group.expect(5 * took)  # so that long steps have enough time
-            if self.chief and self.step == first + 1 and took * config.log_interval > 120:
-                left = config.max_steps - self.step
-                time_left = timedelta(seconds=round(min(took * left, 1e13)))
-                log(f"a step takes about {took:.0f} s, so {left} more take about {time_left}")
+            group.expect(5 * (now - began))  # of the last step, so that long steps have enough time
+            began = now
             if drill and drill[:2] == (group.rank, self.step):
                 self.fail_on_purpose(drill[2])
             agreement = group.largest_soon(self.wish())
@@ -579,6 +591,21 @@ class Trainer:
         if self.chief:
             self.finish()
         return True
+
+    def log_duration(self, start: tuple[int, float], done: float) -> None:
+        """After three steps, or a minute, logs the time and the memory of a run that is long."""
+        self.group.settle()
+        steps, passed = done - start[0], time.perf_counter() - start[1]
+        if steps < 3 and passed < LONG_RUN:
+            return
+        self.timed_from = None
+        left = min((self.config.max_steps - done) * passed / steps, 1e13)
+        if left > LONG_RUN:
+            used, there = (each / 2**30 for each in memory_used(self.group))
+            log(
+                f"note: {passed / steps:.3g} s a step: about {timedelta(seconds=round(left))} to"
+                f" step {self.config.max_steps:,}; memory {used:.1f} of {there:.1f} GiB"
+            )
 
     def log_metrics(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""

@@ -441,7 +441,7 @@ def isolated_and_fast(day: Day) -> None:
 
 @contextlib.contextmanager
 def launching_user(day: Day) -> Iterator[dict[str, str]]:
-    """The environment of a user who has LauncherPolicy alone; gone afterwards."""
+    """The environment of an IAM user with LauncherPolicy alone; deletes the user at the end."""
     iam = day.client("iam")
     remove_user(day)
     iam.create_user(UserName=NAME)

@@ -101,13 +101,22 @@ def test_samples_are_the_marked_lines_of_the_log() -> None:
     assert samples_of_log(lines) == {"before training": "a\n| b"}
 
 
-def test_a_falling_curve_is_drawn() -> None:
-    assert sketch([(0, 4.0), (50, 3.0), (100, 1.0)], 20, 4, braille=False) == [
-        "    4.000 *****",
-        "               *******",
-        "                      *****",
-        "    1.000                  ***",
-        "     step 0                100",
+def test_a_curve_is_drawn_between_its_labels() -> None:
+    points = [(0, 4.0), (4, 4.0), (5, 1.0), (9, 2.0), (10, 2.0), (11, 4.0)]
+    assert sketch(points, 12, 4, braille=False) == [
+        "    4.000 *****      *",
+        "               *     *",
+        "               * ****",
+        "    1.000      **",
+        "     step 0         11",
+    ]
+
+
+def test_a_braille_character_has_eight_dots() -> None:
+    assert sketch([(5, 7.0), (24, 0.0)], 10, 2) == [
+        "    7.000 ⠉⠒⠢⢄⣀",
+        "    0.000 ⠀⠀⠀⠀⠀⠉⠑⠢⠤⣀",
+        "     step 5        24",
     ]
 
 

@@ -119,7 +119,7 @@ def test_each_named_option_exists(page: Path) -> None:
     assert set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) <= known
 
 
-@pytest.mark.parametrize("page", MANUAL, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_each_set_names_a_hyperparameter(page: Path) -> None:
     assert set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) <= HYPERPARAMETERS
 

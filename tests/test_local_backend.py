@@ -505,7 +505,7 @@ def test_an_interrupted_start_leaves_no_job(
     if leftover:
         (directory / "code").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
-        context.setattr("subprocess.Popen", Mock(side_effect=KeyboardInterrupt))
+        context.setattr("launcher.backends.local.write_json", Mock(side_effect=KeyboardInterrupt))
         backend.submit("a-job", job, (1, 0))
     assert not directory.exists()
 

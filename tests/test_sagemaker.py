@@ -1564,7 +1564,7 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(
     assert "n_embd was 384 and is 192" in refused.error
 
 
-def test_a_job_of_a_cpu_instance_is_not_resumed_silently_on_gpus(
+def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = ("--instance", "ml.m5.xlarge", "--preset", "quick", "--data", str(text_file))
@@ -1664,7 +1664,7 @@ def test_resuming_from_a_damaged_record_is_one_line(
     assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
 
 
-def test_a_resumed_jobs_container_and_instances_are_not_read_from_the_store(
+def test_a_resumed_jobs_machines_are_not_read_from_the_store(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file, "--image-uri", "mine:1", "--environment", "A=1")

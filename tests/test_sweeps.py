@@ -504,7 +504,7 @@ def test_the_end_of_a_sweep_is_known_before_search_knows_it(
 
 
 @pytest.mark.parametrize("words", ["stop", "delete --yes"])
-def test_no_sweep_is_stopped_or_deleted_that_cannot_be_asked_for(
+def test_no_sweep_out_of_reach_is_stopped_or_deleted(
     cloud: Emulator, cli: Callable[..., Ran], home: Path, words: str
 ) -> None:
     sweep = Sweep(job=TrainingJob(instance="ml.g5.xlarge"), members=[{}], parallel=1)

@@ -149,8 +149,9 @@ class LocalBackend:
             directory.mkdir(parents=True)
             try:
                 self.start(directory, job.source, record)
-            except BaseException:  # also Ctrl-C; else no command would list it
-                shutil.rmtree(directory, ignore_errors=True)
+            except BaseException as error:  # also Ctrl-C, but for a job that may have started
+                if isinstance(error, OSError) or not (directory / "job.json").exists():
+                    shutil.rmtree(directory, ignore_errors=True)
                 raise
         except OSError as error:
             raise ServiceError(
