@@ -68,8 +68,12 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # two cores, alone and beside another program: 29k and 1k tokens/s with all of it, 28k and 8k
     # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-
-import torch
+# A signal during the import of torch can get lost, or abort the process.
+unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
+    import torch
+signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor

@@ -30,12 +30,12 @@ import runs
 from launching import ENDLESS, Finished, Ran
 
 import launcher
-from entry_point import train
 from entry_point.config import make_config
 from launcher import Settings, TrainingJob, describe, jobs, logs, wait
 from launcher.backends.local import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import Host, LocalRun
 from launcher.job import LOCAL_FIELDS
+from launcher.source import Source
 from launcher.submission import take_over
 from launcher.tracking import find
 
@@ -313,7 +313,7 @@ def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
         code = cluster.directory / f"hosts/algo-{rank // 2 + 1}/code"
         assert seen_by(cluster, rank)["cwd"] == str(code)
         assert seen_by(cluster, rank)["path"][0] == str(code)
-        assert {path.name for path in code.iterdir()} == {"train.py"}
+        assert {path.name for path in code.iterdir()} == Source.packaged().files.keys()
 
 
 def test_each_line_of_the_job_log_names_its_host(cluster: Finished) -> None:
@@ -1314,9 +1314,8 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(
         plan_processes(TrainingJob(**words))
 
 
-def test_a_job_runs_the_script_of_this_package(finished: Finished) -> None:
-    ran = finished.directory / "hosts/algo-1/code/train.py"
-    assert ran.read_bytes() == Path(train.__file__).read_bytes()
+def test_a_job_runs_the_folder_of_this_package(finished: Finished) -> None:
+    assert Source.read(finished.directory / "hosts/algo-1/code").is_packaged
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from models import SMALL, characters, lively, tokenizer_of
-from runs import SCRIPT, environment, run, words
+from runs import PROBE, environment, run, words
 
 from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
 from entry_point.config import Config, check_resumable
@@ -182,8 +182,7 @@ def stalled(directory: Path, body: str) -> subprocess.Popen[str]:
     prelude = (
         "import sys, time, torch\n"
         "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
+        f"{PROBE}"
         f"directory = Path({str(directory)!r})\n"
         "def STALL(*_, **__):\n"
         "    print('stalled', flush=True)\n"
@@ -480,8 +479,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
     probe = (
         "import resource, signal, sys, torch\n"
         "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
+        f"{PROBE}"
         "checkpoints = train.Checkpoints(Path(sys.argv[1]))\n"
         "state = {'step': 1, 'best_step': None}\n"
         "checkpoints.save('checkpoint', {'w': torch.ones(100)}, state)\n"

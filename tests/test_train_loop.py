@@ -29,6 +29,7 @@ from launching import once
 from models import characters, tokenizer_of
 from runs import (
     LIMIT,
+    PROBE,
     SCRIPT,
     SMALL,
     Ended,
@@ -159,8 +160,7 @@ def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> 
     program = directory / "probe.py"
     program.write_text(
         "import hashlib, os, sys, torch\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
+        f"{PROBE}"
         f"container = train.read_container({{}}, train.Options(data={str(text_file)!r}))\n"
         "ranks = train.read_ranks(os.environ, 1)\n"
         "group = train.Group(ranks, torch.device('cpu'), container)\n"

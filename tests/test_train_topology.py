@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import (
+    PROBE,
     SCRIPT,
     SMALL,
     edited_folder,
@@ -574,8 +575,7 @@ def test_each_torchrun_host_shares_within_itself(tmp_path: Path) -> None:
     probe = tmp_path / "probe.py"
     probe.write_text(
         "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import train\n"
+        f"{PROBE}"
         "container = train.read_container({}, train.Options(data='x'))\n"
         "ranks = train.read_ranks(os.environ, 1)\n"
         "group = train.Group(ranks, torch.device('cpu'), container)\n"

@@ -315,9 +315,10 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     Raises:
         InputError: the hosts cannot share the GPUs evenly.
     """
-    config = job.config(1)  # imports the script, which keeps signals off the import of torch
+    config = job.config(1)
     import torch
 
+    import entry_point.train  # noqa: F401  (it keeps signals off the import of torch)
     from launcher.backends.cpu import cores, cpu_processes
 
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
