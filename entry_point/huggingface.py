@@ -212,7 +212,11 @@ def write_artefact(
             "model_max_length": config.block_size,
             "eos_token": tokenizer.end_of_text,
         },
-        "training.json": {"config": dataclasses.asdict(config), **training},
+        "training.json": {
+            "config": dataclasses.asdict(config),
+            "model_sha256": MODEL_SHA256,
+            **training,
+        },
         "config.json": document,
     }
     for name, content in documents.items():
@@ -243,6 +247,8 @@ def folder_sha256(folder: Path) -> str:
 
 # It says which code made a model: that of the files when they were loaded.
 SCRIPT_SHA256 = folder_sha256(Path(__file__).resolve().parent)
+# A model from another recipe, but the same model.py, is computed by the same code.
+MODEL_SHA256 = hashlib.sha256(Path(__file__).with_name("model.py").read_bytes()).hexdigest()
 
 
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:

@@ -49,6 +49,7 @@ class Training(Document):
     """training.json."""
 
     script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    model_sha256: str = ""  # of model.py alone
     config: dict[str, Scalar | None]
 
 
@@ -72,8 +73,8 @@ def load_artefact(
     """Load the model (CPU, float32, eval mode) and the tokenizer of a model directory.
 
     The folder that trained the model computes it: entry_point, if given, else the one that its
-    launch kept. Without that folder, the packaged model computes a model that is Qwen3's, and logs
-    this.
+    launch kept. The packaged model, which is faster, computes it if both have the same model.py;
+    also if that folder is gone and the model is Qwen3's, which is logged.
 
     Raises:
         FormatError: write_artefact did not write this directory, or it is damaged.
@@ -91,13 +92,15 @@ def load_artefact(
         sha256 = training.script_sha256
         tensors, _ = read_safetensors(directory / "model.safetensors")
         source = Source.packaged()
-        try:
-            source = find_source(sha256, settings, entry_point)
-        except InputError:
-            same = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
-            if entry_point is not None or not same:
-                raise
-            log_absent_script(sha256)
+        model = hashlib.sha256(source.files["model.py"]).hexdigest()
+        qwen3 = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
+        if not qwen3 or training.model_sha256 != model or entry_point is not None:
+            try:
+                source = find_source(sha256, settings, entry_point)
+            except InputError:
+                if entry_point is not None or not qwen3:
+                    raise
+                log_absent_script(sha256)
         if source.is_packaged:
             config = known_config(training.config)
             expected = hugging_face_config(config, len(tokenizer), tokenizer.end)

@@ -266,7 +266,22 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
 
-def test_the_package_loads_a_qwen3_model_without_its_script(
+def test_the_package_loads_a_qwen3_model_without_its_folder(
+    home: Path,
+    cli: Callable[..., Ran],
+    text_file: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    edit = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")  # of model.py
+    job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
+    shutil.rmtree(home / "sources")
+    model, _ = load_model(fetch_model(job.job_id))
+    assert isinstance(model, GPT)
+    assert "is not on this machine; using the packaged script" in caplog.text
+
+
+def test_an_edit_of_the_schedule_keeps_the_fast_sampler(
     home: Path,
     cli: Callable[..., Ran],
     text_file: Path,
@@ -275,10 +290,9 @@ def test_the_package_loads_a_qwen3_model_without_its_script(
 ) -> None:
     edit = ("warm * (config.final", "0.9 * warm * (config.final")
     job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
-    shutil.rmtree(home / "sources")
     model, _ = load_model(fetch_model(job.job_id))
     assert isinstance(model, GPT)
-    assert "is not on this machine; using the packaged script" in caplog.text
+    assert "training folder" not in caplog.text and "packaged" not in caplog.text
 
 
 @pytest.mark.parametrize(
