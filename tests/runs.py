@@ -245,6 +245,10 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+FUTURE = "from __future__ import annotations\n"
+USED = "import json, os, signal, socket, sys, threading, time\n"  # by what the edits put in
+
+
 def edited_folder(folder: Path, *edits: tuple[str, str]) -> tuple[str, str]:
     """The command of a copy of the training folder with replaced pieces, each there once."""
     shutil.copytree(SCRIPT.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -252,5 +256,8 @@ def edited_folder(folder: Path, *edits: tuple[str, str]) -> tuple[str, str]:
         sources = {file: file.read_text() for file in folder.glob("*.py")}
         (file,) = [file for file, source in sources.items() if old in source]
         assert sources[file].count(old) == 1, f"not there once: {old}"
-        file.write_text(sources[file].replace(old, new))
+        source = sources[file].replace(old, new)
+        if USED not in source:
+            source = source.replace(FUTURE, f"{FUTURE}{USED}", 1)
+        file.write_text(source)
     return sys.executable, str(folder / "train.py")
