@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import ConfigError, choices_for, counted, nearest_multiples, nearest_name
 
@@ -413,36 +414,33 @@ class Options:
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]
 
 
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
 def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """Values by name, from `--name value`, `--name=value`, or a bare `--flag`.
+    """The values on a command line by name, which takes `-` or `_`; a bare `--flag` is True.
 
     Raises:
-        ConfigError: a name is unknown or given twice, or its value is missing.
+        ConfigError: a name is unknown, or its value is missing.
     """
-    known = [f.name for f in (*OPTIONS, *dataclasses.fields(Config))]
-    flags = {f.name for f in dataclasses.fields(Config) if f.type == "bool"}
-    given: dict[str, str] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        name = key.replace("-", "_")
-        if not word.startswith("-"):
-            raise ConfigError(f"{word}: there is no such option; name a text with --data {word}")
-        if not word.startswith("--") or name not in known:
-            whole = word if equals or not rest or rest[0].startswith("--") else f"{word}={rest[0]}"
-            raise ConfigError(f"{whole}: there is no such option{nearest_name(name, known)}")
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            elif name in flags:
-                value = "True"
-            else:
-                raise ConfigError(f"{word}: a value is missing")
-        if name in given:
-            raise ConfigError(f"{word}: given twice ({given[name]!r} and {value!r})")
-        given[name] = value
-    return given
+    fields = [*OPTIONS, *dataclasses.fields(Config)]
+    parser = Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    for f in fields:
+        names = dict.fromkeys((f"--{f.name}", f"--{f.name.replace('_', '-')}"))
+        bare: dict[str, Any] = {"nargs": "?", "const": "True"} if f.type == "bool" else {}
+        parser.add_argument(*names, dest=f.name, **bare)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word, name = unknown[0], unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        advice = f"; name a text with --data {word}"
+        if word.startswith("-"):
+            advice = nearest_name(name, [f.name for f in fields])
+        raise ConfigError(f"{word}: there is no such option{advice}")
+    return vars(given)
 
 
 def hyperparameter_table() -> str:

@@ -98,7 +98,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_name(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name}='{value}': .*did you mean {nearest}"):
         make_config({name: value})
-    with pytest.raises(ConfigError, match=f"--{name}={value}: .*did you mean {nearest}"):
+    with pytest.raises(ConfigError, match=f"^--{name}: .*did you mean {nearest}"):
         config_of(f"--{name}", value)
 
 
@@ -122,8 +122,9 @@ def test_a_value_without_a_name_is_an_error() -> None:
 
 
 def test_a_name_without_a_value_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="--n_layer: a value is missing"):
-        config_of("--n_layer")
+    for argv in (("--n_layer",), ("--n_layer", "--n_head", "2")):
+        with pytest.raises(ConfigError, match=r"--n_layer.*: expected one argument$"):
+            config_of(*argv)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +177,6 @@ def test_a_value_out_of_range_is_an_error(name: str, value: float) -> None:
 def test_a_misspelled_choice_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"optimizer='muom': .*did you mean muon\?"):
         make_config({"optimizer": "muom"})
-
-
-def test_the_same_name_twice_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"n.layer: given twice \('3' and '4'\)"):
-        config_of("--n_layer", "3", "--n-layer", "4")
 
 
 def test_an_indivisible_width_error_names_the_nearest_widths() -> None:
