@@ -407,16 +407,6 @@ class Group:
         true = torch.tensor(float(value), device=self.device)
         return int(self.sum_(true)) == self.world_size
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors [n] of all ranks, by rank: [world_size, n]."""
-        self.beat()
-        gathered = tensor.new_empty(self.world_size * len(tensor))
-        # torch has renamed it, and warns of the old name.
-        new = hasattr(dist, "all_gather_single")
-        gather = dist.all_gather_single if new else dist.all_gather_into_tensor
-        gather(gathered, tensor)
-        return gathered.view(self.world_size, -1)
-
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
         self.beat()

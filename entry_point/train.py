@@ -263,7 +263,7 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
-        self.optimizer = Optimizer(self.model, config, group)
+        self.optimizer = Optimizer(self.model, config)
         self.compiled = config.compile == "on"
         pays = compiling_pays(self.model, config, device, group.world_size)
         if config.compile == "auto" and pays:
@@ -311,8 +311,6 @@ class Trainer:
             choices.append(f"{passes} passes a step")
         if self.group.world_size > 1:
             choices.append(f"gradients averaged in {named}")
-            if muon := self.optimizer.muon:
-                choices.append(f"muon {'shared out' if muon.shares else 'on each rank'}")
         return choices
 
     def introduce(self, ranks: Ranks) -> None:

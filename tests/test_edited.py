@@ -19,10 +19,8 @@ from models import tokenizer_of
 
 from entry_point import train
 from entry_point.checkpoint import read_safetensors
-from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.config import Config
 from entry_point.data import Tokenizer, character_tokenizer
-from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError
 from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
@@ -390,9 +388,7 @@ def test_a_frozen_parameter_is_left_as_it_is() -> None:
     model.init_weights(1)
     model.embed.weight.requires_grad_(False)
     dict(model.named_parameters())["blocks.0.mlp.down.weight"].requires_grad_(False)
-    container = read_container({}, Options(data="none"))
-    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
-    optimizer = Optimizer(model, model.config, group)
+    optimizer = Optimizer(model, model.config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).backward()
     optimizer.step(1.0)

@@ -26,7 +26,6 @@ from entry_point.optim import (
     gradient_of,
     learning_rate_scale,
     orthogonalize,
-    sharing_pays,
     window_length,
 )
 
@@ -344,49 +343,9 @@ def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
     for i in range(3):
         apart[str(i)] = (parts[i], 1)
         parts[i].grad = gradients[i].clone()
-    Muon({"fused": (fused, 3)}, SMALL, alone()).step(0.02, torch.float32)
-    Muon(apart, SMALL, alone()).step(0.02, torch.float32)
+    Muon({"fused": (fused, 3)}, SMALL).step(0.02, torch.float32)
+    Muon(apart, SMALL).step(0.02, torch.float32)
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("device", "shape", "pays"),
-    [
-        ("cpu", (12, 384, 384), False),
-        ("cpu", (72, 384, 384), True),
-        ("cuda", (72, 384, 384), False),
-        ("cuda", (12, 768, 768), True),
-    ],
-)
-def test_orthogonalizing_is_shared_if_that_saves_time(
-    device: str, shape: tuple[int, ...], pays: bool
-) -> None:
-    with FakeTensorMode():
-        assert sharing_pays([torch.empty(shape, device=device)]) is pays
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_sharing_the_orthogonalizing_changes_no_update(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    stacks = [torch.randn(shape, generator=generator) for shape in ((5, 8, 4), (2, 4, 4))]
-    expected = [orthogonalize(stack, torch.float32) for stack in stacks]
-    group, muon = alone(), Muon({}, SMALL, alone())
-    muon.group, muon.shares, group.world_size = group, True, world_size
-    sent: list[torch.Tensor] = []
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        sent.append(tensor)
-        return torch.stack([*sent, *[tensor] * (world_size - len(sent))])
-
-    monkeypatch.setattr(group, "all_gather", gather)
-    for rank in range(world_size):
-        group.rank = rank
-        updates = muon.orthogonalize(stacks, torch.float32)
-    assert len(sent) == world_size
-    for update, one in zip(updates, expected, strict=True):
-        torch.testing.assert_close(update, one)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -395,7 +354,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied
     config = dataclasses.replace(SMALL, optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    one = Optimizer(model, config, alone())
+    one = Optimizer(model, config)
     for seed in range(2):
         model(ids(12, 8, seed=seed), ids(12, 8, seed=9 + seed)).backward()
         one.step(1.0)
@@ -413,7 +372,7 @@ def test_weight_decay_shrinks_only_the_matrices() -> None:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        Optimizer(model, config, alone()).step(1.0)
+        Optimizer(model, config).step(1.0)
         for name, parameter in model.named_parameters():
             shrunk = bool((parameter.abs() < before[name].abs()).all())
             assert shrunk == name.startswith("blocks"), (optimizer, name)
@@ -424,7 +383,7 @@ def test_gradients_are_clipped_to_grad_clip() -> None:
     model = lively(config)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    one = Optimizer(model, config, alone())
+    one = Optimizer(model, config)
     one.step(0.0)
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)

@@ -329,10 +329,6 @@ GROUP: Edits = (
     ("        if ranks.world_size == 1:\n            return\n", ""),
     ("if n_local * len(container.hosts) > 1:", "if True:"),
 )
-SHARED: Edits = (
-    ("return max(stack.size(2) for stack in stacks) >= 768", "return True"),
-    ("for stack in stacks) >= SHARED_FROM", "for stack in stacks) >= 0"),
-)
 # NCCL refuses two ranks on one GPU. gloo allows them, but is correct only in float32.
 TWO: Edits = (
     ("if ranks.local_world_size != gpus:", "if False:"),
@@ -347,7 +343,7 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
     """A group of one with NCCL, and two ranks on one GPU with gloo, against one process."""
     base = small(args)
     full, half, one = {**base, **FULL}, {**base, **HALF}, "one process"
-    shared, compiled = (*GROUP, *SHARED), {**half, **COMPILED}
+    compiled = {**half, **COMPILED}
     four = {"gradient_accumulation_steps": 4}
     two = Variant({**full, "processes": 2}) if args.smoke else Variant(full, TWO)
     variants = {
@@ -359,8 +355,6 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
     if not args.smoke:
         wide = {**half, "n_embd": 1024, "n_head": 8, "max_steps": 15}  # gradients in many buckets
         variants |= {
-            "Muon shared out, float32": Variant(full, shared, one, SAME),
-            "Muon shared out, bfloat16": Variant(half, shared, one, CLOSE),
             "4 passes": Variant({**full, **four}, GROUP, one, SAME),
             "compiled": Variant(compiled, GROUP, one, CLOSE),
             "compiled, 4 passes": Variant({**compiled, **four}, GROUP, one, CLOSE),
