@@ -22,10 +22,9 @@ from .errors import CheckpointError, ConfigError, FormatError, log
 class Checkpoints:
     """The checkpoints of one run in one directory.
 
-    checkpoint-STEP holds weights, optimizer state and, as JSON, everything else that a resumed run
-    needs, including its metrics; best-STEP holds the weights with the lowest validation loss. The
-    last two checkpoints are kept, with the best weights that they refer to, so a damaged newest one
-    is replaced by the one before.
+    checkpoint-STEP holds weights, optimizer state, the weights with the lowest validation loss so
+    far and, as JSON, everything else that a resumed run needs, including its metrics. The last two
+    are kept, so a damaged newest one is replaced by the one before.
 
     metrics-START holds the whole curve as the start of that number knows it; the newest counts.
     SageMaker copies the directory to each host at each start, and may upload what another host got
@@ -35,7 +34,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.start = 0  # the number of this start, once its curve has begun
-        self.passed_over: dict[int, str] = {}  # steps of damaged checkpoints, and what is wrong
+        self.damaged: set[int] = set()  # steps of checkpoints that load_latest passed over
 
     def claim(self) -> None:
         """Locks the directory against other runs on this machine while this process lives.
@@ -61,20 +60,28 @@ class Checkpoints:
 
     def check_fresh(self) -> None:
         """Raises ConfigError if there is a checkpoint."""
-        if self.steps("checkpoint"):
+        if self.steps():
             raise ConfigError(
                 f"{self.directory.parent} already holds a run; resume it with --resume, or"
                 " choose another --out"
             )
 
-    def path(self, kind: str, step: int) -> Path:
-        suffix = "jsonl" if kind == "metrics" else "safetensors"
-        return self.directory / f"{kind}-{step:08d}.{suffix}"
+    def path(self, step: int) -> Path:
+        return self.directory / f"checkpoint-{step:08d}.safetensors"
 
-    def steps(self, kind: str) -> list[int]:
-        """The steps of the files of a kind, newest first; of metrics, the starts."""
-        names = self.directory.glob(f"{kind}-*{self.path(kind, 0).suffix}")
-        stems = (path.stem.removeprefix(f"{kind}-") for path in names)
+    def curve(self, start: int) -> Path:
+        return self.directory / f"metrics-{start:08d}.jsonl"
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, newest first."""
+        return self.numbers("checkpoint-*.safetensors")
+
+    def starts(self) -> list[int]:
+        """The starts that have a curve, newest first."""
+        return self.numbers("metrics-*.jsonl")
+
+    def numbers(self, pattern: str) -> list[int]:
+        stems = (path.stem.partition("-")[2] for path in self.directory.glob(pattern))
         return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
     @contextmanager
@@ -86,24 +93,23 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
-    def save(self, kind: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Writes a checkpoint and then drops the files that no kept checkpoint needs.
+    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Writes the checkpoint of state["step"], and then drops all but the last two.
 
         Raises:
             CheckpointError: it cannot be written; the earlier ones are untouched.
         """
-        with self.writing(self.path(kind, state["step"])) as path:
+        with self.writing(self.path(state["step"])) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
-            if kind == "checkpoint":
-                self.passed_over.pop(state["step"], None)
-                self.prune(state["step"])
+            self.damaged.discard(state["step"])
+            self.prune(state["step"])
 
     def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
         """Adds rows to the curve of this start, or begins it. Raises CheckpointError."""
         if not append:
-            self.start = max(self.steps("metrics"), default=0) + 1
+            self.start = max(self.starts(), default=0) + 1
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        with self.writing(self.path("metrics", self.start)) as path:
+        with self.writing(self.curve(self.start)) as path:
             if append:
                 with path.open("a") as file:
                     file.write(lines)
@@ -112,95 +118,62 @@ class Checkpoints:
                     temporary.write_text(lines)
 
     def prune(self, newest: int) -> None:
-        """Deletes all but the last two intact checkpoints up to `newest`, and what neither needs.
+        """Deletes all but the last two intact checkpoints up to `newest`, and older curves.
 
         Later ones are damaged: the run resumed from an earlier one.
         """
-        whole = [step for step in self.steps("checkpoint") if step not in self.passed_over]
-        kept = [step for step in whole if step <= newest][:2]
-        best = [self.state_of(step).get("best_step") for step in kept]
-        needed: dict[str, list[Any]] = {"checkpoint": kept, "best": best, "metrics": [self.start]}
-        unneeded = [
-            self.path(kind, step)
-            for kind in needed
-            for step in self.steps(kind)
-            if step not in needed[kind]
-        ]
+        kept = [step for step in self.steps() if step <= newest and step not in self.damaged][:2]
+        unneeded = [self.path(step) for step in self.steps() if step not in kept]
+        unneeded += [self.curve(start) for start in self.starts() if start != self.start]
         for path in (*unneeded, *self.directory.glob("*.sagemaker-ignore")):
             # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
             uploading = path.with_name(f"{path.name}.sagemaker-uploading")
             if not uploading.exists() or uploading.with_suffix(".sagemaker-uploaded").exists():
                 path.unlink()
 
-    def state_of(self, step: int) -> dict[str, Any]:
-        """The state that a checkpoint holds, without its tensors; {} if it cannot be read."""
-        try:
-            metadata = read_safetensors_header(self.path("checkpoint", step))[1]
-            state = json.loads(metadata["state"])
-        except (FormatError, OSError, KeyError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
-
     def latest_state(self) -> dict[str, Any]:
         """The state that load_latest gives, unlogged. Raises CheckpointError if none exists."""
-        loaded = self.load_latest(keep=False, warn=lambda line: None)
+        loaded = self.load_latest(warn=lambda line: None)
         if loaded is None:
             raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
         return loaded[1]
 
-    def load(
-        self, kind: str, step: int, keep: bool = True
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors (none without `keep`) and the state of a file whose SHA-256 is right.
+    def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors and the state of a checkpoint whose SHA-256 is right.
 
         Raises:
             FormatError, OSError: it is damaged or missing.
         """
-        tensors, metadata = read_safetensors(self.path(kind, step), keep, sealed=True)
+        tensors, metadata = read_safetensors(self.path(step), sealed=True)
         try:
             state = json.loads(metadata["state"])
             if state["step"] != step:
                 raise ValueError
         except (KeyError, ValueError, TypeError):
-            name = self.path(kind, step).name
+            name = self.path(step).name
             raise FormatError(f"{name} is not a checkpoint of this script") from None
         return tensors, state
 
     def load_latest(
-        self, keep: bool = True, warn: Callable[[str], None] | None = None
+        self, warn: Callable[[str], None] = log
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest intact checkpoint whose best weights are intact; None if no checkpoint exists.
-
-        If no best weights are intact: the newest intact checkpoint, without a best so far.
+        """The newest intact checkpoint; None if no checkpoint exists.
 
         Raises:
             CheckpointError: all checkpoints are damaged.
         """
-        warn = warn or log
-        self.passed_over = {}
-        found = fallback = None
-        for step in self.steps("checkpoint"):
-            loaded = None
+        self.damaged = set()
+        why = ""
+        for step in self.steps():
             try:
-                loaded = self.load("checkpoint", step, keep)
-                if (best_step := loaded[1]["best_step"]) is not None:
-                    self.load("best", best_step, keep=False)
-                found = loaded
-                break
+                return self.load(step)
             except (FormatError, OSError) as error:
-                self.passed_over[step] = str(error)
-                fallback = fallback or loaded
-        if found is None and fallback is not None:
-            tensors, state = fallback
-            why = self.passed_over.pop(state["step"])
-            warn(f"note: {why}; tracking the best weights anew from step {state['step']}")
-            found = tensors, {**state, "best_step": None, "best_val_loss": None}
-        if found is None and self.passed_over:
-            why = next(iter(self.passed_over.values()))
+                self.damaged.add(step)
+                why = why or str(error)
+                warn(f"checkpoint of step {step} is skipped: {error}")
+        if why:
             raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
-        for step, why in self.passed_over.items():
-            warn(f"checkpoint of step {step} is skipped: {why}")
-        return found
+        return None
 
 
 DTYPES = {
@@ -318,11 +291,9 @@ def read_safetensors_header(
 
 
 def read_safetensors(
-    path: Path, keep: bool = True, sealed: bool = False, largest: int = LARGEST_HEADER
+    path: Path, sealed: bool = False, largest: int = LARGEST_HEADER
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
-
-    Without `keep`, the tensors are read only for this check, one at a time.
 
     Raises:
         FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
@@ -341,8 +312,7 @@ def read_safetensors(
             if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
                 raise FormatError(f"{path.name} is damaged: it ends early")
             digest.update(raw_bytes(tensor))
-            if keep:
-                tensors[name] = tensor
+            tensors[name] = tensor
     if sha256 is not None and digest.hexdigest() != sha256:
         raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
     return tensors, metadata

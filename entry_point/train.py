@@ -138,7 +138,6 @@ from entry_point.huggingface import (
     SCRIPT_SHA256,
     fill,
     load_pretrained,
-    model_tensors,
     starting_values,
     with_weights,
     write_artefact,
@@ -246,7 +245,7 @@ class Trainer:
         self.saved_at = math.inf  # time of that checkpoint, or of the start of training
         self.best_step: int | None = None
         self.best_val_loss = math.inf
-        self.unsaved_best: dict[str, Tensor] = {}  # of the chief, until the next checkpoint
+        self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
         self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
         self.timed_from: tuple[int, float] | None = None  # step, time; until logged
@@ -338,13 +337,15 @@ class Trainer:
     # -- state ------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name; the live tensors."""
-        optimizer = {f"optimizer.{name}": t for name, t in self.optimizer.state().items()}
-        return {**self.weights(), **optimizer}
+        """Everything that training changes, by name; the live tensors.
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's parameters, and the buffers that an edited one may have."""
-        return {f"model.{name}": t for name, t in self.model.state_dict(keep_vars=True).items()}
+        Those of the model are its parameters, and the buffers that an edited one may have.
+        """
+        model = self.model.state_dict()
+        return {
+            **{f"model.{name}": t for name, t in model.items()},
+            **{f"optimizer.{name}": t for name, t in self.optimizer.state().items()},
+        }
 
     def state(self, loss_sum: float = 0.0) -> dict[str, Any]:
         """Everything else that a checkpoint holds; loss_sum is that of all world_size ranks."""
@@ -381,10 +382,8 @@ class Trainer:
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
         if self.chief:
-            if self.unsaved_best:
-                self.checkpoints.save("best", self.unsaved_best, {"step": self.best_step})
-                self.unsaved_best = {}
-            self.checkpoints.save("checkpoint", self.tensors(), self.state(loss_sum))
+            best = {f"best.{name}": t for name, t in self.best.items()}
+            self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
         self.kept_step = self.step
         self.checkpoint_cost = time.monotonic() - self.saved_at
 
@@ -408,8 +407,12 @@ class Trainer:
                 f" max_steps={self.config.max_steps}; give a larger max_steps"
             )
         live = self.tensors()
+        best: dict[str, Tensor] = {}
         if loaded is not None:
-            fill({name: tensor.data for name, tensor in live.items()}, loaded[0])
+            tensors = loaded[0]
+            names = [name for name in tensors if name.startswith("best.")]
+            best = {name.removeprefix("best."): tensors.pop(name) for name in names}
+            fill({name: tensor.data for name, tensor in live.items()}, tensors)
         self.group.broadcast_([tensor.data for tensor in live.values()])
         self.step, self.metrics = state["step"], state["metrics"]
         self.kept_step = self.step
@@ -423,6 +426,7 @@ class Trainer:
         same_script = state.get("script_sha256", self.script_sha256) == self.script_sha256
         if state["best_step"] is not None and same_script:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
+            self.best = best
         if self.chief:
             log(f"resumed from the checkpoint of step {self.step}")
             if not same_script:  # its best weights would be exported as this model's
@@ -586,8 +590,7 @@ class Trainer:
                 return False
         newest = self.metrics[-1] if self.metrics else {"step": -1}
         if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
-            # The run was stopped here, between two evaluations, and now ends here; or the best
-            # weights were damaged.
+            # The run was stopped here, between two evaluations, and now ends here.
             self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
         if self.chief:
@@ -643,9 +646,9 @@ class Trainer:
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
             if self.chief:
-                self.unsaved_best = {
-                    name: weights.detach().to("cpu", copy=True)
-                    for name, weights in self.weights().items()
+                self.best = {
+                    name: weights.to("cpu", copy=True)
+                    for name, weights in self.model.state_dict().items()
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
@@ -686,9 +689,8 @@ class Trainer:
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
-        tensors, _ = self.checkpoints.load("best", self.best_step)
         tokenizer = self.corpus.tokenizer
-        best = with_weights(self.config, len(tokenizer), model_tensors(tensors))
+        best = with_weights(self.config, len(tokenizer), self.best)
         self.model.load_state_dict(best.state_dict())
         training = {
             "script_sha256": self.script_sha256,
@@ -703,7 +705,7 @@ class Trainer:
         try:
             why = write_artefact(model_dir, best, tokenizer, training)
             output_dir.mkdir(parents=True, exist_ok=True)
-            curve = self.checkpoints.path("metrics", self.checkpoints.start)
+            curve = self.checkpoints.curve(self.checkpoints.start)
             shutil.copy(curve, output_dir / "metrics.jsonl")
         except OSError as error:
             raise CheckpointError(

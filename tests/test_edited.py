@@ -18,7 +18,7 @@ from launching import Finished, Ran
 from models import tokenizer_of
 
 from entry_point import train
-from entry_point.checkpoint import read_safetensors
+from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
 from entry_point.data import Tokenizer, character_tokenizer
 from entry_point.errors import ConfigError
@@ -107,10 +107,12 @@ def as_trained(job: Finished, script: Path) -> Any:
     """The model that the run kept, with its weights by the names that it trained them under."""
     module = module_of(script)
     training = json.loads((job.directory / "hosts/algo-1/model/training.json").read_text())
-    (best,) = job.directory.glob(f"hosts/algo-1/checkpoints/best-{training['step']:08d}.*")
-    tensors, _ = read_safetensors(best)
+    checkpoints = Checkpoints(job.directory / "hosts/algo-1/checkpoints")
+    loaded = checkpoints.load_latest()
+    assert loaded is not None and loaded[1]["best_step"] == training["step"]
+    best = {k[5:]: tensor for k, tensor in loaded[0].items() if k.startswith("best.")}
     config = module.make_config(training["config"])
-    return module.with_weights(config, len(vocabulary_of(job)), module.model_tensors(tensors))
+    return module.with_weights(config, len(vocabulary_of(job)), best)
 
 
 def vocabulary_of(job: Finished) -> str:

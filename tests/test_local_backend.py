@@ -762,7 +762,7 @@ def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path: Path, text_fi
     record = json.loads((tmp_path / "job/job.json").read_text())
     (tmp_path / "job/code").mkdir()
     (tmp_path / "earlier").mkdir()
-    (tmp_path / "earlier/best-00000010.safetensors").touch()
+    (tmp_path / "earlier/metrics-00000001.jsonl").touch()
     record["resume_from"] = str(tmp_path / "earlier")
     write_json(tmp_path / "job/job.json", record)
     LocalRun(tmp_path / "job").run()

@@ -245,20 +245,16 @@ def test_a_failed_write_leaves_only_the_old_file(
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def state_of(step: int, best_step: int | None = None, **config: Any) -> dict[str, Any]:
+def state_of(step: int, **config: Any) -> dict[str, Any]:
     return {
         "step": step,
-        "best_step": best_step,
         "config": dataclasses.asdict(Config(**config)),
         "corpus_sha256": "abc",
     }
 
 
-def save(checkpoints: Checkpoints, step: int, best_step: int | None = None) -> None:
-    tensors = {"model.w": torch.full((1000,), float(step))}
-    if best_step == step:
-        checkpoints.save("best", tensors, {"step": step})
-    checkpoints.save("checkpoint", tensors, state_of(step, best_step))
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save({"model.w": torch.full((1000,), float(step))}, state_of(step))
 
 
 @pytest.fixture
@@ -277,7 +273,7 @@ def spoil(path: Path) -> None:
 
 
 def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> None:
-    checkpoints.save("checkpoint", TENSORS, state_of(7))
+    checkpoints.save(TENSORS, state_of(7))
     loaded = checkpoints.load_latest()
     assert loaded is not None
     assert_same(loaded[0], TENSORS)
@@ -285,8 +281,8 @@ def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> Non
 
 
 def test_a_checkpoint_holds_a_curve_of_any_length(checkpoints: Checkpoints) -> None:
-    state = {"step": 1, "best_step": None, "metrics": "x" * 100_000_000}  # the official limit
-    checkpoints.save("checkpoint", {}, state)
+    state = {"step": 1, "metrics": "x" * 100_000_000}  # the official limit
+    checkpoints.save({}, state)
     assert checkpoints.load_latest() == ({}, state)
 
 
@@ -294,38 +290,15 @@ def test_a_fresh_directory_has_no_checkpoint(checkpoints: Checkpoints) -> None:
     assert checkpoints.load_latest() is None
 
 
-def test_two_checkpoints_are_kept_with_their_best_weights(
-    checkpoints: Checkpoints,
-) -> None:
-    for step, best in [(10, 10), (20, 20), (30, 20), (40, 40), (50, 40)]:
-        save(checkpoints, step, best)
-    assert names(checkpoints) == [
-        "best-00000040",
-        "checkpoint-00000040",
-        "checkpoint-00000050",
-    ]
-    save(checkpoints, 60, 60)
-    assert names(checkpoints) == [
-        "best-00000040",
-        "best-00000060",
-        "checkpoint-00000050",
-        "checkpoint-00000060",
-    ]
-
-
-def test_best_weights_without_their_checkpoint_are_deleted(
-    checkpoints: Checkpoints,
-) -> None:
-    """They are written just before the checkpoint that refers to them."""
-    save(checkpoints, 10, 10)
-    checkpoints.save("best", {}, {"step": 20})
-    save(checkpoints, 15, 10)
-    assert "best-00000020" not in names(checkpoints)
+def test_the_last_two_checkpoints_are_kept(checkpoints: Checkpoints) -> None:
+    for step in (10, 20, 30):
+        save(checkpoints, step)
+    assert names(checkpoints) == ["checkpoint-00000020", "checkpoint-00000030"]
 
 
 def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
-    half = checkpoints.path("checkpoint", 15)
+    half = checkpoints.path(15)
     half.with_name(f"{half.name}.sagemaker-ignore").write_bytes(b"half")
     save(checkpoints, 20)
     assert names(checkpoints) == ["checkpoint-00000010", "checkpoint-00000020"]
@@ -333,62 +306,40 @@ def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -
 
 def test_a_file_is_deleted_only_after_its_upload(checkpoints: Checkpoints) -> None:
     """SageMaker's checkpoint agent makes such markers beside a file that it uploads."""
-    save(checkpoints, 10, 10)
-    first = [checkpoints.path(kind, 10) for kind in ("best", "checkpoint")]
-    for path in first:
-        path.with_name(f"{path.name}.sagemaker-uploading").touch()
-    save(checkpoints, 20, 20)
-    save(checkpoints, 30, 30)
-    assert all(path.exists() for path in first)
-    for path in first:
-        path.with_name(f"{path.name}.sagemaker-uploaded").touch()
-    save(checkpoints, 40, 40)
-    assert not any(path.exists() for path in first)
+    save(checkpoints, 10)
+    first = checkpoints.path(10)
+    first.with_name(f"{first.name}.sagemaker-uploading").touch()
+    save(checkpoints, 20)
+    save(checkpoints, 30)
+    assert first.exists()
+    first.with_name(f"{first.name}.sagemaker-uploaded").touch()
+    save(checkpoints, 40)
+    assert not first.exists()
 
 
 def test_a_broken_newest_checkpoint_is_skipped_with_a_note(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(checkpoints, 10, 10)
-    save(checkpoints, 20, 20)
-    spoil(checkpoints.path("checkpoint", 20))
+    save(checkpoints, 10)
+    save(checkpoints, 20)
+    spoil(checkpoints.path(20))
     loaded = checkpoints.load_latest()
     assert loaded is not None and loaded[1]["step"] == 10
     assert "checkpoint of step 20 is skipped" in capsys.readouterr().out
 
 
-def test_a_checkpoint_with_broken_best_weights_is_skipped(checkpoints: Checkpoints) -> None:
-    save(checkpoints, 10, 10)
-    save(checkpoints, 20, 20)
-    spoil(checkpoints.path("best", 20))
-    loaded = checkpoints.load_latest()
-    assert loaded is not None and loaded[1]["step"] == 10
-
-
-def test_a_valid_checkpoint_loads_without_its_best_weights(
-    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(checkpoints, 10, 10)
-    save(checkpoints, 20, 10)
-    spoil(checkpoints.path("best", 10))
-    loaded = checkpoints.load_latest()
-    assert loaded is not None
-    assert (loaded[1]["step"], loaded[1]["best_step"]) == (20, None)
-    assert "note: best-00000010.safetensors is damaged: " in capsys.readouterr().out
-
-
 def test_a_broken_checkpoint_replaces_no_valid_one(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
     save(checkpoints, 20)
-    spoil(checkpoints.path("checkpoint", 20))
+    spoil(checkpoints.path(20))
     assert checkpoints.load_latest() is not None
     save(checkpoints, 25)
-    assert checkpoints.steps("checkpoint") == [25, 10]
+    assert checkpoints.steps() == [25, 10]
 
 
 def test_a_checkpoint_without_its_sha256_is_broken(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
-    path = checkpoints.path("checkpoint", 10)
+    path = checkpoints.path(10)
     path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha257"'))
     with pytest.raises(CheckpointError, match="it has no SHA-256"):
         checkpoints.load_latest()
@@ -398,7 +349,7 @@ def test_checkpoints_that_are_all_broken_are_an_error(checkpoints: Checkpoints) 
     save(checkpoints, 10)
     save(checkpoints, 20)
     for step in (10, 20):
-        spoil(checkpoints.path("checkpoint", step))
+        spoil(checkpoints.path(step))
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         checkpoints.load_latest()
 
@@ -409,15 +360,15 @@ def test_a_file_of_another_kind_is_a_broken_checkpoint(
 ) -> None:
     checkpoints.directory.mkdir()
     metadata = {} if state is None else {"state": state}
-    write_safetensors(checkpoints.path("checkpoint", 5), {}, metadata)
+    write_safetensors(checkpoints.path(5), {}, metadata)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         checkpoints.load_latest()
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_skipped(checkpoints: Checkpoints) -> None:
     save(checkpoints, 10)
-    checkpoints.path("checkpoint", 15).symlink_to("nowhere")
-    checkpoints.path("checkpoint", 20).mkdir()
+    checkpoints.path(15).symlink_to("nowhere")
+    checkpoints.path(20).mkdir()
     assert checkpoints.latest_state()["step"] == 10
     loaded = checkpoints.load_latest()
     assert loaded is not None and loaded[1]["step"] == 10
@@ -430,7 +381,7 @@ def test_other_files_in_the_directory_are_left_alone(checkpoints: Checkpoints) -
     save(checkpoints, 20)
     save(checkpoints, 30)
     assert {"checkpoint-best", "checkpoint-1.txt", "notes"} < set(names(checkpoints))
-    assert checkpoints.steps("checkpoint") == [30, 20]
+    assert checkpoints.steps() == [30, 20]
 
 
 def test_a_run_may_resume_with_another_length_and_schedule() -> None:
@@ -481,12 +432,12 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         f"{PROBE}"
         "checkpoints = train.Checkpoints(Path(sys.argv[1]))\n"
-        "state = {'step': 1, 'best_step': None}\n"
-        "checkpoints.save('checkpoint', {'w': torch.ones(100)}, state)\n"
+        "state = {'step': 1}\n"
+        "checkpoints.save({'w': torch.ones(100)}, state)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
-        "    checkpoints.save('checkpoint', {'w': torch.ones(100_000)}, {**state, 'step': 2})\n"
+        "    checkpoints.save({'w': torch.ones(100_000)}, {**state, 'step': 2})\n"
         "except train.CheckpointError as error:\n"
         "    print(error)\n"
     )
@@ -779,8 +730,8 @@ def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
-    state |= {"script_sha256": "f" * 64, "best_step": None}
-    Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
+    state["script_sha256"] = "f" * 64
+    Checkpoints(tmp_path / "checkpoints").save(tensors, state)
     with pytest.raises(InputError, match=r"SHA-256 ffffffffffff\.\.\., which is not on this"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
@@ -789,9 +740,8 @@ def test_a_checkpoint_with_other_weights_is_refused(trained: Path, tmp_path: Pat
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
-    state["best_step"] = None
     tensors["model.wte.weight"] = tensors.pop("model.embed.weight")
-    Checkpoints(tmp_path / "checkpoints").save("checkpoint", tensors, state)
+    Checkpoints(tmp_path / "checkpoints").save(tensors, state)
     with pytest.raises(FormatError, match=r"embed\.weight is nothing in the checkpoint and"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
