@@ -5,7 +5,6 @@ RMSNorm, rotary positions, QK-norm, a gated MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -350,66 +349,21 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def logits_to_probabilities(
-    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
-
-    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
-    (arXiv:1904.09751).
-    """
-    logits = logits / temperature
-    if 0 < top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
-    if top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        outside = ordered.cumsum(dim=-1) - ordered >= top_p
-        outside = torch.zeros_like(outside).scatter(-1, order, outside)
-        probabilities = probabilities.masked_fill(outside, 0.0)
-        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-    return probabilities
-
-
-def draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """The next ids, int64 [B], of logits [B, V].
-
-    A temperature of 0, or close to 0, takes the most likely id.
-    """
-    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
-        return logits.argmax(dim=-1)
-    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
-    # The same as torch.multinomial, without its checks of the probabilities.
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / noise).argmax(dim=-1)
-
-
 @torch.inference_mode()
-def generate(
-    model: GPT,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1337,
-) -> Iterator[Tensor]:
-    """Yields the next ids, int64 [B] on the model's device, of a prompt [B, T], one at a time.
+def sample(model: GPT, start: int, length: int, seed: int = 1337) -> list[int]:
+    """`length` ids after the id `start`, each drawn after a forward pass over those before it.
 
-    Each is drawn after a whole forward pass over the last block_size ids. This is slow, and
-    correct for any model. The same seed gives the same ids.
+    The windows are padded at their end, at which no earlier position looks. So all passes have one
+    shape; for a new one, some kernels of GPUs take 20 ms or more to be planned.
     """
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    ids = prompt
-    for _ in range(max_new_tokens):
-        ids = ids[:, -model.config.block_size :]
-        following = draw(model(ids)[:, -1], temperature, top_k, top_p, generator)
-        yield following
-        ids = torch.cat((ids, following[:, None]), dim=1)
+    size, device = min(model.config.block_size, length), model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = torch.full((1, length + 1), start, device=device)
+    for n in range(1, length + 1):  # ids there are
+        begin = max(0, n - size)
+        logits = model(ids[:, begin : begin + size])[0, n - begin - 1]
+        ids[0, n] = logits.softmax(dim=-1).multinomial(1, generator=generator)
+    return ids[0, 1:].tolist()
 
 
 def plain_operations(device: torch.device) -> bool:

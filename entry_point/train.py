@@ -77,7 +77,6 @@ signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from entry_point.checkpoint import Checkpoints
@@ -142,7 +141,7 @@ from entry_point.huggingface import (
     with_weights,
     write_artefact,
 )
-from entry_point.model import GPT, generate, plain_norms
+from entry_point.model import GPT, plain_norms, sample
 from entry_point.optim import Optimizer, learning_rate_scale, window_length
 
 
@@ -741,17 +740,10 @@ class Trainer:
 
 def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
     """A text of `length` tokens from the start of a document, or of a line."""
-    prompt = torch.tensor([[tokenizer.start]], device=model.embed.weight.device)
-    # cuDNN's kernel, which newer GPUs prefer, is planned anew for each number of keys, for 20 ms or
-    # more, and has corrupted generated text (github.com/pytorch/pytorch/issues/193893).
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     model.eval()
-    with sdpa_kernel(others):
-        steps = list(generate(model, prompt, length))
+    ids = sample(model, tokenizer.start, length)
     model.train()
-    return tokenizer.decode(
-        torch.cat(steps).tolist() if steps else []
-    )  # copied from the device once
+    return tokenizer.decode(ids)
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:

@@ -1,8 +1,8 @@
 """Fast generation by the packaged model on this machine; `launcher.sampling` calls it.
 
 A token costs the reading of the weights and little else, so keys and values are kept, and the
-weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold it against the
-plain loop of train.py, which serves edited models.
+weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold `generate`
+against `generate_plainly`, which serves edited models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.model import GPT, Attention, Block, Linear, attend, draw, norm, rotary, shared
+from entry_point.model import GPT, Attention, Block, Linear, attend, norm, rotary, shared
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
@@ -167,6 +167,43 @@ def attention(
     return part.out(y.transpose(1, 2).flatten(2))
 
 
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
+
+    A temperature of 0, or close to 0, takes the most likely id.
+    """
+    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # The same as torch.multinomial, without its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
+
+
 @torch.inference_mode()
 def generate(
     model: GPT,
@@ -179,7 +216,7 @@ def generate(
     seed: int = 1337,
     watch: Watch | None = None,
 ) -> Iterator[Tensor]:
-    """train.generate, with a cache: the next ids, int64 [B], of a prompt [B, T], one at a time.
+    """Yields the next ids, int64 [B], of a prompt [B, T], one at a time; a seed gives the same ids.
 
     Temperature 0 computes in float32: rounding must not choose between two that are almost equally
     likely. The last block_size ids of a longer prompt count; the context then slides on, where the
@@ -197,3 +234,31 @@ def generate(
             watch(logits, following)
         yield following
         ids = following[:, None]
+
+
+@torch.inference_mode()
+def generate_plainly(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    watch: Watch | None = None,
+) -> Iterator[Tensor]:
+    """The same by a forward pass over the last block_size ids for each token.
+
+    This is slow, and correct for any model, so also for an edited one.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt
+    for _ in range(max_new_tokens):
+        ids = ids[:, -model.config.block_size :]
+        logits = model(ids)[:, -1]
+        following = draw(logits, temperature, top_k, top_p, generator)
+        if watch is not None:
+            watch(logits, following)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)

@@ -84,7 +84,7 @@ class Token:
     """A piece of text, and the likely tokens at its place with the model's own probabilities.
 
     `chosen` is the index of the token that was drawn, which follows the most likely ones if it is
-    none of them. likely is empty at the end of a text, and for models of edited scripts.
+    none of them. likely is empty at the end of a text.
     """
 
     text: str

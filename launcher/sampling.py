@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-import sys
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,8 +68,7 @@ def stream_samples(
     (default: the start of a document, or a newline) is not repeated. A sample ends with its
     document, or after max_new_tokens. The same arguments give the same text. temperature 0 takes
     the most likely token; top_k 0 and top_p 1 allow all. watch is called with the logits, float32
-    [num_samples, V], and the ids, int64 [num_samples], of each step, before its pieces are yielded;
-    edited scripts do not call it.
+    [num_samples, V], and the ids, int64 [num_samples], of each step, before its pieces are yielded.
 
     Raises:
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
@@ -88,9 +85,7 @@ def stream_samples(
         if not good:
             raise InputError(f"{name}={value}: must be {allowed}")
     ids = torch.tensor([[tokenizer.start] if prompt is None else encode(tokenizer, prompt)])
-    # The engine computes only the packaged model; an edited script has its own loop.
-    script = sys.modules[type(model).__module__]
-    generate = script.generate if is_edited(model) else partial(engine.generate, watch=watch)
+    generate = engine.generate_plainly if is_edited(model) else engine.generate
     steps = generate(
         model,
         ids.expand(num_samples, -1),
@@ -99,6 +94,7 @@ def stream_samples(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        watch=watch,
     )
     return pieces(steps, tokenizer, num_samples)
 

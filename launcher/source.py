@@ -32,7 +32,7 @@ NEEDED = {
     "data": "read_tokenizer Tokenizer",
     "errors": "TrainingError",
     "huggingface": "starting_values model_tensors with_weights write_artefact to_hugging_face",
-    "model": "GPT generate",
+    "model": "GPT",
 }
 START = "start from the folder that `sm-nanogpt copy-script` writes"
 

@@ -1,4 +1,4 @@
-"""Generation: the engine of the launcher, and the plain loop of train.py, which it must equal."""
+"""Generation: by the engine, and by the plain loop, which it must equal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 import torch
 from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
-from entry_point import model as model_module
 from entry_point.huggingface import write_artefact
-from entry_point.model import GPT, Linear, logits_to_probabilities
+from entry_point.model import GPT, Linear
 from launcher import engine
-from launcher.engine import FEW_SEQUENCES, KeyValueCache, forward
+from launcher.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
 
 Generate = Callable[..., Iterator[torch.Tensor]]
 
 
-@pytest.fixture(params=[model_module.generate, engine.generate], ids=["plain", "engine"])
+@pytest.fixture(params=[engine.generate_plainly, engine.generate], ids=["plain", "engine"])
 def generate(request: pytest.FixtureRequest) -> Generate:
     """Each way to generate."""
     made: Generate = request.param
@@ -98,7 +97,7 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(dtype: torch.dtype, batch_s
     config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
     x = ids(batch_size, 4)
     ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
-    plain = torch.stack(list(model_module.generate(lively(config), x, 60, temperature=0)))
+    plain = torch.stack(list(engine.generate_plainly(lively(config), x, 60, temperature=0)))
     assert torch.equal(ours, plain)
 
 
@@ -143,6 +142,36 @@ def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
 # -- what is drawn ---------------------------------------------------------------------------------
 
 
+LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
+
+
+def test_top_k_keeps_the_k_most_likely() -> None:
+    p = logits_to_probabilities(LOGITS, 1.0, top_k=2)
+    expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
+    torch.testing.assert_close(p, expected)
+
+
+@pytest.mark.parametrize("top_k", [0, 4, 100])
+def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
+    torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
+
+
+@pytest.mark.parametrize(
+    "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
+)
+def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: int) -> None:
+    p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
+    assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
+    torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
+    assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold = logits_to_probabilities(LOGITS, 0.5)[0, 0]
+    hot = logits_to_probabilities(LOGITS, 2.0)[0, 0]
+    assert cold > 0.4 > hot > 0.25
+
+
 def test_generating_does_not_change_the_model(generate: Generate) -> None:
     model = lively(dtype=torch.bfloat16).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -177,11 +206,11 @@ def test_another_seed_draws_other_ids(generate: Generate) -> None:
     assert drawn(generate, seed=3) != drawn(generate, seed=4)
 
 
-def test_the_engine_and_the_script_draw_the_same_ids() -> None:
+def test_the_engine_and_the_plain_loop_draw_the_same_ids() -> None:
     config = dataclasses.replace(SMALL, block_size=64)
     ways = [
         [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
-        for way in (model_module.generate, engine.generate)
+        for way in (engine.generate_plainly, engine.generate)
     ]
     assert ways[0] == ways[1]
 

@@ -18,7 +18,7 @@ from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import make_config
 from entry_point.errors import ConfigError, FormatError, ModelError
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
-from entry_point.model import GPT, generate
+from entry_point.model import GPT
 from entry_point.optim import gradient_of
 from launcher import engine, tokens
 from launcher.corpus import find_text
@@ -104,7 +104,7 @@ def test_greedy_text_of_a_published_model_equals_plain_loop(
     model = loaded(tmp_path).eval()
     prompt = torch.arange(12).view(6, 2)  # enough of them for the engine's own attention
     ours = torch.stack(list(engine.generate(model, prompt, 40, temperature=0)))
-    plain = torch.stack(list(generate(model, prompt, 40, temperature=0)))
+    plain = torch.stack(list(engine.generate_plainly(model, prompt, 40, temperature=0)))
     assert torch.equal(ours, plain)
 
 

@@ -19,7 +19,7 @@ from entry_point.config import Config, Options
 from entry_point.container import read_container
 from entry_point.data import Corpus, seed_draws
 from entry_point.distributed import Group, Ranks
-from entry_point.model import GPT, NORM_EPS, Linear, attend, drop, logits_to_probabilities
+from entry_point.model import GPT, NORM_EPS, Linear, attend, drop, sample
 from entry_point.optim import (
     Muon,
     Optimizer,
@@ -28,6 +28,7 @@ from entry_point.optim import (
     orthogonalize,
     window_length,
 )
+from launcher import engine
 
 # -- the forward pass ------------------------------------------------------------------------------
 
@@ -269,34 +270,19 @@ def test_bf16_is_close_to_float32() -> None:
 # -- sampling --------------------------------------------------------------------------------------
 
 
-LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
+@pytest.mark.parametrize("length", [0, 1, 5, 30])
+def test_a_padded_window_draws_what_a_growing_one_does(length: int) -> None:
+    drawn = sample(lively(), 3, length, seed=5)
+    plain = engine.generate_plainly(lively(), torch.tensor([[3]]), length, seed=5)
+    assert drawn == [int(id) for id in plain]
 
 
-def test_top_k_keeps_the_k_most_likely() -> None:
-    p = logits_to_probabilities(LOGITS, 1.0, top_k=2)
-    expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
-    torch.testing.assert_close(p, expected)
-
-
-@pytest.mark.parametrize("top_k", [0, 4, 100])
-def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
-    torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
-
-
-@pytest.mark.parametrize(
-    "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
-)
-def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: int) -> None:
-    p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
-    assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
-    torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
-    assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    cold = logits_to_probabilities(LOGITS, 0.5)[0, 0]
-    hot = logits_to_probabilities(LOGITS, 2.0)[0, 0]
-    assert cold > 0.4 > hot > 0.25
+def test_all_windows_of_a_sample_have_one_shape() -> None:
+    model = lively()
+    seen = set()
+    model.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape))
+    sample(model, 3, 30)
+    assert seen == {(1, 8)}
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -490,20 +476,6 @@ def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path: Path) -> None:
     torch.manual_seed(2)
     assert torch.equal(first, one.forward_backward(3))
     assert not torch.equal(first, one.forward_backward(4))
-
-
-def test_text_is_sampled_without_cudnns_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def generated(*_: Any) -> list[torch.Tensor]:
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return []
-
-    monkeypatch.setattr("entry_point.train.generate", generated)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-    train.sample_text(lively(), tokenizer_of("\nabcdefghij"), 5)
-    assert seen == [False]
-    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # -- the schedule ----------------------------------------------------------------------------------

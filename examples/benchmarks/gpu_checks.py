@@ -298,7 +298,10 @@ def parts(args: Namespace, found: Found) -> None:
 
 
 def no_cudnn_attention() -> Any:
-    """As in train.sample_text, which says why."""
+    """Without cuDNN's attention, which is planned anew for each number of keys, for 20 ms or more.
+
+    It has also corrupted generated text (github.com/pytorch/pytorch/issues/193893).
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -176,7 +176,6 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     """Characters per second; the model's text does not matter, so it is trained for a step."""
     import torch
 
-    from entry_point import model as model_module
     from launcher import engine
 
     name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 16)
@@ -197,7 +196,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
 
     for side, generate in (
         ("with a cache", engine.generate),
-        ("train.py's own", model_module.generate),
+        ("the plain loop", engine.generate_plainly),
     ):
         for samples in (1, many):
             with found.part(side):
