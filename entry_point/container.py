@@ -6,17 +6,13 @@ import ctypes
 import json
 import os
 import re
-import shutil
-import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn as nn
 
 from .config import Config, Options
 from .errors import ConfigError, DataError, TopologyError, counted
@@ -295,25 +291,3 @@ def choose_precision(config: Config, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     # The tensor cores of Volta (V100) and Turing (T4) support only float16.
     return torch.float16 if capability >= (7, 0) else torch.float32
-
-
-def compiling_pays(model: nn.Module, config: Config, device: torch.device, world_size: int) -> bool:
-    """Whether compiling is worth its minute. It needs a GPU that Triton supports (Volta or later).
-
-    The bound is on each rank's arithmetic, 6 operations per parameter and token
-    (arXiv:2001.08361, section 2.1): a minute of it at 50 TFLOP/s, of the 70 that an A10G has, for
-    each length of windows.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (7, 0):
-        return False
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = config.max_steps * config.batch_size * config.block_size
-    lengths = 4 if config.short_windows else 1
-    return 6 * parameters * tokens / world_size > 3e15 * lengths
-
-
-def can_compile() -> bool:
-    """Whether Triton and the compiler for its host code are here."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    return bool(find_spec("triton") and compiler and header.is_file())
