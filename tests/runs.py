@@ -246,7 +246,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 FUTURE = "from __future__ import annotations\n"
-USED = "import json, os, signal, socket, sys, threading, time\n"  # by what the edits put in
+USED = "import json, os, signal, socket, sys, threading, time, warnings\n"
 
 
 def edited_folder(folder: Path, *edits: tuple[str, str]) -> tuple[str, str]:

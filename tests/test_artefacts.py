@@ -360,7 +360,7 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(
     if checkpoint:
         end_as(job, status="Stopped")
     monkeypatch.setattr(shutil, "copyfileobj", fails)
-    monkeypatch.setattr("entry_point.checkpoint.write_safetensors", fails)
+    monkeypatch.setattr("entry_point.huggingface.write_safetensors", fails)
     start = f"{job.home / 'models'}: {os.strerror(code)}; set SM_NANOGPT_HOME to another"
     assert cli("fetch-and-sample", job.job_id).error.startswith(start)
     assert list((job.home / "models").iterdir()) == []

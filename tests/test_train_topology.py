@@ -602,8 +602,9 @@ def test_each_torchrun_host_shares_within_itself(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lone_copy(text_file: Path, tmp_path: Path) -> Path:
-    """A directory with a copy of the one file and a text, and nothing else."""
-    shutil.copy(SCRIPT, tmp_path / "train.py")
+    """A directory with a copy of the folder's files and a text, and nothing else."""
+    for file in SCRIPT.parent.glob("*.py"):
+        shutil.copy(file, tmp_path)
     shutil.copy(text_file, tmp_path / "input.txt")
     return tmp_path
 
@@ -616,7 +617,7 @@ def lone_copy(text_file: Path, tmp_path: Path) -> Path:
     ],
     ids=["python", "torchrun"],
 )
-def test_a_copy_of_the_one_file_trains(lone_copy: Path, command: list[str], processes: int) -> None:
+def test_a_copy_of_the_folder_trains(lone_copy: Path, command: list[str], processes: int) -> None:
     env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if command[0] == "torchrun":
         # Any free port, so that tests side by side do not meet at torchrun's usual one.
@@ -646,16 +647,12 @@ def test_a_batch_the_processes_cannot_share_is_refused(text_file: Path, tmp_path
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_ranks_reason_is_the_last_line(text_file: Path, tmp_path: Path, rank: int) -> None:
-    copy = tmp_path / "train.py"
-    source = SCRIPT.read_text()
     line = "            self.step += 1\n"
-    assert source.count(line) == 1
     failing = (
         f"            if self.step == 3 and self.group.rank == {rank}:\n"
         "                raise DataError('the dog ate it')\n"
     )
-    copy.write_text(source.replace(line, line + failing))
-    command = (sys.executable, str(copy))
+    command = edited_folder(tmp_path / "mine", (line, line + failing))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 2
     assert end.last_line == "DataError: the dog ate it"
@@ -671,7 +668,9 @@ def test_an_unexpected_error_shows_code_outside_of_the_toolkit(
     end = run(words(**SMALL, data=text_file), cwd=tmp_path, command=command, env=env)
     assert end.status == 1
     assert end.last_line == "ZeroDivisionError: division by zero"
-    place = r"^  at mine\.py:\d+ in train$" if container else r'^  File ".*/mine\.py", line \d+, in'
+    place = (
+        r"^  at train\.py:\d+ in train$" if container else r'^  File ".*/train\.py", line \d+, in'
+    )
     assert re.search(place, end.output, re.MULTILINE)
     assert ("    corpus = 1 / 0\n" in end.output) is not container
 
@@ -695,15 +694,12 @@ def test_only_what_may_be_an_echo_is_reported_late(
 
 
 def test_a_killed_rank_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "train.py"
-    source = SCRIPT.read_text()
     line = "            self.step += 1\n"
     killing = (
         "            if self.step == 3 and self.group.rank == 1:\n"
         "                os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    copy.write_text(source.replace(line, line + killing))
-    command = (sys.executable, str(copy))
+    command = edited_folder(tmp_path / "mine", (line, line + killing))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 137
     assert end.last_line == (

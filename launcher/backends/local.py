@@ -316,10 +316,11 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
         InputError: the hosts cannot share the GPUs evenly.
     """
     config = job.config(1)
-    import torch
-
     import entry_point.train  # noqa: F401  (it keeps signals off the import of torch)
     from launcher.backends.cpu import cores, cpu_processes
+
+    # isort: split
+    import torch
 
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:

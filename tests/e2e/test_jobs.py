@@ -137,7 +137,7 @@ def test_an_edited_model_is_sampled_with_its_own_script(
     sampled = cli("fetch-and-sample", job_id)
     assert sampled.code == 0, sampled.err
     assert "sampling with the edited or older script that trained" in sampled.err
-    kept = mine.rename(tmp_path / "kept.py")
+    kept = mine.rename(tmp_path / "kept")
     assert cli("fetch-and-sample", job_id).out == sampled.out  # the launch kept a copy
     shutil.rmtree(home / "sources")  # as on another machine
     refused = cli("fetch-and-sample", job_id)
