@@ -140,7 +140,7 @@ from entry_point.huggingface import (
     with_weights,
     write_artefact,
 )
-from entry_point.model import GPT, plain_norms, sample
+from entry_point.model import GPT, sample
 from entry_point.optim import Optimizer, learning_rate_scale, window_length
 
 
@@ -295,44 +295,28 @@ class Trainer:
         found = self.group.device.type == "cuda" and find_spec("triton") is not None
         return found and 6 * parameters * tokens > 3e15
 
-    @property
-    def choices(self) -> list[str]:
-        """The choices for this device and model, as the log shows them."""
-        cpu = self.group.device.type == "cpu"
-        near = self.batches.tokens.device.type != "cpu"
-        named = str(self.model.compute_dtype).removeprefix("torch.")
-        operations = "fused operations"
-        if not self.compiled and plain_norms(self.group.device):
-            operations = "plain operations" if cpu else "fused operations but for norms"
-        choices = [
-            "tf32" if self.config.precision == "tf32" else named,
-            "compiled" if self.compiled else "eager",
-            operations,
-            f"text {'on the GPU' if near else 'in memory'}",
-        ]
-        if (passes := self.config.passes(self.group.world_size)) > 1:
-            choices.append(f"{passes} passes a step")
-        if self.group.world_size > 1:
-            choices.append(f"gradients averaged in {named}")
-        return choices
-
     def introduce(self, ranks: Ranks) -> None:
-        """Logs where this run computes, its choices, and the size of its data."""
+        """Logs where this run computes, its choices, and the sizes of its model and data."""
         device, corpus = self.group.device, self.corpus
         first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
         hosts = int(self.group.sum_(first_of_host))
         if not self.chief:
             return
         machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
-        even = hosts * ranks.local_world_size == ranks.world_size
-        each = f"{ranks.local_world_size} {machine}" if even else machine
+        if hosts * ranks.local_world_size == ranks.world_size:
+            machine = f"{ranks.local_world_size} {machine}"
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        parameters = sum(p.numel() for p in self.model.parameters())
         log(
-            f"running on {counted(hosts, 'host')} x {each}"
+            f"running on {counted(hosts, 'host')} x {machine}"
             f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
             f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
         )
-        log(f"chosen: {', '.join(self.choices)}")
-        parameters = sum(p.numel() for p in self.model.parameters())
+        log(
+            f"chosen: {'tf32' if self.config.precision == 'tf32' else dtype},"
+            f" {'compiled' if self.compiled else 'eager'},"
+            f" {counted(self.config.passes(ranks.world_size), 'pass')} a step"
+        )
         log(
             f"{parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to train"
             f" on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
@@ -704,29 +688,15 @@ class Trainer:
             ) from None
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
-        self.log_result()
-        if why:
-            log(f"note: the model is not Qwen3's, so only this script can run it: {why}")
-        log(f"model written to {model_dir}")
-
-    def log_result(self) -> None:
-        """Logs the loss of the exported model, with a note if it is surprising."""
-        assert self.best_step is not None
         log(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
         if self.best_step < self.step:
             log(
                 f"note: the model is that of step {self.best_step}; no later evaluation had a lower"
                 " val_loss"
             )
-        guessing = math.log(len(self.corpus.tokenizer))
-        if self.best_val_loss > 0.99 * guessing:
-            learnt = self.metrics[-1].get("train_loss", math.inf) < 0.9 * guessing
-            remedy = (
-                "the training text does not predict the validation text; add more text"
-                if learnt
-                else "try another learning_rate or more steps"
-            )
-            log(f"note: guessing gives a loss of {guessing:.5f}; {remedy}")
+        if why:
+            log(f"note: the model is not Qwen3's, so only this script can run it: {why}")
+        log(f"model written to {model_dir}")
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
