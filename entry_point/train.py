@@ -200,15 +200,8 @@ def memory_used(group: Group) -> tuple[int, int]:
     return used, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-NOTHING, CHECKPOINT, STOP = range(3)
+NOTHING, CHECKPOINT, STOP = range(3)  # what a rank wants after a step; STOP is both
 
-
-# By default, checkpoints may take this part of the time: a model of the size of GPT-2 takes seconds
-# to write, and on a GPU evaluations may come every few seconds. But one slow write must not cost an
-# hour of work.
-CHECKPOINT_SHARE = 0.02
-
-LONGEST_WITHOUT_CHECKPOINT = 600.0  # seconds
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
@@ -535,7 +528,9 @@ class Trainer:
             began = now
             if drill and drill[:2] == (group.rank, self.step):
                 self.fail_on_purpose(drill[2])
-            agreement = group.largest_soon(self.wish())
+            due = self.chief and self.checkpoint_is_due()
+            wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
+            agreement = group.largest_soon(wanted)
             self.loss_sum += self.forward_backward(self.step)
             scale = learning_rate_scale(self.step, config)
             self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
@@ -545,7 +540,7 @@ class Trainer:
             self.steps_summed += 1
             steps_timed += 1
 
-            wish = agreement()
+            wanted = agreement()
             group.expect(math.inf)  # of evaluations and checkpoints
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
@@ -553,12 +548,12 @@ class Trainer:
                 group.settle()
                 self.log_metrics(evaluates, scale, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
-            if wish or last:
+            if wanted or last:
                 group.settle()
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before
-            if wish == STOP and not last:
+            if wanted == STOP and not last:
                 if self.chief:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
@@ -627,19 +622,17 @@ class Trainer:
         self.loss_sum.zero_()
         self.steps_summed = 0
 
-    def wish(self) -> int:
-        """What this rank asks for after the step: nothing, a checkpoint, or that and the end.
+    def checkpoint_is_due(self) -> bool:
+        """Whether to write a checkpoint after this step, by this rank's clock.
 
-        All ranks then act on the largest wish. Rank 0 keeps the timer.
+        By default they come with evaluations, or each minute, as far as they take 2 % of the time;
+        a slow write may cost up to ten minutes of work.
         """
-        if self.stop_signal:
-            return STOP
         passed = time.monotonic() - self.saved_at
-        cheap_after = min(self.checkpoint_cost / CHECKPOINT_SHARE, LONGEST_WITHOUT_CHECKPOINT)
-        late = passed > (self.config.checkpoint_seconds or max(60.0, cheap_after))
+        cheap_after = min(50 * self.checkpoint_cost, 600)
         evaluates = (self.step + 1) % self.config.eval_interval == 0
-        due = late or (evaluates and passed >= cheap_after)
-        return CHECKPOINT if self.chief and due else NOTHING
+        late = passed > (self.config.checkpoint_seconds or max(60, cheap_after))
+        return late or (evaluates and passed >= cheap_after)
 
     def check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

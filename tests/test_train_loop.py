@@ -427,7 +427,7 @@ def test_an_interruption_does_not_change_a_metric(
     for name in ("whole", "interrupted"):
         env = make_hosts(tmp_path / name, text)[0]
         if name == "interrupted":
-            line = "            wish = agreement()\n"
+            line = "            wanted = agreement()\n"
             dies = "            if self.step == 37: os._exit(9)\n"
             command = edited_folder(tmp_path / "dies", (line, line + dies))
             end = run(words(**how, processes=before), cwd=tmp_path, env=env, command=command)
@@ -546,14 +546,14 @@ def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
 
 
 @pytest.mark.parametrize(
-    ("share", "steps"),
-    [(1e-9, [2, 8]), (math.inf, [2, 4, 6, 8])],  # of the time, for checkpoints of evaluations
+    ("cheap", "steps"),
+    [(False, [2, 8]), (True, [2, 4, 6, 8])],
 )
 def test_best_weights_are_exported_without_their_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    share: float,
+    cheap: bool,
     steps: list[int],
 ) -> None:
     losses = iter([4.0, 2.0, 3.0, 5.0])
@@ -563,11 +563,21 @@ def test_best_weights_are_exported_without_their_checkpoint(
         seen.append(model.embed.weight.detach().clone())
         return next(losses)
 
-    monkeypatch.setattr("entry_point.train.CHECKPOINT_SHARE", share)
     monkeypatch.setattr("entry_point.train.evaluate", evaluate)
     trainer = trainer_of(tmp_path, max_steps=8, eval_interval=2, sample_length=0)
     written: list[int] = []
-    monkeypatch.setattr(trainer.checkpoints, "prune", written.append)
+
+    def save(_: Any, state: dict[str, Any]) -> None:
+        written.append(state["step"])
+
+    monkeypatch.setattr(trainer.checkpoints, "save", save)
+    write = trainer.save_checkpoint
+
+    def timed() -> None:
+        write()
+        trainer.checkpoint_cost = 0.0 if cheap else 1.0
+
+    monkeypatch.setattr(trainer, "save_checkpoint", timed)
     assert trainer.run()
     assert written == steps
     model, _ = load_artefact(tmp_path / "model")
@@ -597,11 +607,11 @@ def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
     trainer.step, trainer.checkpoint_cost = 4, 1.0
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     trainer.saved_at = 951.0
-    assert trainer.wish() == train.NOTHING
+    assert not trainer.checkpoint_is_due()
     trainer.saved_at = 949.0
-    assert trainer.wish() == train.CHECKPOINT
+    assert trainer.checkpoint_is_due()
     trainer.step = 5  # the step that comes is not evaluated
-    assert trainer.wish() == train.NOTHING
+    assert not trainer.checkpoint_is_due()
 
 
 @pytest.mark.parametrize(
@@ -615,9 +625,9 @@ def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
     trainer.checkpoint_cost = cost
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     trainer.saved_at = 1000.0 - seconds + 1
-    assert trainer.wish() == train.NOTHING
+    assert not trainer.checkpoint_is_due()
     trainer.saved_at = 1000.0 - seconds - 1
-    assert trainer.wish() == train.CHECKPOINT
+    assert trainer.checkpoint_is_due()
 
 
 def test_a_full_disk_error_names_the_checkpoint_that_is_kept(
