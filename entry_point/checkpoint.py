@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,16 @@ class Checkpoints:
         self.start = 0  # the number of this start, once its curve has begun
         self.damaged: set[int] = set()  # steps of checkpoints that load_latest passed over
 
-    def claim(self) -> None:
+    def claim(self, fresh: bool = False) -> None:
         """Locks the directory against other runs on this machine while this process lives.
 
         Raises:
-            ConfigError: another run uses it.
+            ConfigError: another run uses it; or it holds a checkpoint, and should be fresh.
             CheckpointError: it cannot be made.
         """
         with self.writing(self.directory):
             self.claimed = os.open(self.directory, os.O_RDONLY)
+        with suppress(OSError):  # some file systems have no locks
             try:
                 fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -52,15 +53,7 @@ class Checkpoints:
                     f"another run uses {self.directory.parent}; wait until it ends and"
                     " resume it, or choose another directory"
                 ) from None
-            except OSError as error:  # some file systems have no locks
-                log(
-                    f"note: {self.directory} cannot be locked ({error.strerror}); do not start a"
-                    " second run there"
-                )
-
-    def check_fresh(self) -> None:
-        """Raises ConfigError if there is a checkpoint."""
-        if self.steps():
+        if fresh and self.steps():
             raise ConfigError(
                 f"{self.directory.parent} already holds a run; resume it with --resume, or"
                 " choose another --out"

@@ -236,6 +236,7 @@ class Trainer:
         self.saved_at = math.inf  # time of that checkpoint, or of the start of training
         self.best_step: int | None = None
         self.best_val_loss = math.inf
+        self.evaluated_step: int | None = None
         self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
         self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
@@ -335,6 +336,7 @@ class Trainer:
             "step": self.step,
             "best_step": self.best_step,
             "best_val_loss": self.best_val_loss if self.best_step is not None else None,
+            "evaluated_step": self.evaluated_step,
             "config": dataclasses.asdict(self.config),
             "script_sha256": self.script_sha256,
             "tokenizer": self.corpus.tokenizer.document,
@@ -371,13 +373,11 @@ class Trainer:
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, if there is one, on every rank."""
         loaded = self.checkpoints.load_latest() if self.chief else None
-        if loaded is not None:
-            check_resumable(loaded[1], self.state())
-        state = loaded and loaded[1]
-        # The curve may be too long for the store; the other ranks need only its last row.
-        short = state and {**state, "metrics": state["metrics"][-1:]}
-        shared = self.group.share(short, source=self.chief)
-        state = state or shared
+        tensors, state = loaded or ({}, None)
+        if state is not None:
+            check_resumable(state, self.state())
+            self.metrics = state.pop("metrics")  # other ranks do not need them
+        state = self.group.share(state, source=self.chief)
         if state is None:
             if self.container.init_from is not None:
                 self.start_from(self.container.init_from)
@@ -387,32 +387,28 @@ class Trainer:
                 f"the checkpoint is at step {state['step']}, past"
                 f" max_steps={self.config.max_steps}; give a larger max_steps"
             )
+        best = [name for name in tensors if name.startswith("best.")]
+        self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
         live = self.tensors()
-        best: dict[str, Tensor] = {}
-        if loaded is not None:
-            tensors = loaded[0]
-            names = [name for name in tensors if name.startswith("best.")]
-            best = {name.removeprefix("best."): tensors.pop(name) for name in names}
-            fill({name: tensor.data for name, tensor in live.items()}, tensors)
-        self.group.broadcast_([tensor.data for tensor in live.values()])
-        self.step, self.metrics = state["step"], state["metrics"]
-        self.kept_step = self.step
+        if self.chief:
+            fill(live, tensors)
+        self.group.broadcast_(list(live.values()))
+        self.kept_step = self.step = state["step"]
         self.steps_summed = state["steps_summed"]
-        if state.get("scaler"):  # empty in other types; older checkpoints have none
+        if state["scaler"]:  # empty in other types
             self.scaler.load_state_dict(state["scaler"])
-        ranks = self.group.world_size
-        ranks_before = state.get("world_size", ranks)  # older checkpoints have none
-        if self.chief:
-            self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
-        same_script = state.get("script_sha256", self.script_sha256) == self.script_sha256
-        if state["best_step"] is not None and same_script:
+        ranks, ranks_before = self.group.world_size, state["world_size"]
+        same_script = state["script_sha256"] == self.script_sha256
+        if same_script and state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
-            self.best = best
-        if self.chief:
-            log(f"resumed from the checkpoint of step {self.step}")
-            if not same_script:  # its best weights would be exported as this model's
-                log("note: another script wrote it; tracking the best weights anew")
-        if self.chief and ranks != ranks_before:
+            self.evaluated_step = state["evaluated_step"]
+        if not self.chief:
+            return
+        self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
+        log(f"resumed from the checkpoint of step {self.step}")
+        if not same_script:  # its best weights would be exported as this model's
+            log("note: another script wrote it; tracking the best weights anew")
+        if ranks != ranks_before:
             log(
                 f"note: {counted(ranks_before, 'process')} wrote the checkpoint, and"
                 f" {counted(ranks, 'process')} {'continues' if ranks == 1 else 'continue'} it: the"
@@ -557,9 +553,7 @@ class Trainer:
                 if self.chief:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
-        newest = self.metrics[-1] if self.metrics else {"step": -1}
-        if newest["step"] < self.step or "val_loss" not in newest or self.best_step is None:
-            # The run was stopped here, between two evaluations, and now ends here.
+        if self.evaluated_step != self.step:  # it was stopped here, and now ends here
             self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
         if self.chief:
@@ -603,6 +597,7 @@ class Trainer:
             self.check_finite(row["val_loss"])
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
             row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
+            self.evaluated_step = self.step
         row["learning_rate"] = config.learning_rate * scale
         row["time"] = round(time.time(), 3)
         if seconds_per_step:
@@ -767,8 +762,6 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     if by_hand and restarted != "0" and not (options.out or options.resume):
         raise ConfigError("torchrun restarted this run: only with --out DIRECTORY can it continue")
     fresh = ranks.rank == 0 and by_hand and restarted == "0" and not options.resume
-    if fresh:
-        checkpoints.check_fresh()
 
     group = Group(ranks, device, container, config.hang_seconds)
     if ranks.local_rank == 0:  # other ranks wait in C++, where no handlers run
@@ -783,9 +776,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.chief:
-        checkpoints.claim()
-        if fresh:
-            checkpoints.check_fresh()  # another run may have ended there in the meantime
+        checkpoints.claim(fresh)
 
     stopped_at = math.inf
 
