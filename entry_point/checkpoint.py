@@ -174,13 +174,18 @@ DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Bytes. That of a checkpoint holds the curve, so it may exceed the safetensors library's 100 MB.
+LARGEST_HEADER = 1_000_000_000
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -189,19 +194,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     A SHA-256 over header and tensors goes into the metadata.
     """
     header: dict[str, Any] = {}
-    offset = 0
+    end = 0
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in contents.items():
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    digest = content_digest(header, metadata)
+        offsets = [end, end := end + tensor.nbytes]
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    digest = header_digest(header, metadata)
     for tensor in contents.values():
-        digest.update(raw_bytes(tensor))
+        digest.update(memory(tensor))
     header["__metadata__"] = {**metadata, "sha256": digest.hexdigest()}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -209,13 +210,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in contents.values():
-            file.write(raw_bytes(tensor))
+            file.write(memory(tensor))
         file.flush()
         os.fsync(file.fileno())
-
-
-def content_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
-    return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
 
 
 @contextmanager
@@ -236,10 +233,6 @@ def replacing(path: Path) -> Iterator[Path]:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-# Bytes. That of a checkpoint holds the curve, so it may exceed the safetensors library's 100 MB.
-LARGEST_HEADER = 1_000_000_000
 
 
 def read_safetensors_header(
@@ -296,25 +289,25 @@ def read_safetensors(
     sha256 = metadata.pop("sha256", None)
     if sealed and sha256 is None:
         raise FormatError(f"{path.name} is damaged: it has no SHA-256")
-    digest = content_digest(header, metadata)
+    digest = header_digest(header, metadata)
     tensors = {}
     with path.open("rb") as file:
         file.seek(start)
         for name, entry in header.items():
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-            if file.readinto(raw_bytes(tensor)) != tensor.nbytes:
+            if file.readinto(memory(tensor)) != tensor.nbytes:
                 raise FormatError(f"{path.name} is damaged: it ends early")
-            digest.update(raw_bytes(tensor))
+            digest.update(memory(tensor))
             tensors[name] = tensor
     if sha256 is not None and digest.hexdigest() != sha256:
         raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
     return tensors, metadata
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, shared, readable and writable."""
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]  # which has to live as long
-    return memoryview(array).cast("B")
+def header_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
+    return hashlib.sha256(json.dumps([header, metadata], sort_keys=True).encode())
+
+
+def memory(tensor: Tensor) -> Any:
+    """The bytes of a contiguous CPU tensor, to read and to write while the tensor lives."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

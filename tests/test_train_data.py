@@ -11,7 +11,6 @@ import pytest
 import torch
 from models import characters
 
-from entry_point.checkpoint import raw_bytes
 from entry_point.config import Config, Options
 from entry_point.container import read_container
 from entry_point.data import Batches, Corpus, load_corpus
@@ -110,13 +109,6 @@ def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
     write(tmp_path / "two/a.txt", "a" * 150)
     write(tmp_path / "two/b.txt", "a" * 50)
     assert corpus_of(tmp_path / "one").sha256 != corpus_of(tmp_path / "two").sha256
-
-
-def test_the_memory_of_a_tensor_outlives_its_name() -> None:
-    view = raw_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
-    others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
-    assert len(others) == 8
-    assert bytes(view) == b"\7" * (1 << 20)
 
 
 # -- text that will not do -------------------------------------------------------------------------

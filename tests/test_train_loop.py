@@ -206,7 +206,7 @@ def test_ranks_average_gradients_in_the_compute_type(tmp_path: Path, text_file: 
         "            short = torch.equal(p.grad, p.grad.bfloat16().float())\n"
         "            assert short == (precision == 'bfloat16'), step\n"
         "            assert precision != 'float32' or (p.grad != p.grad.half()).any(), step\n"
-        "            digest.update(train.raw_bytes(p.grad))\n"
+        "            digest.update(train.memory(p.grad))\n"
         "        trainer.optimizer.zero_grad()\n"
         "        sys.stdout.write(digest.hexdigest() + '\\n')\n"
     )
