@@ -18,6 +18,8 @@ from torch import Tensor
 
 from .errors import CheckpointError, ConfigError, FormatError, log
 
+CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
+
 
 class Checkpoints:
     """The checkpoints of one run in one directory.
@@ -33,7 +35,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.start = 0  # the number of this start, once its curve has begun
+        self.curve = directory / "metrics-00000000.jsonl"  # until begin_curve
         self.damaged: set[int] = set()  # steps of checkpoints that load_latest passed over
 
     def claim(self, fresh: bool = False) -> None:
@@ -62,20 +64,15 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"checkpoint-{step:08d}.safetensors"
 
-    def curve(self, start: int) -> Path:
-        return self.directory / f"metrics-{start:08d}.jsonl"
+    def files(self, pattern: str) -> dict[int, Path]:
+        """The files whose names fit, by the number in them, newest first."""
+        found = {path.stem.partition("-")[2]: path for path in self.directory.glob(pattern)}
+        numbers = sorted(filter(str.isdecimal, found), key=int, reverse=True)
+        return {int(number): found[number] for number in numbers}
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, newest first."""
-        return self.numbers("checkpoint-*.safetensors")
-
-    def starts(self) -> list[int]:
-        """The starts that have a curve, newest first."""
-        return self.numbers("metrics-*.jsonl")
-
-    def numbers(self, pattern: str) -> list[int]:
-        stems = (path.stem.partition("-")[2] for path in self.directory.glob(pattern))
-        return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+        return list(self.files(CHECKPOINTS))
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
@@ -97,28 +94,27 @@ class Checkpoints:
             self.damaged.discard(state["step"])
             self.prune(state["step"])
 
-    def write_metrics(self, rows: Sequence[Mapping[str, Any]], append: bool) -> None:
-        """Adds rows to the curve of this start, or begins it. Raises CheckpointError."""
-        if not append:
-            self.start = max(self.starts(), default=0) + 1
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        with self.writing(self.curve(self.start)) as path:
-            if append:
-                with path.open("a") as file:
-                    file.write(lines)
-            else:
-                with replacing(path) as temporary:
-                    temporary.write_text(lines)
+    def begin_curve(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Begins the curve of this start with the rows before it. Raises CheckpointError."""
+        start = max(self.files(CURVES), default=0) + 1
+        self.curve = self.directory / f"metrics-{start:08d}.jsonl"
+        with self.writing(self.curve), replacing(self.curve) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def extend_curve(self, row: Mapping[str, Any]) -> None:
+        """Adds a row to the curve of this start. Raises CheckpointError."""
+        with self.writing(self.curve), self.curve.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def prune(self, newest: int) -> None:
         """Deletes all but the last two intact checkpoints up to `newest`, and older curves.
 
         Later ones are damaged: the run resumed from an earlier one.
         """
-        kept = [step for step in self.steps() if step <= newest and step not in self.damaged][:2]
-        unneeded = [self.path(step) for step in self.steps() if step not in kept]
-        unneeded += [self.curve(start) for start in self.starts() if start != self.start]
-        for path in (*unneeded, *self.directory.glob("*.sagemaker-ignore")):
+        intact = [step for step in self.steps() if step <= newest and step not in self.damaged]
+        kept = {self.curve, *map(self.path, intact[:2])}
+        found = {*self.files(CHECKPOINTS).values(), *self.files(CURVES).values()}
+        for path in (*(found - kept), *self.directory.glob("*.sagemaker-ignore")):
             # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
             uploading = path.with_name(f"{path.name}.sagemaker-uploading")
             if not uploading.exists() or uploading.with_suffix(".sagemaker-uploaded").exists():

@@ -510,7 +510,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         self.logged_scale = self.scaler.get_scale()
         if self.chief:  # drop the rows after the checkpoint's step, since those steps come again
-            self.checkpoints.write_metrics(self.metrics, append=False)
+            self.checkpoints.begin_curve(self.metrics)
         if self.chief and config.sample_length and self.step == 0:
             self.log_sample("before training", config.sample_length // 3)
         if self.container.init_from is not None and self.step == 0:
@@ -606,7 +606,7 @@ class Trainer:
         if self.chief:
             left = (config.max_steps - self.step) * seconds_per_step
             log(metric_line(row, config.max_steps, left if seconds_per_step else None))
-            self.checkpoints.write_metrics([row], append=True)
+            self.checkpoints.extend_curve(row)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
             if self.chief:
@@ -667,8 +667,7 @@ class Trainer:
         try:
             why = write_artefact(model_dir, best, tokenizer, training)
             output_dir.mkdir(parents=True, exist_ok=True)
-            curve = self.checkpoints.curve(self.checkpoints.start)
-            shutil.copy(curve, output_dir / "metrics.jsonl")
+            shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {error.filename or model_dir}: {error.strerror};"
