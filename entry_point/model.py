@@ -15,28 +15,22 @@ from torch import Tensor
 from .config import Config, derive_seed
 
 NORM_EPS = 1e-6
-
-
-# addcmul takes no number here, and to make a tensor of it costs as much as the operation.
+# addcmul needs a tensor here; creating one per call would cost as much as the operation itself.
 NORM_EPS_TENSOR = torch.tensor(NORM_EPS, device="cpu")
 
 
 def norm_scale(x: Tensor) -> Tensor:
-    """1 / root mean square of the rows of x [..., n], [..., 1], in few operations.
+    """1 / root mean square of the rows of x [..., n], [..., 1], in few operations of a CPU.
 
-    In bf16 it is rounded by up to 0.4 %, on a CPU twice.
+    In bf16 it is rounded by up to 0.4 %, twice.
     """
-    if x.device.type == "cpu" and x.dtype != torch.float16:
-        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
-        mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
-    else:  # in float32, since a length may be infinite in float16; on a GPU this copies nothing
-        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        mean_square = lengths.square_().mul_(1 / x.size(-1)).add_(NORM_EPS)
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()
+    mean_square = torch.addcmul(NORM_EPS_TENSOR, lengths, lengths, value=1 / x.size(-1))
     return mean_square.rsqrt_().to(x.dtype)
 
 
 class Norm(torch.autograd.Function):
-    """The norm with its gradient; torch's takes three times as long on a CPU (see plain_norms)."""
+    """The norm with its gradient on a CPU, where torch's takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -54,7 +48,8 @@ class Norm(torch.autograd.Function):
 
 def norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv:1910.07467), times the weight."""
-    if not plain_norms(x.device):
+    plain = x.device.type == "cpu" and x.dtype != torch.float16  # in which a length may be infinite
+    if not plain or torch.compiler.is_compiling():
         y = F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     elif torch.is_grad_enabled():
         y = Norm.apply(x)
@@ -372,20 +367,6 @@ def plain_operations(device: torch.device) -> bool:
     On a CPU torch's takes several times as long, unless a compiler fuses them.
     """
     return device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-# Whether torch has a kernel for norms on CUDA: 2.8 has none.
-FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-
-
-def plain_norms(device: torch.device) -> bool:
-    """Whether norms use plain operations: on a CPU, and on a GPU without a kernel.
-
-    Without a kernel, torch runs 20 operations for a norm and its gradient. Ours are 11 and move a
-    fifth of the bytes; norms moved half of the bytes of a `baby` step.
-    """
-    chain = device.type == "cuda" and not FUSED_NORM and not torch.compiler.is_compiling()
-    return chain or plain_operations(device)
 
 
 def plain_attention(q: Tensor, dropout: float) -> bool:
