@@ -68,7 +68,7 @@ class Config:
     vocab_size: int = hyperparameter(
         0, "rows of embedding and head (0: as many as there are tokens)", 0, 1 << 20, fixed=True
     )
-    dropout: float = hyperparameter(0.0, "dropout probability (on a CPU in 256ths)", 0, 0.95)
+    dropout: float = hyperparameter(0.0, "dropout probability", 0, 0.95)
 
     validation_fraction: float = hyperparameter(
         0.1,

@@ -62,23 +62,6 @@ def norm_weight(config: Config, n: int) -> nn.Parameter | None:
     return nn.Parameter(torch.ones(n)) if config.norm_weights else None
 
 
-def drop(x: Tensor, p: float) -> Tensor:
-    """Dropout in training; p is 0 elsewhere.
-
-    On a CPU, F.dropout takes half of a training step, since it draws number by number. Masks are
-    made from random bytes there, which rounds p to 256ths.
-    """
-    if not p:
-        return x
-    if not plain_operations(x.device):
-        return F.dropout(x, p)
-    n, kept = x.numel(), round(256 * (1 - p))
-    words = torch.empty((n + 7) // 8, dtype=torch.int64).random_(-(1 << 63), None)
-    # Compared in place, as bytes: torch takes twenty times as long to make bools of them.
-    mask = words.view(torch.uint8)[:n].view(x.shape).le_(kept - 1)
-    return x * mask.to(x.dtype).mul_(256 / kept)
-
-
 class Linear(nn.Linear):
     """y = x W^T with fp32 master weights, computed in the type of x.
 
@@ -145,7 +128,7 @@ def attend(
             if mask is not None:
                 seen = mask[:, :, begin : begin + QUERIES_AT_ONCE, :end].expand(B, H, -1, -1)
                 scores = scores.masked_fill(~seen.flatten(0, 1), float("-inf"))
-            parts.append(drop(scores.softmax(dim=-1), dropout) @ v[:, :end])
+            parts.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
         return torch.cat(parts, dim=1).view(B, H, T, D)
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout
@@ -218,9 +201,10 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = (norm_weight(config, config.n_embd) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        x = x + drop(self.attention(norm(x, self.attention_norm), cos, sin, mask), dropout)
-        return x + drop(self.mlp(norm(x, self.mlp_norm)), dropout)
+        y = self.attention(norm(x, self.attention_norm), cos, sin, mask)
+        x = x + F.dropout(y, self.dropout, self.training)
+        y = self.mlp(norm(x, self.mlp_norm))
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 LOGITS_AT_ONCE = 1 << 26  # a quarter of a gigabyte in float32; on a CPU a quarter of that
@@ -327,7 +311,7 @@ class GPT(nn.Module):
         mask = None if end is None else within_documents(idx, end)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
-        x = drop(x, self.config.dropout if self.training else 0.0)
+        x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         x = norm(x, self.norm)
@@ -359,14 +343,6 @@ def sample(model: GPT, start: int, length: int, seed: int = 1337) -> list[int]:
         logits = model(ids[:, begin : begin + size])[0, n - begin - 1]
         ids[0, n] = logits.softmax(dim=-1).multinomial(1, generator=generator)
     return ids[0, 1:].tolist()
-
-
-def plain_operations(device: torch.device) -> bool:
-    """Whether dropout uses a few plain operations instead of torch's own function.
-
-    On a CPU torch's takes several times as long, unless a compiler fuses them.
-    """
-    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def plain_attention(q: Tensor, dropout: float) -> bool:

@@ -17,7 +17,7 @@ from entry_point.config import Config, Options
 from entry_point.container import read_container
 from entry_point.data import Corpus, seed_draws
 from entry_point.distributed import Group, Ranks
-from entry_point.model import GPT, NORM_EPS, Linear, attend, drop, sample
+from entry_point.model import GPT, NORM_EPS, Linear, attend, sample
 from entry_point.optim import (
     Muon,
     Optimizer,
@@ -82,19 +82,6 @@ def test_attention_in_training_equals_torchs(causal: bool, monkeypatch: pytest.M
     torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
     ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
-
-
-@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.95])
-def test_dropout_keeps_its_part_and_the_mean(p: float) -> None:
-    torch.manual_seed(1)
-    x = torch.ones(1001, 99, requires_grad=True)
-    y = drop(x, p)
-    kept = y.detach() != 0
-    assert float(kept.float().mean()) == pytest.approx(1 - p, abs=1 / 256)
-    assert float(y.detach().mean()) == pytest.approx(1, abs=0.02)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, y.detach())
-    assert p < 1 / 512 or not torch.equal(drop(x, p) != 0, kept)
 
 
 def test_sequences_of_a_batch_do_not_mix() -> None:
