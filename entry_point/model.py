@@ -108,31 +108,28 @@ def shared(heads: Tensor, n: int) -> Tensor:
 QUERIES_AT_ONCE = 256
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, mask: Tensor | None = None
-) -> Tensor:
-    """Scaled dot-product attention of q [B, n_head, T, head_dim] over k, v [B, n_kv_head, ...].
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
+    """Causal scaled dot-product attention of q [B, n_head, T, head_dim] over k, v of n_kv_head.
 
-    A mask, bool [B, 1, T, T], is false where a query may not look; it replaces causal.
+    A mask, bool [B, 1, T, T], takes the place of the causal one; it is false where no query looks.
     """
     B, H, T, D = q.shape
     k, v = shared(k, H), shared(v, H)
-    if plain_attention(q, dropout):
-        q, k, v = (heads.reshape(B * H, -1, D) for heads in (q, k, v))
-        parts = []
-        for begin in range(0, T, QUERIES_AT_ONCE):
-            some = q[:, begin : begin + QUERIES_AT_ONCE]
-            end = begin + some.size(1) if causal else k.size(1)  # so no query looks ahead
-            ahead = q.new_full((some.size(1), end), float("-inf") if causal else 0.0)
-            scores = torch.baddbmm(ahead.triu_(begin + 1), some, k[:, :end].mT, alpha=D**-0.5)
-            if mask is not None:
-                seen = mask[:, :, begin : begin + QUERIES_AT_ONCE, :end].expand(B, H, -1, -1)
-                scores = scores.masked_fill(~seen.flatten(0, 1), float("-inf"))
-            parts.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
-        return torch.cat(parts, dim=1).view(B, H, T, D)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout
-    )
+    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()
+    if not slow or mask is not None:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, dropout_p=dropout
+        )
+    # There, the backward pass of torch's kernel takes several times as long as two products.
+    q, k, v = (heads.reshape(B * H, T, D) for heads in (q, k, v))
+    rows = []
+    for begin in range(0, T, QUERIES_AT_ONCE):
+        some = q[:, begin : begin + QUERIES_AT_ONCE]
+        end = begin + some.size(1)  # no query looks ahead
+        ahead = q.new_full((some.size(1), end), float("-inf")).triu_(begin + 1)
+        scores = torch.baddbmm(ahead, some, k[:, :end].mT, alpha=D**-0.5)
+        rows.append(F.dropout(scores.softmax(dim=-1), dropout) @ v[:, :end])
+    return torch.cat(rows, dim=1).view(B, H, T, D)
 
 
 def within_documents(idx: Tensor, end: int) -> Tensor:
@@ -169,7 +166,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x, cos, sin)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, causal=True, dropout=dropout, mask=mask)
+        y = attend(q, k, v, dropout, mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -343,13 +340,3 @@ def sample(model: GPT, start: int, length: int, seed: int = 1337) -> list[int]:
         logits = model(ids[:, begin : begin + size])[0, n - begin - 1]
         ids[0, n] = logits.softmax(dim=-1).multinomial(1, generator=generator)
     return ids[0, 1:].tolist()
-
-
-def plain_attention(q: Tensor, dropout: float) -> bool:
-    """Whether attention in training uses plain batched products instead of torch's kernel.
-
-    On a CPU, torch's kernel draws dropout number by number, and in bf16 its backward takes
-    several times as long as two products.
-    """
-    costly = bool(dropout) or q.dtype == torch.bfloat16
-    return q.device.type == "cpu" and torch.is_grad_enabled() and costly

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.model import GPT, Attention, Block, Linear, attend, norm, rotary, shared
+from entry_point.model import GPT, Attention, Block, Linear, norm, rotary, shared
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
@@ -152,6 +152,7 @@ def attention(
     """Attention.forward over x [B, T, n_embd] and the positions that the cache holds."""
     q, k, v = part.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
+    k, v = shared(k, q.size(1)), shared(v, q.size(1))
     if (
         x.device.type == "cpu"
         and q.dtype == torch.float32
@@ -160,10 +161,9 @@ def attention(
     ):
         # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
         # as long as queries times keys.
-        k, v = shared(k, q.size(1)), shared(v, q.size(1))
         y = (k @ (q * q.size(-1) ** -0.5).mT).mT.softmax(dim=-1) @ v
     else:
-        y = attend(q, k, v, causal=q.size(2) > 1, dropout=0.0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
     return part.out(y.transpose(1, 2).flatten(2))
 
 

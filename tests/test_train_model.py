@@ -71,14 +71,13 @@ def test_the_norm_handles_a_row_too_long_for_float16() -> None:
     torch.testing.assert_close(model_module.norm(x), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_in_training_equals_torchs(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_training_equals_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("entry_point.model.QUERIES_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator).to(torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    y = attend(q, k, v, causal, dropout=0.0)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    y = attend(q, k, v, dropout=0.0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
     ours, theirs = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
@@ -207,12 +206,11 @@ def test_dropout_acts_only_in_training() -> None:
     assert not torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_bf16_attention_is_close_to_float32(causal: bool) -> None:
+def test_bf16_attention_is_close_to_float32() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 3, 8, 16, generator=generator).bfloat16() for _ in range(3))
-    ours = attend(q.requires_grad_(), k, v, causal, dropout=0.0)
-    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
+    ours = attend(q.requires_grad_(), k, v, dropout=0.0)
+    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
     torch.testing.assert_close(ours.float(), exact, atol=3e-2, rtol=2e-2)
 
 
@@ -223,7 +221,7 @@ def test_bf16_attention_gradients_are_close_to_float32() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [t.clone().requires_grad_() for t in base]
         q, k, v = (t.to(dtype) for t in leaves)
-        attend(q, k, v, True, 0.0).float().square().sum().backward()
+        attend(q, k, v, 0.0).float().square().sum().backward()
         rows.append([leaf.grad for leaf in leaves])
     for ours, exact in zip(*rows, strict=True):
         assert ours is not None and exact is not None
