@@ -30,6 +30,7 @@ from launcher.aws.images import (
     find_image,
     no_patches,
     problem,
+    training_image,
 )
 from launcher.aws.instances import describe_instance, gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.money import usd
@@ -38,7 +39,8 @@ from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, WITHOUT_GPU, read_quota
 from launcher.aws.session import aws_session, check_region, code_and_message, quick_client, why
 from launcher.aws.stack import Stack, find_stack, is_whole
 from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import LOG_GROUP, machines_of, search_jobs
+from launcher.backends.request import sdk_version
+from launcher.backends.sagemaker import LOG_GROUP, machines_of, notebook_role, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
 from launcher.job import TrainingJob
@@ -52,8 +54,6 @@ LEFT_OUT = "not checked: it needs "
 MAX_SKEW_SECONDS = 300  # AWS refuses requests if the clock is further off
 TRAINING_SECONDS = 300  # for a run that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
-# Packages of SageMaker SDK version 3, which share the directory sagemaker/ with version 2.
-SDK_V3_PARTS = ("sagemaker-mlops", "sagemaker-serve", "sagemaker-train")
 # Condition operators that `trusts` evaluates.
 WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
 
@@ -152,22 +152,16 @@ def check_packages(patient: Patient) -> str:
             continue
         version = installed(requirement.name)
         if not version:
-            wrong.append(f"{requirement.name} is not installed")
+            if requirement.name != "sagemaker":  # without it, requests are made here
+                wrong.append(f"{requirement.name} is not installed")
             continue
         found.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
-        elif requirement.name == "sagemaker" and not sdk_is_whole():
-            wrong.append(f"files of sagemaker {version} are missing")
-    if parts := [f"{name} {version}" for name in SDK_V3_PARTS if (version := installed(name))]:
-        again = "install sm-nanogpt in its own environment, with `uv tool install` or `pipx`"
-        mixed = f"{', '.join(parts)} of SageMaker SDK v3, which cannot share an environment with v2"
-        if not wrong:
-            raise Doubt(f"{mixed}: {again}")
-        wrong.append(mixed)
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {again}")
-    return ", ".join(found)
+    without = "" if sdk_version() else "; requests are made without version 2 of the SageMaker SDK"
+    return ", ".join(found) + without
 
 
 def installed(name: str) -> str:
@@ -176,12 +170,6 @@ def installed(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def sdk_is_whole() -> bool:
-    """Whether files of SDK version 2 remain: uninstalling version 3 deletes some."""
-    sdk = metadata.distribution("sagemaker")
-    return Path(str(sdk.locate_file("sagemaker/__init__.py"))).exists()
 
 
 def check_disk(patient: Patient) -> str:
@@ -297,10 +285,8 @@ def check_stack(patient: Patient) -> str:
 
 def check_role(patient: Patient) -> str:
     """The execution role exists, and SageMaker may assume it."""
-    from launcher.backends.estimator import notebook_role
-
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
-    patient.role = patient.role or notebook_role(patient.session, patient.settings.home)
+    patient.role = patient.role or notebook_role(patient.client)
     if not patient.role:
         deploy = patient.settings.command("infra deploy")
         raise InputError(f"no execution role: create one with `{deploy}`, or set --role")
@@ -483,10 +469,7 @@ def check_image(patient: Patient) -> str:
 
 
 def default_image(patient: Patient) -> str:
-    from launcher.backends.estimator import training_image
-
-    gpu = looks_like_gpu(patient.instance)
-    return training_image(patient.region, DEFAULT_VERSION, gpu, patient.settings.home)
+    return training_image(patient.region, DEFAULT_VERSION, looks_like_gpu(patient.instance))
 
 
 def check_price(patient: Patient) -> str:

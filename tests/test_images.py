@@ -6,7 +6,7 @@ from datetime import date, timedelta
 
 import pytest
 
-from launcher import InputError, TrainingJob
+from launcher import InputError
 from launcher.aws.images import (
     DEFAULT_VERSION,
     IMAGES,
@@ -61,24 +61,11 @@ def test_a_version_without_an_image_error_lists_the_versions() -> None:
         find_image("2.1")
 
 
-def test_pytorchddp_needs_an_image_with_mpi4py() -> None:
+def test_each_image_runs_both_launchers_on_gpus_and_cpus() -> None:
     for image in IMAGES:
-        lacks = problem(image.name(gpu=True), G5, "pytorchddp")
-        assert (lacks is not None) == (image.repository == "pytorch")
-        assert lacks is None or "--launcher torchrun" in lacks
-        assert problem(image.name(gpu=False), "ml.m5.xlarge", "pytorchddp") is None
-        assert problem(image.name(gpu=True), G5, "torchrun") is None
-
-
-def test_an_own_copy_and_a_newer_image_lack_mpi4py_too() -> None:
-    for uri in ("mine/pytorch:2.13.0-cu133-amzn2023-sagemaker", "pytorch:2.19-cu140-amzn2023"):
-        assert "lacks" in (problem(uri, G5, "pytorchddp") or "")
-
-
-def test_the_default_image_runs_both_launchers_on_g5() -> None:
-    default = find_image(TrainingJob.model_fields["pytorch_version"].default)
-    for launcher in ("pytorchddp", "torchrun"):
-        assert problem(default.name(gpu=True), G5, launcher) is None
+        for launcher in ("pytorchddp", "torchrun"):
+            assert problem(image.name(gpu=True), G5, launcher) is None
+            assert problem(image.name(gpu=False), "ml.m5.xlarge", launcher) is None
 
 
 def test_v100s_need_an_image_before_cuda_13() -> None:
@@ -114,10 +101,9 @@ def test_patches_end_on_the_day_after_the_last_one(
 @pytest.mark.parametrize(
     ("instance", "launcher", "today", "way_out"),
     [
-        (G5, "pytorchddp", TODAY, "; use --pytorch-version 2.10.0"),
-        (G5, "torchrun", TODAY, "; use --pytorch-version 2.14.0"),
-        ("ml.m5.xlarge", "pytorchddp", TODAY, "; use --pytorch-version 2.14.0"),
-        (G5, "pytorchddp", date(2027, 2, 1), "2.14.0 --launcher torchrun, patched"),
+        (G5, "pytorchddp", TODAY, "; use --pytorch-version 2.14.0, patched"),
+        ("ml.m5.xlarge", "torchrun", TODAY, "; use --pytorch-version 2.14.0, patched"),
+        ("ml.p5.48xlarge", "pytorchddp", TODAY, "2.14.0 --launcher torchrun, patched"),
         (G5, "pytorchddp", date(2028, 1, 1), "no image known here is patched"),
         ("ml.p3.8xlarge", "pytorchddp", TODAY, "no image known here is patched and runs on ml.p3"),
     ],

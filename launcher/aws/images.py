@@ -20,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Image:
-    """One release of the image. version is torch's; cuda is that of the image for GPUs.
-
-    Both launchers run in it, except that GPU images of the repository `pytorch` run only torchrun.
-    """
+    """One release of the image. version is torch's; cuda is that of the image for GPUs."""
 
     version: str
     repository: str
@@ -57,12 +54,41 @@ IMAGES = (
     Image("2.14.0", "pytorch", "3.12", "13.3", date(2027, 9, 28)),
 )
 
-# The only image that runs pytorchddp on GPUs and is still patched. Its CUDA 13 needs driver 580 or
-# later on the host, which a job cannot choose. AWS does not publish the drivers of its training
-# hosts, but releases this image after training jobs on ml.g5.12xlarge and ml.g6.12xlarge with NCCL,
-# and on ml.p4d.24xlarge with pytorchddp; CUDA 13.3 is tested on ml.g4dn.12xlarge. Where a host's
-# driver is older, train.py says that it sees no GPU, and 2.8.0 (CUDA 12.9, driver 525) is left.
-DEFAULT_VERSION = "2.10.0"
+# The accounts whose registries hold these images, by region; those of the SDK's version 2.257.7
+# (sagemaker/image_uri_config/pytorch.json).
+REGISTRIES = {
+    "763104351884": "ap-northeast-1 ap-northeast-2 ap-south-1 ap-southeast-1 ap-southeast-2"
+    " ca-central-1 eu-central-1 eu-north-1 eu-west-1 eu-west-2 eu-west-3 sa-east-1 us-east-1"
+    " us-east-2 us-west-1 us-west-2",
+    "626614931356": "af-south-1",
+    "871362719292": "ap-east-1",
+    "975050140332": "ap-east-2",
+    "364406365360": "ap-northeast-3",
+    "772153158452": "ap-south-2",
+    "907027046896": "ap-southeast-3",
+    "457447274322": "ap-southeast-4",
+    "550225433462": "ap-southeast-5",
+    "633930458069": "ap-southeast-6",
+    "590183813437": "ap-southeast-7",
+    "204538143572": "ca-west-1",
+    "727897471807": "cn-north-1 cn-northwest-1",
+    "380420809688": "eu-central-2",
+    "692866216735": "eu-south-1",
+    "503227376785": "eu-south-2",
+    "780543022126": "il-central-1",
+    "914824155844": "me-central-1",
+    "217643126080": "me-south-1",
+    "637423239942": "mx-central-1",
+    "446045086412": "us-gov-east-1",
+    "442386744353": "us-gov-west-1",
+}
+
+# The newest image with CUDA 13.0, which needs driver 580 or later on the host; a job cannot choose
+# its host's. AWS does not publish the drivers of its training hosts, but releases an image with
+# CUDA 13.0 after training jobs on ml.g5.12xlarge and ml.g6.12xlarge with NCCL; CUDA 13.3 is tested
+# on ml.g4dn.12xlarge. Where a host's driver is older, train.py says that it sees no GPU, and 2.8.0
+# (CUDA 12.9, driver 525) is left.
+DEFAULT_VERSION = "2.12.1"
 
 TORCHRUN_ALONE = "ml.p5.48xlarge"  # the only type for which the SDK refuses pytorchddp
 
@@ -86,6 +112,23 @@ def find_image(version: str) -> Image:
     )
 
 
+def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
+    """The URI of AWS's PyTorch training image for GPU or CPU.
+
+    Raises:
+        InputError: there is no image of that version, or no registry in that region.
+    """
+    image = find_image(pytorch_version)
+    for account, regions in REGISTRIES.items():
+        if region in regions.split():
+            suffix = ".cn" if region.startswith("cn-") else ""
+            return f"{account}.dkr.ecr.{region}.amazonaws.com{suffix}/{image.name(gpu)}"
+    raise InputError(
+        f"region {region}: no registry of AWS's training images is known there; --image-uri names"
+        " an image"
+    )
+
+
 def image_of(uri: str) -> Image | None:
     """The release that a URI in any registry names; None if it is unknown."""
     named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
@@ -105,13 +148,6 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
     )
     if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
         return f"{name_of(uri)} is no SageMaker training image for {instance}"
-    if launcher == "pytorchddp" and re.search(r"(^|/)pytorch@sha256:", uri):
-        return (
-            f"a digest hides whether {name_of(uri)} has mpi4py; use a tag, or --launcher torchrun"
-        )
-    # The toolkit starts each rank by mpi4py, which the GPU images lack since 2.11.
-    if launcher == "pytorchddp" and re.search(r"(^|/)pytorch:\d+\.\d+(\.\d+)?-cu\d", uri):
-        return f"pytorchddp needs mpi4py, which {name_of(uri)} lacks; use --launcher torchrun"
     if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
         return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; use --launcher torchrun"
     image = image_of(uri)

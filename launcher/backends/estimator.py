@@ -1,8 +1,8 @@
-"""The only module that uses the SageMaker SDK (v2): it turns a job into a request.
+"""The only module that uses the SageMaker SDK (v2): its estimator turns a job into a request.
 
-The SDK's PyTorch estimator makes the CreateTrainingJob request, both to send and to show. It gets
-image, role, source archive and S3 locations, so that it does not call AWS itself. The v2 SDK ends
-in 2027; its replacement has to replace only this module. Called by `launcher.backends.sagemaker`.
+The PyTorch estimator gets image, role, source archive and S3 locations, so that it does not call
+AWS itself. Version 2 of the SDK ends in July 2027; `launcher.backends.request` makes the same
+request without it.
 """
 
 from __future__ import annotations
@@ -10,48 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import storage
-from launcher.aws.images import find_image
 from launcher.aws.instances import looks_like_gpu
-from launcher.aws.session import service_errors
+from launcher.backends.request import (
+    LONGEST_PENDING,
+    Plan,
+    channels_of,
+    max_wait_of,
+    mpi_options,
+)
 from launcher.errors import InputError
-from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, TrainingJob
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the backend decides about a job; the job itself says the rest.
-
-    store is `s3://bucket/prefix`. kms_key encrypts the output, volume_kms_key the disks.
-    """
-
-    region: str
-    role: str
-    image_uri: str
-    store: str
-    hyperparameters: Mapping[str, Any]
-    kms_key: str | None
-    volume_kms_key: str | None
-
-    def file_uri(self, job_id: str, *parts: str) -> str:
-        return storage.join(self.store, "jobs", job_id, *parts)
-
-    def source_uri(self, job_id: str) -> str:
-        return self.file_uri(job_id, "source", "sourcedir.tar.gz")
-
-    def checkpoint_uri(self, job_id: str) -> str:
-        """The S3 prefix of a job's checkpoints. SageMaker restores all keys that begin with it:
-        without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
-        return storage.join(self.store, "checkpoints", job_id, "")
-
-
-LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no default
+from launcher.job import TAG_KEY, TAG_VALUE, TrainingJob
 
 # os.environ belongs to the process: two threads that change it at once would restore each other's
 # values.
@@ -105,63 +79,6 @@ def quiet_sdk(home: Path) -> Iterator[None]:
             root.handlers[:] = handlers
 
 
-def training_image(region: str, pytorch_version: str, gpu: bool, home: Path) -> str:
-    """The URI of AWS's PyTorch training image for GPU or CPU.
-
-    Raises:
-        InputError: there is no image of that version, or no such region.
-    """
-    image = find_image(pytorch_version)
-    try:
-        with quiet_sdk(home):
-            from sagemaker import image_uris
-
-            # The newest image that the SDK knows; all of them lie in one registry of each region.
-            known = image_uris.retrieve(
-                "pytorch",
-                region,
-                version="2.8.0",
-                py_version="py312",
-                image_scope="training",
-                instance_type="ml.m5.xlarge",
-            )
-    except ValueError as error:
-        raise InputError(f"region {region}: {error}") from None
-    return f"{known.partition('/')[0]}/{image.name(gpu)}"
-
-
-def distribution(launcher: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The SDK's `distribution` for a launcher."""
-    if launcher == "torchrun":
-        return {"torch_distributed": {"enabled": True}}
-    # The toolkit sets NCCL_DEBUG=INFO for all ranks, whatever the job's environment says, and
-    # CloudWatch bills each line. Only this option changes that.
-    debug = environment.get("NCCL_DEBUG") or "WARN"
-    if not debug.isalnum():  # the toolkit passes it through a shell
-        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, such as WARN or INFO")
-    # With `enable`, as in a well-known tutorial, each host would train alone.
-    return {"pytorchddp": {"enabled": True, "custom_mpi_options": f"--NCCL_DEBUG {debug}"}}
-
-
-def notebook_role(session: Any, home: Path) -> str:
-    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
-
-    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
-
-    Raises:
-        ServiceError: AWS cannot be asked.
-    """
-    with quiet_sdk(home), service_errors("get_execution_role"):
-        import sagemaker.session as sdk
-
-        if not Path(sdk.NOTEBOOK_METADATA_FILE).exists():
-            return ""
-        try:
-            return str(sdk.get_execution_role(sdk.Session(boto_session=session)))
-        except ValueError:  # the caller is a user
-            return ""
-
-
 def take_config_as_it_is(config: dict[Any, Any]) -> None:
     """Replaces the SDK's validation of its config."""
 
@@ -211,20 +128,6 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dic
         return record_request(job_id, job, plan)
 
 
-def channels_of(job: TrainingJob) -> dict[str, str]:
-    """The S3 prefix, or `*.txt` object, of each channel."""
-    channels = {}
-    places = {"training": job.data, "validation": job.validation, "model": job.init_from}
-    for name, uri in places.items():
-        if uri is None:
-            continue
-        if not uri.startswith("s3://"):
-            raise InputError(f"{uri}: SageMaker reads only from s3://")
-        # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
-        channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
-    return channels
-
-
 def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     """The request, recorded just before the SDK would send it."""
     import boto3
@@ -245,15 +148,19 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     # Nothing is signed; with dummy keys boto3 does not look for credentials.
     unsigned = boto3.Session("none", "none", region_name=plan.region)
     session = Recorder(boto_session=unsigned)
-    max_wait = job.max_wait or min(2 * job.time_limit, LONGEST_RUN)
     output_uri = storage.join(plan.store, "jobs")
     tags = {TAG_KEY: TAG_VALUE, **job.tags}
+    if job.launcher == "torchrun":
+        distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
+    else:  # with `enable`, as in a well-known tutorial, each host would train alone
+        options = mpi_options(job.environment)
+        distribution = {"pytorchddp": {"enabled": True, "custom_mpi_options": options}}
     try:
         estimator = PyTorch(
             entry_point="train.py",
             source_dir=plan.source_uri(job_id),
             image_uri=plan.image_uri,  # framework_version would end pytorchddp at PyTorch 2.2
-            distribution=distribution(job.launcher, job.environment),
+            distribution=distribution,
             role=plan.role,
             instance_type=job.instances[0],
             instance_count=job.instance_count,
@@ -264,7 +171,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
             checkpoint_s3_uri=plan.checkpoint_uri(job_id),
             use_spot_instances=job.spot,
             max_run=job.time_limit,
-            max_wait=max_wait if job.spot else None,
+            max_wait=max_wait_of(job) if job.spot else None,
             keep_alive_period_in_seconds=job.keep_alive,
             volume_size=job.volume_size,
             environment=dict(job.environment) or None,

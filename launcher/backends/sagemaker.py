@@ -21,14 +21,15 @@ import math
 import re
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from launcher import storage
 from launcher.aws import money
-from launcher.aws.images import log_image, problem
+from launcher.aws.images import log_image, problem, training_image
 from launcher.aws.instances import gpus_of, has_local_storage, looks_like_gpu
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import check_quotas
@@ -41,6 +42,7 @@ from launcher.aws.session import (
     steady_client,
 )
 from launcher.aws.stack import remembered
+from launcher.backends.request import Plan, create_request, sdk_version
 from launcher.backends.toolkit import script_lines
 from launcher.curves import LARGEST_CURVE, Row, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
@@ -59,11 +61,10 @@ from launcher.job import (
 from launcher.settings import Settings
 from launcher.source import Source
 
-if TYPE_CHECKING:
-    from launcher.backends.estimator import Plan
-
 logger = logging.getLogger(__name__)
 
+# What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
+NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
 CONSOLES = {
@@ -129,9 +130,7 @@ class SageMakerBackend:
 
     def notebook_role(self) -> str:
         """The role of the SageMaker notebook that this runs in, or ''."""
-        from launcher.backends.estimator import notebook_role
-
-        return notebook_role(self.session, self.settings.home)
+        return notebook_role(self.client)
 
     def check(self, job: TrainingJob, dry_run: bool = False) -> Plan:
         """The role, image and keys of a job.
@@ -139,9 +138,7 @@ class SageMakerBackend:
         Raises:
             InputError: AWS would refuse the job, or something that it needs is not known.
         """
-        from launcher.backends.estimator import Plan, training_image
-
-        store, home = self.settings.data_store, self.settings.home
+        store = self.settings.data_store
         for instance in job.instances:
             if "volume_size" in job.model_fields_set and has_local_storage(instance):
                 raise InputError(
@@ -164,7 +161,7 @@ class SageMakerBackend:
                 " name only types with local disks, or only types without"
             )
         gpu = looks_like_gpu(job.instance)
-        image = job.image_uri or training_image(self.region, job.pytorch_version, gpu, home)
+        image = job.image_uri or training_image(self.region, job.pytorch_version, gpu)
         hyperparameters = sendable_hyperparameters(job)
         if unfit := problem(image, job.instance, job.launcher):
             raise InputError(unfit)
@@ -213,9 +210,13 @@ class SageMakerBackend:
         from botocore.loaders import Loader
         from botocore.model import ServiceModel
 
-        from launcher.backends.estimator import create_request
+        if sdk_version():
+            from launcher.backends import estimator
 
-        request = create_request(job_id, job, plan, self.settings.home)
+            request = estimator.create_request(job_id, job, plan, self.settings.home)
+        else:
+            logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
+            request = create_request(job_id, job, plan)
         model = ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
         check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
         return request
@@ -275,7 +276,7 @@ class SageMakerBackend:
             raise
 
     def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
-        archive = source_archive(job.source)
+        archive = source_archive(job.source, job.launcher)
         storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
         if job.resume is not None:
             source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
@@ -643,14 +644,52 @@ def timestamp(moment: datetime | None) -> float | None:
     return None if moment is None else moment.timestamp()
 
 
-def source_archive(source: Source) -> bytes:
-    """sourcedir.tar.gz with the training folder; the same files give the same bytes."""
+def notebook_role(client: Callable[[str], Any]) -> str:
+    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
+
+    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
+
+    Raises:
+        ServiceError: AWS cannot be asked.
+    """
+    try:
+        here = json.loads(NOTEBOOK_METADATA.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    if role := here.get("ExecutionRoleArn"):
+        return str(role)
+    if "DomainId" in here:  # a space of Studio whose role is not told
+        return ""
+    with service_errors("DescribeNotebookInstance"):
+        name = here["ResourceName"]
+        answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
+        return str(answer["RoleArn"])
+
+
+# The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
+# GPUs have no mpi4py since PyTorch 2.11. Its part there is to end all ranks when one fails, which
+# mpirun does by itself, as no rank calls MPI_Init.
+MPI4PY = b"""\
+import os, runpy, sys
+
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def source_archive(source: Source, launcher: str) -> bytes:
+    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
+    give the same bytes."""
+    files = dict(sorted(source.files.items()))
+    if launcher == "pytorchddp":
+        files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
         tarfile.open(fileobj=file, mode="w") as tar,
     ):
-        for name, content in sorted(source.files.items()):
+        for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content), 0o644
             tar.addfile(member, io.BytesIO(content))

@@ -136,7 +136,7 @@ class LaunchCommand(Command):
     help="How SageMaker starts the ranks (default: pytorchddp; torchrun on ml.p5.48xlarge).",
 )
 @cloud_option(
-    "--pytorch-version", metavar="V", help="PyTorch version of the AWS image (default: 2.10.0)."
+    "--pytorch-version", metavar="V", help="PyTorch version of the AWS image (default: 2.12.1)."
 )
 @cloud_option("--image-uri", metavar="URI", help="Use your own container image.")
 @cloud_option("--max-run", metavar="SECONDS", type=int, help="Time limit (default: 3600).")

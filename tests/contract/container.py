@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tarfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,9 @@ from typing import Any, Self
 
 import pytest
 from runs import SCRIPT
+
+from launcher.backends.sagemaker import source_archive
+from launcher.source import Source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("TOOLKIT_PYTHON", REPOSITORY / ".venv-contract/bin/python"))
@@ -47,12 +49,12 @@ LAUNCHERS: dict[str, dict[str, Any]] = {
 }
 
 # The host's directory is $1, its name $2, its address $3, the size of its volume in bytes $4 or ''
-# for no limit, a directory to hide inside $5 or ''; the rest are directories to show inside.
+# for no limit; the rest are directories to show inside.
 BOOT = r"""
 set -euo pipefail
 exec 2>&1  # what unshare says is none of the container's log
-host=$1 name=$2 address=$3 volume=$4 hidden=$5
-shift 5
+host=$1 name=$2 address=$3 volume=$4
+shift 4
 read -r _  # until the network is there
 hostname "$name"
 ip link set lo up
@@ -82,7 +84,6 @@ for place; do
     mkdir -p ".$place"
     mount --bind --options ro "$place" ".$place"
 done
-if [ "$hidden" ]; then mount -t tmpfs tmpfs ".$hidden"; fi
 sed -i '/pam_loginuid/s/required/optional/' etc/pam.d/sshd
 
 # As in the images, PID 1 is a bash that waits for the command and handles no signal.
@@ -309,12 +310,6 @@ def python_homes() -> list[str]:
     return subprocess.check_output([PYTHON, "-c", words], text=True).splitlines()
 
 
-def mpi4py_home() -> str:
-    """The directory of the containers' mpi4py."""
-    words = "import mpi4py; print(*mpi4py.__path__)"
-    return subprocess.check_output([PYTHON, "-c", words], text=True).strip()
-
-
 class Cluster:
     """The hosts of a job, one or two; as a context, nothing of them runs on afterwards.
 
@@ -324,7 +319,7 @@ class Cluster:
     With `threads`, each rank has so many; without, as many as it takes by itself. With `volume`,
     /opt/ml is a volume of so many bytes. With `port`, `sockets` has for each host a socket that
     listens there inside the host, for the caller to answer. With `new_image`, the hosts have the
-    toolkit of AWS's images for GPUs since PyTorch 2.11, and no mpi4py, as those.
+    toolkit of AWS's images for GPUs since PyTorch 2.11.
     """
 
     def __init__(
@@ -342,7 +337,6 @@ class Cluster:
         new_image: bool = False,
     ) -> None:
         assert hosts in (1, 2)
-        self.hidden = mpi4py_home() if new_image else ""
         self.volume, self.port = volume, port
         self.sockets: list[socket.socket] = []
         self.descriptors: list[int] = []
@@ -400,7 +394,7 @@ class Cluster:
         }
         for index, host in enumerate(self.hosts):
             volume = "" if self.volume is None else str(self.volume)
-            place = [str(host.directory), host.name, address(index), volume, self.hidden]
+            place = [str(host.directory), host.name, address(index), volume]
             with (host.directory / "log").open("wb") as log:
                 process = subprocess.Popen(
                     [*inside.split(), "bash", "-c", BOOT, "boot", *place, *homes],
@@ -562,6 +556,5 @@ class Job(Cluster):
                 channels=["training"],
             )
             (host.ml / "input/data/training/input.txt").write_text(text)
-            with tarfile.open(host.directory / "files/opt/image/sourcedir.tar.gz", "w:gz") as tar:
-                for file in folder.glob("*.py"):
-                    tar.add(file, file.name)
+            archive = host.directory / "files/opt/image/sourcedir.tar.gz"
+            archive.write_bytes(source_archive(Source.read(folder), launcher))

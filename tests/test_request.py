@@ -1,0 +1,128 @@
+"""The CreateTrainingJob request: the SDK's, and the equal one that is made without it."""
+
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from launcher import InputError, Settings
+from launcher.backends import estimator
+from launcher.backends.request import Plan, create_request, sdk_version
+from launcher.backends.sagemaker import SageMakerBackend
+from launcher.job import TrainingJob
+
+JOB_ID = "sm-nanogpt-20261125-120000-abcd"
+KEY = "arn:aws:kms:us-east-1:111122223333:key/1"
+IMAGES = ("pytorch-training:2.10.0-gpu-py313", "pytorch:2.13-cu133-amzn2023-sagemaker")
+
+jobs = st.fixed_dictionaries(
+    {
+        "instance": st.sampled_from(
+            ["ml.g5.12xlarge", "ml.m5.xlarge", "ml.g5.xlarge,ml.g6.xlarge"]
+        ),
+        "data": st.sampled_from(["s3://bucket/data/text", "s3://bucket/data/text.txt"]),
+        "launcher": st.sampled_from(["pytorchddp", "torchrun"]),
+    },
+    optional={
+        "instance_count": st.integers(1, 8),
+        "validation": st.just("s3://bucket/data/validation"),
+        "init_from": st.just("s3://bucket/models/one"),
+        "input_mode": st.sampled_from(["File", "FastFile"]),
+        "spot": st.booleans(),
+        "max_run": st.integers(60, 400_000),
+        "max_wait": st.integers(400_000, 900_000),
+        "keep_alive": st.integers(1, 3600),
+        "volume_size": st.integers(1, 16_384),
+        "environment": st.sampled_from([{"A": "b c"}, {"NCCL_DEBUG": "INFO"}]),
+        "tags": st.just({"team": "one", "cost": "€"}),
+        "subnets": st.just(("subnet-1", "subnet-2")),
+        "security_group_ids": st.just(("sg-1",)),
+        "network_isolation": st.booleans(),
+        "encrypt_traffic": st.booleans(),
+    },
+)
+plans = st.builds(
+    Plan,
+    region=st.just("us-east-1"),
+    role=st.just("arn:aws:iam::111122223333:role/one"),
+    image_uri=st.sampled_from(IMAGES).map("763104351884.dkr.ecr.us-east-1.amazonaws.com/{}".format),
+    store=st.just("s3://bucket/prefix"),
+    hyperparameters=st.dictionaries(
+        st.sampled_from(["max_steps", "preset", "learning_rate", "tie_embeddings"]),
+        st.sampled_from([True, 7, 0.5, "quick", "1e-3", 'a "quoted" é']),
+    ),
+    kms_key=st.sampled_from([None, KEY]),
+    volume_kms_key=st.sampled_from([None, KEY]),
+)
+
+PLAN = Plan(
+    "us-east-1", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
+)
+
+
+@pytest.fixture(scope="module")
+def a_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@given(values=jobs, plan=plans)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+def test_without_the_sdk_the_request_is_the_same(
+    a_home: Path, values: dict[str, Any], plan: Plan
+) -> None:
+    try:
+        job = TrainingJob(**values)
+    except InputError:
+        assume(False)
+    expected = estimator.create_request(JOB_ID, job, plan, a_home)
+    assert create_request(JOB_ID, job, plan) == expected
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Replaces the distributions of the SDK."""
+
+    def put(**versions: str) -> None:
+        def distribution(name: str) -> Any:
+            if (version := versions.get(name.replace("-", "_"))) is None:
+                raise metadata.PackageNotFoundError(name)
+            return Mock(version=version, locate_file=tmp_path.joinpath)
+
+        monkeypatch.setattr(metadata, "distribution", distribution)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        {"sagemaker": "3.20.0", "sagemaker_core": "2.20.0"},
+        {"sagemaker": "2.257.7", "sagemaker_core": "2.20.0"},  # version 3 was installed over it
+        {"sagemaker": "2.257.7", "sagemaker_core": "1.0.78"},  # and removed again, with files of 2
+    ],
+)
+def test_without_a_whole_version_2_the_sdk_is_not_used(
+    installed: Callable[..., None],
+    versions: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    installed(**versions)
+    monkeypatch.setattr(estimator, "create_request", Mock(side_effect=AssertionError))
+    backend = SageMakerBackend(Settings(home=tmp_path, region="us-east-1"))
+    job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/data/text")
+    with caplog.at_level("INFO"):
+        request = backend.request(JOB_ID, job, PLAN)
+    assert request == create_request(JOB_ID, job, PLAN)
+    assert "without the SageMaker SDK" in caplog.text
+
+
+def test_a_whole_version_2_of_the_sdk_is_used() -> None:
+    assert sdk_version().startswith("2.")
