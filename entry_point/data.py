@@ -42,7 +42,7 @@ class Batches:
     """
 
     def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
-        self.tokens, self.device = near_device(tokens, device), device
+        self.tokens, self.device = tokens, device
         self.block_size, self.batch_size = config.block_size, config.batch_size
         self.seed = config.seed
         n = len(tokens) - 1  # the last character is only ever a target
@@ -59,8 +59,7 @@ class Batches:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
                 phase = torch.randint(self.phases, (), generator=generator)
                 order = torch.randperm(self.windows_per_epoch, generator=generator)
-                starts = order.mul_(self.block_size).add_(phase)
-                self.epoch, self.starts = epoch, starts.to(self.tokens.device)
+                self.epoch, self.starts = epoch, order.mul_(self.block_size).add_(phase)
             part = self.starts[place : place + end - index]
             parts.append(part)
             index += len(part)
@@ -77,24 +76,11 @@ def gather_windows(
     tokens: Tensor | Shards, starts: Tensor, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
-    places = starts.to(tokens.device)[:, None] + torch.arange(block_size + 1, device=tokens.device)
-    windows = tokens[places]
-    if windows.device != device:
-        # One copy from pinned memory: the host does not wait until the GPU has made it.
-        pinned = device.type == "cuda"
-        windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    windows = tokens[starts[:, None] + torch.arange(block_size + 1)]
+    pinned = device.type == "cuda"  # then the host does not wait for the copy
+    windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
     windows = windows.long() if windows.dtype != torch.int16 else windows.long() & 0xFFFF
     return windows[:, :-1], windows[:, 1:]
-
-
-def near_device(tokens: Tensor | Shards, device: torch.device) -> Tensor | Shards:
-    """The tokens, moved to the GPU if they take less than a tenth of its free memory.
-
-    Batches are then cut there, without the host.
-    """
-    if device.type == "cuda" and tokens.nbytes < torch.cuda.mem_get_info(device)[0] / 10:
-        return tokens.to(device)
-    return tokens
 
 
 MOST_IDS = 1 << 20
@@ -210,8 +196,7 @@ class Shards:
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        self.parts, self.each, self.device = parts, len(parts[0]), parts[0].device
-        self.nbytes = sum(part.nbytes for part in parts)
+        self.parts, self.each = parts, len(parts[0])
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -223,9 +208,6 @@ class Shards:
             here = part == index
             found[here] = self.parts[index][places[here] - index * self.each]
         return found
-
-    def to(self, device: torch.device) -> Tensor:
-        return torch.cat([part.to(device) for part in self.parts])
 
 
 @dataclass(frozen=True)
