@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from .distributed import Group
 
 
-def seed_draws(device: torch.device, seed: int) -> None:
-    """Seeds the device's default generator, which dropout draws from."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    elif device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
-        torch.manual_seed(seed)  # seeds all kinds of devices, which takes 0.1 ms
-
-
 class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 

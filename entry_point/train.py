@@ -107,7 +107,6 @@ from entry_point.data import (
     Tokenizer,
     gather_windows,
     load_corpus,
-    seed_draws,
 )
 from entry_point.distributed import (
     Group,
@@ -436,8 +435,7 @@ class Trainer:
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
             if config.dropout:
-                seed = derive_seed(config.seed, "dropout", step, index, group.rank)
-                seed_draws(group.device, seed)
+                torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]

@@ -15,7 +15,7 @@ from entry_point import model as model_module
 from entry_point import train
 from entry_point.config import Config, Options
 from entry_point.container import read_container
-from entry_point.data import Corpus, seed_draws
+from entry_point.data import Corpus
 from entry_point.distributed import Group, Ranks
 from entry_point.model import GPT, NORM_EPS, Linear, attend, sample
 from entry_point.optim import (
@@ -145,7 +145,7 @@ def test_masked_attention_stops_at_the_end_of_a_document(
         other[0, place] += 3
         logits = []
         for ids_there in (x, other):
-            seed_draws(torch.device("cpu"), 1)
+            torch.manual_seed(1)
             logits.append(model(ids_there, end=0)[0])
         assert torch.equal(logits[0][:place], logits[1][:place])
         assert not torch.allclose(logits[0][place:3], logits[1][place:3])
@@ -420,7 +420,7 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(
 ) -> None:
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     seeds: list[int] = []
-    monkeypatch.setattr("entry_point.train.seed_draws", lambda device, seed: seeds.append(seed))
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
 
     def seeds_of(step: int, rank: int = 0, **values: Any) -> list[int]:
         one = trainer_of(dataclasses.replace(config, **values), tmp_path)
