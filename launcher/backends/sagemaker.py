@@ -172,6 +172,8 @@ class SageMakerBackend:
                 " of the job"
             )
         log_image(image, job.instance, job.launcher, date.today())
+        if not sdk_version():
+            logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
             logger.warning(
                 "--environment NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for"
@@ -215,7 +217,6 @@ class SageMakerBackend:
 
             request = estimator.create_request(job_id, job, plan, self.settings.home)
         else:
-            logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
             request = create_request(job_id, job, plan)
         model = ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
         check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
