@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import mmap
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from .config import Config, derive_seed
 from .container import Container
-from .errors import DataError, counted, log
+from .errors import DataError, counted
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -238,22 +235,17 @@ def code_points(path: Path, content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(codes), dtype=torch.int32)
 
 
-def mapped(path: Path, dtype: torch.dtype, warn: Callable[[str], object]) -> Tensor:
-    """The ids in a file, read from it as they are used."""
-    with path.open("rb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the memory cannot be written
-        try:  # private, since a FUSE mount, as FastFile's, may refuse shared maps
-            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        except OSError as error:
-            warn(
-                f"note: {path.parent} cannot be mapped ({error.strerror}), so each process reads"
-                " all of it into memory; --input-mode File needs less"
-            )
-            return torch.frombuffer(bytearray(file.read()), dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype)
+def mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+    """The ids in a file, read from it as they are used. Raises DataError."""
+    if path.stat().st_size != size * dtype.itemsize:
+        raise DataError(f"{path} is damaged: its size is not that in meta.json")
+    try:  # not shared, since a FUSE mount, as FastFile's, may refuse shared maps
+        return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+    except RuntimeError as error:
+        raise DataError(f"{path}: {error}; --input-mode File copies it first") from None
 
 
-ENCODE_AGAIN = "encode the text by its tokenizer, with upload-data --tokenizer"
+ENCODE_AGAIN = "encode the text with its tokenizer, by upload-data --tokenizer"
 
 
 def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
@@ -267,22 +259,16 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         raise DataError("no text: name it with --data FILE")
     start = read_tokenizer(container.init_from) if container.init_from else None
     tokens = (container.training / "meta.json").exists()
-    same = tokens == group.share(tokens, source=group.rank == 0)
-    if same:
-        if start is not None and start.unit == "tokens" and not tokens:
-            raise DataError(f"the model to start from takes tokens; {ENCODE_AGAIN}")
-        if tokens:
-            corpus = read_tokens(container, functools.cache(log if group.rank == 0 else str))
-        else:
-            corpus = read_text(container, config, start)
-        if start is not None and corpus.tokenizer.words != start.words:
-            raise DataError(f"the tokens are not those of the model to start from; {ENCODE_AGAIN}")
-        same = corpus.sha256 == group.share(corpus.sha256, source=group.rank == 0)
-    if not same:
-        named = len(container.hosts) > 1
-        mine = f"host {container.current_host}" if named else f"the host of rank {group.rank}"
+    if start is not None and start.unit == "tokens" and not tokens:
         raise DataError(
-            f"{mine} has other text than {container.hosts[0] if named else 'that of rank 0'};"
+            f"the initial model was trained on subword tokens, and this is text; {ENCODE_AGAIN}"
+        )
+    corpus = read_tokens(container) if tokens else read_text(container, config, start)
+    if start is not None and corpus.tokenizer.words != start.words:
+        raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
+    if corpus.sha256 != group.share(corpus.sha256, source=group.rank == 0):
+        raise DataError(
+            f"rank {group.rank}, on host {container.current_host}, has other text than rank 0;"
             " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"
         )
     if config.mask_documents and corpus.tokenizer.end is None:
@@ -302,7 +288,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return corpus
 
 
-def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
+def read_tokens(container: Container) -> Corpus:
     """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
     directory = container.training
     assert directory is not None
@@ -319,10 +305,8 @@ def read_tokens(container: Container, warn: Callable[[str], object]) -> Corpus:
         for name in ("train", "val"):
             shards = []
             for shard in meta[name]["shards"]:
-                path, size = directory / plain_name(shard["name"]), shard["tokens"]
-                if path.stat().st_size != size * dtype.itemsize:
-                    raise DataError(f"{path} is damaged: its size is not that in meta.json")
-                shards.append(mapped(path, dtype, warn))
+                path = directory / plain_name(shard["name"])
+                shards.append(mapped(path, shard["tokens"], dtype))
                 if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
                     raise DataError(f"{path}: only the last shard may be shorter than the others")
                 if (found := largest_id(shards[-1])) >= len(tokenizer):
@@ -353,8 +337,7 @@ def largest_id(shard: Tensor) -> int:
 
 
 def read_text(container: Container, config: Config, start: Tokenizer | None) -> Corpus:
-    """The text by characters: those of `start`, the tokenizer of the model to start from, or else
-    its own.
+    """The text by characters: those of `start`, the initial model's tokenizer, or else its own.
 
     Without a validation channel, the last part of the text is kept for validation, as in
     nanoGPT's data/shakespeare_char/prepare.py.
@@ -380,8 +363,8 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     known = seen if start is None else torch.tensor([ord(word.decode()) for word in start.words])
     if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
-            f"the text has {counted(len(unknown), 'character')} that the model to start from does"
-            f" not know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
+            f"the text has {counted(len(unknown), 'character')} that the initial model does not"
+            f" know: {', '.join(repr(chr(code)) for code in unknown[:20])}"
         )
     dtype = torch.uint8 if len(known) <= 1 << 8 else torch.int32
     ids = torch.zeros(int(known.max()) + 1, dtype=dtype)

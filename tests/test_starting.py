@@ -279,7 +279,7 @@ def test_characters_that_the_model_lacks_are_listed(trained: Path, tmp_path: Pat
     ended = tune(trained, "héllo wörld\n" * 99, tmp_path / "out")
     assert ended.status == 2
     assert ended.last_line == (
-        "DataError: the text has 2 characters that the model to start from does not know: 'é', 'ö'"
+        "DataError: the text has 2 characters that the initial model does not know: 'é', 'ö'"
     )
 
 
@@ -295,8 +295,8 @@ def test_tokens_of_another_tokenizer_are_refused(
     )
     assert ended.status == 2
     assert ended.last_line == (
-        "DataError: the tokens are not those of the model to start from; encode the text by its"
-        " tokenizer, with upload-data --tokenizer"
+        "DataError: the tokens are not those of the initial model; encode the text with its"
+        " tokenizer, by upload-data --tokenizer"
     )
 
 

@@ -6,7 +6,6 @@ import errno
 import gzip
 import itertools
 import json
-import mmap
 import os
 import random
 import shutil
@@ -456,25 +455,13 @@ def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> 
     assert f"bits_per_byte={row['bits_per_byte']:.5f}" in end.output
 
 
-@pytest.mark.parametrize("refused", [mmap.MAP_SHARED, mmap.MAP_SHARED | mmap.MAP_PRIVATE])
-def test_tokens_are_read_where_they_cannot_be_mapped(
-    made: Path, refused: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tokens_that_cannot_be_mapped_are_an_error(
+    made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FUSE mount, as FastFile's, may refuse shared maps, or all."""
-    expected = ids_of(corpus_of(made).train)
-
-    def map_file(
-        fd: int, size: int, flags: int = mmap.MAP_SHARED, *protection: int, **access: int
-    ) -> mmap.mmap:
-        if flags & refused:
-            raise OSError(errno.ENODEV, "No such device")
-        return original(fd, size, flags, *protection, **access)
-
-    original = mmap.mmap
-    monkeypatch.setattr(mmap, "mmap", map_file)
-    assert ids_of(corpus_of(made).train) == expected
-    notes = capsys.readouterr().out.splitlines()
-    assert len(notes) == bool(refused & mmap.MAP_PRIVATE)
+    """A FUSE mount, as FastFile's, may refuse maps."""
+    monkeypatch.setattr(torch, "from_file", Mock(side_effect=RuntimeError("unable to mmap")))
+    with pytest.raises(DataError, match=r"train-00000\.bin: unable to mmap; --input-mode File"):
+        corpus_of(made)
 
 
 def test_a_run_on_tokens_refuses_a_validation_channel(made: Path, tmp_path: Path) -> None:
@@ -488,7 +475,7 @@ def test_hosts_need_the_same_tokens(made: Path, text: str, tmp_path: Path) -> No
         channel = Path(envs[1]["SM_CHANNEL_TRAINING"])
         (channel / path.name).write_bytes(path.read_bytes())
     ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
-    assert any("DataError: host algo-2 has other text than algo-1" in end.output for end in ends)
+    assert any("DataError: rank 1, on host algo-2, has other text" in end.output for end in ends)
 
 
 # -- the three commands ----------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     texts = [text, text.replace("Python", "Pythons", 1)]
     ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=make_hosts(tmp_path / "ml", texts, 2))
     assert all(end.status for end in ends)
-    assert ends[1].last_line.startswith("DataError: host algo-2 has other text than algo-1;")
+    assert ends[1].last_line.startswith("DataError: rank 1, on host algo-2, has other text than")
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
@@ -460,8 +460,7 @@ def test_unnamed_hosts_with_different_text_are_named_by_rank(text: str, tmp_path
         ]
         ends = [ended(process) for process in processes]
     assert all(end.status for end in ends)
-    told = "DataError: the host of rank 1 has other text than that of rank 0;"
-    assert ends[1].last_line.startswith(told)
+    assert ends[1].last_line.startswith("DataError: rank 1, on host localhost, has other text than")
 
 
 @pytest.mark.parametrize("other", ["float16", "float32"])
