@@ -29,7 +29,8 @@ def hyperparameter(
     return field(default=default, metadata=metadata)
 
 
-# Of one pass: enough to keep a GPU busy, and `gpt2` still fits the 24 GB of an A10G.
+# Tokens per forward and backward pass: enough to keep a GPU busy, few enough for `gpt2` to fit an
+# A10G (24 GB).
 TOKENS_PER_PASS = 1 << 14
 
 
@@ -41,11 +42,11 @@ class Config:
         ConfigError: a value is out of its range, or two values contradict each other.
     """
 
-    n_layer: int = hyperparameter(4, "layers", 1, 1024, fixed=True, group="model")
-    n_head: int = hyperparameter(2, "attention heads", 1, 1024, fixed=True)
+    n_layer: int = hyperparameter(4, "number of layers", 1, 1024, fixed=True, group="model")
+    n_head: int = hyperparameter(2, "number of attention heads", 1, 1024, fixed=True)
     n_kv_head: int = hyperparameter(
         0,
-        "heads of keys and values, each shared by some attention heads (0: n_head)",
+        "number of heads of keys and values, shared by groups of attention heads (0: n_head)",
         0,
         1024,
         fixed=True,
@@ -53,90 +54,106 @@ class Config:
     head_dim: int = hyperparameter(
         0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, fixed=True
     )
-    n_embd: int = hyperparameter(128, "width", 2, 1 << 16, fixed=True)
+    n_embd: int = hyperparameter(
+        128, "width of the embedding and of the residual stream", 2, 1 << 16, fixed=True
+    )
     block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
     n_hidden: int = hyperparameter(
-        0, "width inside the MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
+        0, "width of the hidden layer of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
     )
     tie_embeddings: bool = hyperparameter(
-        False, "share one matrix between embedding and head", fixed=True
+        False, "use one matrix for embedding and head", fixed=True
     )
-    norm_weights: bool = hyperparameter(False, "give each norm a weight to learn", fixed=True)
+    norm_weights: bool = hyperparameter(False, "learn a weight for each norm", fixed=True)
     rope_theta: float = hyperparameter(
         10000.0, "base of the rotary positions' wavelengths", 1, 1e12, fixed=True
     )
     vocab_size: int = hyperparameter(
-        0, "rows of embedding and head (0: as many as there are tokens)", 0, 1 << 20, fixed=True
+        0,
+        "number of rows of embedding and head (0: as many as the tokenizer has tokens)",
+        0,
+        1 << 20,
+        fixed=True,
     )
     dropout: float = hyperparameter(0.0, "dropout probability", 0, 0.95)
 
     validation_fraction: float = hyperparameter(
         0.1,
-        "last part of the text kept for validation when there is no validation channel",
+        "fraction at the end of the text for validation, without a text of its own for that",
         0.001,
         0.9,
         fixed=True,
         group="data",
     )
     mask_documents: bool = hyperparameter(
-        False, "end the attention where a document ends (for tokens; slower)", fixed=True
+        False, "stop attention at the end of a document (for tokens; slower)", fixed=True
     )
     batch_size: int = hyperparameter(
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
         0,
-        "passes that one process makes over its part of the batch (0: the fewest of at most 16,384"
-        " tokens each)",
+        "number of passes in which a process computes its slice of a batch (0: the fewest of at"
+        " most 16,384 tokens)",
         0,
     )
-    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
+    seed: int = hyperparameter(
+        1337, "seed of the initial weights, the batches and dropout", 0, fixed=True
+    )
 
-    max_steps: int = hyperparameter(2000, "optimizer steps", 1, 10**12, group="schedule")
+    max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**12, group="schedule")
     optimizer: str = hyperparameter(
         "muon",
-        "muon (matrices; AdamW for the rest) or adamw (everything)",
+        "optimizer: muon (for matrices; AdamW for the rest) or adamw (for everything)",
         choices=("muon", "adamw"),
         fixed=True,
     )
     learning_rate: float = hyperparameter(
         0.0,
-        "peak, of the matrices; of all with adamw (0: 0.02 with muon, 0.001 with adamw)",
+        "peak learning rate of the matrices; with adamw, of all parameters (0: 0.02 for muon,"
+        " 0.001 for adamw)",
         0,
         1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak, of the embedding with muon", 0, 1e37
+        0.1, "peak learning rate of the embedding, with muon", 0, 1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak, of the head with muon, also of a tied one", 0, 1e37
+        0.02, "peak learning rate of the head, also of a tied one, with muon", 0, 1e37
     )
-    warmup_steps: int = hyperparameter(0, "steps of linear rise to the peak rate", 0)
+    warmup_steps: int = hyperparameter(
+        0, "number of steps in which the learning rate rises to its peak", 0
+    )
     decay_fraction: float = hyperparameter(
-        0.8, "last part of the steps, in which the rate falls linearly", 0, 1
+        0.8, "fraction of the steps, at the end, in which the learning rate falls linearly", 0, 1
     )
     final_learning_rate: float = hyperparameter(
-        0.0, "at the last step, as a fraction of the peak", 0, 1
+        0.0, "learning rate at the end, as a fraction of the peak", 0, 1
     )
-    weight_decay: float = hyperparameter(0.0, "of the matrices, decoupled", 0, 10)
-    momentum: float = hyperparameter(0.9, "of muon", 0, 0.9999)
-    beta1: float = hyperparameter(0.8, "of AdamW", 0, 0.9999)
-    beta2: float = hyperparameter(0.95, "of AdamW", 0, 0.999999)
+    weight_decay: float = hyperparameter(0.0, "decoupled weight decay of the matrices", 0, 10)
+    momentum: float = hyperparameter(0.9, "momentum of Muon", 0, 0.9999)
+    beta1: float = hyperparameter(0.8, "decay rate of AdamW's mean of gradients", 0, 0.9999)
+    beta2: float = hyperparameter(
+        0.95, "decay rate of AdamW's mean of squared gradients", 0, 0.999999
+    )
     short_windows: float = hyperparameter(
         0.0,
-        "first part of the steps, in windows of an eighth, then a quarter, then half of block_size",
+        "fraction of the steps, at the start, that train on short windows: block_size/8, then /4,"
+        " then /2",
         0,
         1,
     )
-    grad_clip: float = hyperparameter(0.0, "largest norm of the gradient (0: no limit)", 0, 10**9)
+    grad_clip: float = hyperparameter(
+        0.0, "norm to which the gradient is clipped (0: no limit)", 0, 10**9
+    )
 
     log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
     eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
     eval_windows: int = hyperparameter(
-        512, "windows of the validation part per evaluation (0: all)", 0
+        512, "number of windows in an evaluation, spread over the validation text (0: all)", 0
     )
     sample_length: int = hyperparameter(
-        300, "tokens sampled after training (a third before)", 0, 10**6
+        300, "number of tokens sampled after training (a third of them before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
@@ -153,15 +170,19 @@ class Config:
         1800,
         group="machine",
     )
-    device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
+    device: str = hyperparameter(
+        "auto", "device to compute on", choices=("auto", "cuda", "mps", "cpu")
+    )
     precision: str = hyperparameter(
         "auto",
-        "of matrix products, and of gradients between ranks (auto: the first of bfloat16, float16"
-        " and float32 that the device is fast at)",
+        "type of the matrix products (auto: the first of bfloat16, float16 and float32 that the"
+        " device is fast at)",
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
+        "auto",
+        "whether to use torch.compile (auto: on GPUs, in runs long enough to gain)",
+        choices=("auto", "on", "off"),
     )
 
     def __post_init__(self) -> None:
