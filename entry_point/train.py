@@ -36,7 +36,6 @@ import functools
 import math
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -157,7 +156,7 @@ def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
 def bytes_per_token(corpus: Corpus, config: Config) -> float:
     """The mean number of UTF-8 bytes per token that an evaluation predicts.
 
-    The end of a document has no bytes, so its loss adds to that of the text.
+    End-of-document tokens count zero bytes, but their loss still counts.
     """
     lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
     chunks = eval_windows(corpus.val, config)
@@ -204,33 +203,19 @@ NOTHING, CHECKPOINT, STOP = range(3)  # what a rank wants after a step; STOP is 
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
 
-def read_drill(words: str | None) -> tuple[int, int, str] | None:
-    """Rank, step and action (raise, kill, hang) of NANOGPT_FAULT=RANK:STEP:ACTION.
-
-    It shows what a failure looks like, without waiting for one. Only a run that begins at step 0
-    fails; the run that resumes it continues.
-    """
-    if words is None:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+):(raise|kill|hang)", words)
-    if match is None:
-        raise ConfigError(f"NANOGPT_FAULT={words}: set RANK:STEP:raise, kill or hang")
-    return int(match[1]), int(match[2]), match[3]
-
-
 class Trainer:
     """One run: the model, its optimizer, its data, and its progress."""
 
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
-        self.chief = group.rank == 0
+        self.is_main = group.rank == 0
         self.script_sha256 = SCRIPT_SHA256  # read now: the file may be edited during the run
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
         self.end = corpus.tokenizer.end if config.mask_documents else None
-        self.stop_signal = 0  # the step's number, after the first
-        self.step = 0
+        self.stop_signal = 0  # the first signal that asked to stop
+        self.step = 0  # steps that are done
         self.kept_step: int | None = None  # of the newest checkpoint
         self.saved_at = math.inf  # time of that checkpoint, or of the start of training
         self.best_step: int | None = None
@@ -240,7 +225,6 @@ class Trainer:
         self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
         self.timed_from: tuple[int, float] | None = None  # step, time; until logged
-        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # by length of windows
         device = group.device
         # Since the last metric line: the sum of this rank's losses, and its steps. In float64
         # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
@@ -253,6 +237,7 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
         self.model.init_weights(config.seed)
+        self.cached_angles = functools.cache(self.model.angles)  # by length of windows
         self.optimizer = Optimizer(self.model, config)
         self.compiled = config.compile == "on" or (config.compile == "auto" and self.compiling_pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
@@ -293,7 +278,7 @@ class Trainer:
         device, corpus = self.group.device, self.corpus
         first_of_host = torch.tensor(float(ranks.local_rank == 0), device=device)
         hosts = int(self.group.sum_(first_of_host))
-        if not self.chief:
+        if not self.is_main:
             return
         machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
         if hosts * ranks.local_world_size == ranks.world_size:
@@ -363,7 +348,7 @@ class Trainer:
         self.check_finite(loss_sum)
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
             raise NonFiniteLossError(self.diverged("the weights are"))
-        if self.chief:
+        if self.is_main:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
         self.kept_step = self.step
@@ -371,12 +356,12 @@ class Trainer:
 
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, if there is one, on every rank."""
-        loaded = self.checkpoints.load_latest() if self.chief else None
+        loaded = self.checkpoints.load_latest() if self.is_main else None
         tensors, state = loaded or ({}, None)
         if state is not None:
             check_resumable(state, self.state())
             self.metrics = state.pop("metrics")  # other ranks do not need them
-        state = self.group.share(state, source=self.chief)
+        state = self.group.share(state, source=self.is_main)
         if state is None:
             if self.container.init_from is not None:
                 self.start_from(self.container.init_from)
@@ -389,7 +374,7 @@ class Trainer:
         best = [name for name in tensors if name.startswith("best.")]
         self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
         live = self.tensors()
-        if self.chief:
+        if self.is_main:
             fill(live, tensors)
         self.group.broadcast_(list(live.values()))
         self.kept_step = self.step = state["step"]
@@ -401,7 +386,7 @@ class Trainer:
         if same_script and state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
             self.evaluated_step = state["evaluated_step"]
-        if not self.chief:
+        if not self.is_main:
             return
         self.loss_sum += state["loss_sum"] * (ranks / ranks_before)
         log(f"resumed from the checkpoint of step {self.step}")
@@ -416,7 +401,7 @@ class Trainer:
 
     def start_from(self, directory: Path) -> None:
         """Loads the weights of the model in a directory, on every rank."""
-        if self.chief:
+        if self.is_main:
             load_pretrained(self.model, directory)
             log(f"started from the weights in {directory}")
         self.group.broadcast_([tensor.data for tensor in self.model.state_dict().values()])
@@ -429,8 +414,7 @@ class Trainer:
         x, y = self.batches.rows(step, group.rank, group.world_size)
         length = window_length(step, config)
         x, y = x.reshape(-1, length), y.reshape(-1, length)
-        if length not in self.angles:
-            self.angles[length] = self.model.angles(length)
+        angles = self.cached_angles(length)
         passes = config.passes(group.world_size)
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
@@ -439,7 +423,7 @@ class Trainer:
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys, angles=self.angles[length], end=self.end) / passes
+                loss = self.ddp(xs, ys, angles=angles, end=self.end) / passes
                 group.beat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -488,41 +472,42 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def fail_on_purpose(self, action: str) -> None:
-        if action == "raise":
-            raise OSError("NANOGPT_FAULT asked for this error")
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not self.stop_signal:  # hang
-            time.sleep(0.1)
+    def fail_on_purpose(self, fault: str) -> None:
+        """Shows a failure if NANOGPT_FAULT is RANK:STEP:ACTION of this rank and step."""
+        match fault.removeprefix(f"{self.group.rank}:{self.step}:"):
+            case "raise":
+                raise OSError("NANOGPT_FAULT asked for this error")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                while not self.stop_signal:
+                    time.sleep(0.1)
 
     def run(self) -> bool:
         """Trains to max_steps and writes the artefact; False when a signal ended it before."""
         config, group = self.config, self.group
-        began = time.monotonic()
         self.restore()
-        if (
-            self.ddp is not self.model
-        ):  # else there are no buckets to lay out and nothing to compile
+        began = time.monotonic()
+        if self.ddp is not self.model:  # else there is no bucket to lay out, and nothing to compile
             self.warm_up()
+        step_seconds = time.monotonic() - began
         self.saved_at = time.monotonic()
         self.logged_scale = self.scaler.get_scale()
-        if self.chief:  # drop the rows after the checkpoint's step, since those steps come again
+        if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again
             self.checkpoints.begin_curve(self.metrics)
-        if self.chief and config.sample_length and self.step == 0:
+        if self.is_main and config.sample_length and self.step == 0:
             self.log_sample("before training", config.sample_length // 3)
         if self.container.init_from is not None and self.step == 0:
             self.log_metrics(True, 0.0, 0.0)  # of the model as it was
-        drill = read_drill(os.environ.get("NANOGPT_FAULT")) if self.step == 0 else None
+        # A run that resumes is spared.
+        fault = os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else ""
         steps_timed, started = 0, time.perf_counter()
-        self.timed_from = (self.step, started) if self.chief else None
+        self.timed_from = (self.step, started) if self.is_main else None
         while self.step < config.max_steps:
-            now = time.monotonic()
-            group.expect(5 * (now - began))  # of the last step, so that long steps have enough time
-            began = now
-            if drill and drill[:2] == (group.rank, self.step):
-                self.fail_on_purpose(drill[2])
-            due = self.chief and self.checkpoint_is_due()
+            group.expect(5 * step_seconds)  # so that long steps have enough time
+            began = time.monotonic()
+            self.fail_on_purpose(fault)
+            due = self.is_main and self.checkpoint_is_due()
             wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
             agreement = group.largest_soon(wanted)
             self.loss_sum += self.forward_backward(self.step)
@@ -535,6 +520,7 @@ class Trainer:
             steps_timed += 1
 
             wanted = agreement()
+            step_seconds = time.monotonic() - began
             group.expect(math.inf)  # of evaluations and checkpoints
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
@@ -548,13 +534,13 @@ class Trainer:
                 self.save_checkpoint()
                 started += time.perf_counter() - before
             if wanted == STOP and not last:
-                if self.chief:
+                if self.is_main:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
         if self.evaluated_step != self.step:  # it was stopped here, and now ends here
             self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
             self.save_checkpoint()
-        if self.chief:
+        if self.is_main:
             self.finish()
         return True
 
@@ -584,9 +570,9 @@ class Trainer:
         gradient_scale = self.scaler.get_scale()
         if gradient_scale < 1:  # the scale was halved again and again
             raise NonFiniteLossError(self.diverged("the gradients are"))
-        if self.chief and gradient_scale < self.logged_scale:
+        if self.is_main and gradient_scale < self.logged_scale:
             log(
-                "note: steps whose gradients were infinite in float16 are left out; the loss is now"
+                "note: skipped steps whose gradients overflowed in float16; the loss is now"
                 f" scaled by {gradient_scale:g}"
             )
         self.logged_scale = gradient_scale
@@ -601,13 +587,13 @@ class Trainer:
         if seconds_per_step:
             row["tokens_per_second"] = config.batch_size * config.block_size / seconds_per_step
         self.metrics.append(row)
-        if self.chief:
+        if self.is_main:
             left = (config.max_steps - self.step) * seconds_per_step
             log(metric_line(row, config.max_steps, left if seconds_per_step else None))
             self.checkpoints.extend_curve(row)
         if evaluates and row["val_loss"] < self.best_val_loss:
             self.best_step, self.best_val_loss = self.step, row["val_loss"]
-            if self.chief:
+            if self.is_main:
                 self.best = {
                     name: weights.to("cpu", copy=True)
                     for name, weights in self.model.state_dict().items()
@@ -772,7 +758,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     if device.type == "cpu":
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
-    if trainer.chief:
+    if trainer.is_main:
         checkpoints.claim(fresh)
 
     stopped_at = math.inf
