@@ -345,9 +345,9 @@ class Trainer:
         """
         self.saved_at = time.monotonic()
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
-        self.check_finite(loss_sum)
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
-            raise NonFiniteLossError(self.diverged("the weights are"))
+        self.check_loss(loss_sum)
+        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        self.check_finite(finite, "the weights are")
         if self.is_main:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
@@ -407,6 +407,16 @@ class Trainer:
         self.group.broadcast_([tensor.data for tensor in self.model.state_dict().values()])
 
     # -- one step ---------------------------------------------------------------------------------
+
+    def train_step(self) -> None:
+        """Updates the weights by one batch."""
+        self.loss_sum += self.forward_backward(self.step)
+        scale = learning_rate_scale(self.step, self.config)
+        self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.steps_summed += 1
 
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
@@ -498,7 +508,7 @@ class Trainer:
         if self.is_main and config.sample_length and self.step == 0:
             self.log_sample("before training", config.sample_length // 3)
         if self.container.init_from is not None and self.step == 0:
-            self.log_metrics(True, 0.0, 0.0)  # of the model as it was
+            self.log_metrics(evaluates=True)  # of the model as it was
         # A run that resumes is spared.
         fault = os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else ""
         steps_timed, started = 0, time.perf_counter()
@@ -510,15 +520,8 @@ class Trainer:
             due = self.is_main and self.checkpoint_is_due()
             wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
             agreement = group.largest_soon(wanted)
-            self.loss_sum += self.forward_backward(self.step)
-            scale = learning_rate_scale(self.step, config)
-            self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
-            self.scaler.update()
-            self.optimizer.zero_grad()
-            self.step += 1
-            self.steps_summed += 1
+            self.train_step()
             steps_timed += 1
-
             wanted = agreement()
             step_seconds = time.monotonic() - began
             group.expect(math.inf)  # of evaluations and checkpoints
@@ -526,7 +529,7 @@ class Trainer:
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
                 group.settle()
-                self.log_metrics(evaluates, scale, (time.perf_counter() - started) / steps_timed)
+                self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if wanted or last:
                 group.settle()
@@ -538,7 +541,7 @@ class Trainer:
                     log(f"stopped by a signal; the checkpoint of step {self.step} is written")
                 return False
         if self.evaluated_step != self.step:  # it was stopped here, and now ends here
-            self.log_metrics(True, learning_rate_scale(self.step - 1, config), 0.0)
+            self.log_metrics(evaluates=True)
             self.save_checkpoint()
         if self.is_main:
             self.finish()
@@ -559,17 +562,17 @@ class Trainer:
                 f" step {self.config.max_steps:,}; memory {used:.1f} of {there:.1f} GiB"
             )
 
-    def log_metrics(self, evaluates: bool, scale: float, seconds_per_step: float) -> None:
+    def log_metrics(self, evaluates: bool, seconds_per_step: float = 0.0) -> None:
         """The metric line of the steps since the last; takes the weights if they are the best."""
         config, group = self.config, self.group
         row: dict[str, Any] = {"step": self.step}
         if self.steps_summed:
             losses = float(group.sum_(self.loss_sum)) / group.world_size
             row["train_loss"] = losses / self.steps_summed
-            self.check_finite(row["train_loss"])
+            self.check_loss(row["train_loss"])
         gradient_scale = self.scaler.get_scale()
-        if gradient_scale < 1:  # the scale was halved again and again
-            raise NonFiniteLossError(self.diverged("the gradients are"))
+        # Below 1, the scale was halved again and again.
+        self.check_finite(gradient_scale >= 1, "the gradients are")
         if self.is_main and gradient_scale < self.logged_scale:
             log(
                 "note: skipped steps whose gradients overflowed in float16; the loss is now"
@@ -578,10 +581,11 @@ class Trainer:
         self.logged_scale = gradient_scale
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group, self.end)
-            self.check_finite(row["val_loss"])
+            self.check_loss(row["val_loss"])
             row["best_loss"] = min(self.best_val_loss, row["val_loss"])
             row["bits_per_byte"] = row["val_loss"] / math.log(2) / self.bytes_per_token
             self.evaluated_step = self.step
+        scale = learning_rate_scale(self.step - 1, config) if self.step else 0.0
         row["learning_rate"] = config.learning_rate * scale
         row["time"] = round(time.time(), 3)
         if seconds_per_step:
@@ -613,19 +617,20 @@ class Trainer:
         late = passed > (self.config.checkpoint_seconds or max(60, cheap_after))
         return late or (evaluates and passed >= cheap_after)
 
-    def check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(self.diverged(f"the loss is {loss},"))
+    def check_loss(self, loss: float) -> None:
+        self.check_finite(math.isfinite(loss), f"the loss is {loss},")
 
-    def diverged(self, what: str) -> str:
-        kept = self.kept_step
-        where = (
-            "there is no checkpoint yet"
-            if kept is None
-            else f"the checkpoint of step {kept} is kept"
-        )
+    def check_finite(self, finite: bool, what: str) -> None:
+        """Raises NonFiniteLossError, which names the checkpoint that is kept, unless it is."""
+        if finite:
+            return
+        kept = f"the checkpoint of step {self.kept_step} is kept"
+        if self.kept_step is None:
+            kept = "there is no checkpoint yet"
         wider = " or precision=float32" * self.scaler.is_enabled()
-        return f"{what} not finite at step {self.step}; {where}; try a smaller learning_rate{wider}"
+        raise NonFiniteLossError(
+            f"{what} not finite at step {self.step}; {kept}; try a smaller learning_rate{wider}"
+        )
 
     def log_sample(self, when: str, length: int) -> None:
         text = sample_text(self.model, self.corpus.tokenizer, length)

@@ -660,7 +660,7 @@ def test_a_nonfinite_loss_makes_no_checkpoint_and_no_metric(
     trainer.save_checkpoint()
     trainer.loss_sum.fill_(math.nan)
     trainer.step = trainer.steps_summed = 5
-    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False, 1.0, 1.0)):
+    for act in (trainer.save_checkpoint, lambda: trainer.log_metrics(False, 1.0)):
         with pytest.raises(NonFiniteLossError, match="the loss is nan, not finite at step 5"):
             act()
     assert trainer.checkpoints.steps() == [0]
