@@ -645,10 +645,10 @@ def test_a_batch_the_processes_cannot_share_is_refused(text_file: Path, tmp_path
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_ranks_reason_is_the_last_line(text_file: Path, tmp_path: Path, rank: int) -> None:
-    line = "            self.step += 1\n"
+    line = "        self.step += 1\n"
     failing = (
-        f"            if self.step == 3 and self.group.rank == {rank}:\n"
-        "                raise DataError('the dog ate it')\n"
+        f"        if self.step == 3 and self.group.rank == {rank}:\n"
+        "            raise DataError('the dog ate it')\n"
     )
     command = edited_folder(tmp_path / "mine", (line, line + failing))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
@@ -692,10 +692,10 @@ def test_only_what_may_be_an_echo_is_reported_late(
 
 
 def test_a_killed_rank_ends_the_job_with_a_reason(text_file: Path, tmp_path: Path) -> None:
-    line = "            self.step += 1\n"
+    line = "        self.step += 1\n"
     killing = (
-        "            if self.step == 3 and self.group.rank == 1:\n"
-        "                os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        if self.step == 3 and self.group.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = edited_folder(tmp_path / "mine", (line, line + killing))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
