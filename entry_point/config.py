@@ -24,7 +24,7 @@ def hyperparameter(
     fixed: bool = False,
     group: str = "",
 ) -> Any:
-    """A field of Config. A `fixed` one cannot change on resume; `group` begins a part of --help."""
+    """A field of Config; a `fixed` one stays on resume, `group` begins a section of --help."""
     metadata = dict(help=help, least=least, most=most, choices=choices, fixed=fixed, group=group)
     return field(default=default, metadata=metadata)
 
@@ -236,7 +236,7 @@ class Config:
         return self.n_layer * self.n_embd * (attention + 3 * self.hidden_dim)
 
     def passes(self, world_size: int) -> int:
-        """Passes of each process over its part of the batch; they are of one size."""
+        """The passes, of one size, in which a process computes its slice of the batch."""
         rows, most = self.batch_size // world_size, TOKENS_PER_PASS // self.block_size
         needed = math.ceil(rows / max(1, most))
         fitting = (n for n in range(needed, rows) if rows % n == 0)
@@ -334,10 +334,10 @@ def allowed(f: dataclasses.Field[Any]) -> str:
         return "one of " + ", ".join(m["choices"])
     if f.type == "bool":
         return "True or False"
-    kind = "a whole number" if f.type == "int" else "a number"
+    number = "a whole number" if f.type == "int" else "a number"
     if m["most"] is not None:
-        return f"{kind} from {m['least']} to {m['most']}"
-    return kind if m["least"] is None else f"{kind}, at least {m['least']}"
+        return f"{number} from {m['least']} to {m['most']}"
+    return number if m["least"] is None else f"{number}, at least {m['least']}"
 
 
 FIELD_TYPES: dict[str, tuple[type, ...]] = {

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 class Batches:
     """Training windows. The batch of a step is a pure function of (seed, step).
 
-    An epoch cuts the text into windows that touch each other, from a random phase, and visits
-    each once in random order. The phase leaves less than two windows over, at
-    both ends; other epochs visit them.
+    Each epoch starts at a random offset, splits the text into adjacent windows, and visits them in
+    random order. The few tokens that an epoch leaves out at either end are seen in other epochs.
     """
 
     def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
@@ -34,7 +33,7 @@ class Batches:
         self.seed = config.seed
         n = len(tokens) - 1  # the last character is only ever a target
         self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
-        self.phases = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        self.offsets = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
         self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
 
     def window_starts(self, step: int) -> Tensor:
@@ -44,12 +43,11 @@ class Batches:
             epoch, place = divmod(index, self.windows_per_epoch)
             if epoch != self.epoch:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
-                phase = torch.randint(self.phases, (), generator=generator)
+                offset = torch.randint(self.offsets, (), generator=generator)
                 order = torch.randperm(self.windows_per_epoch, generator=generator)
-                self.epoch, self.starts = epoch, order.mul_(self.block_size).add_(phase)
-            part = self.starts[place : place + end - index]
-            parts.append(part)
-            index += len(part)
+                self.epoch, self.starts = epoch, order.mul_(self.block_size).add_(offset)
+            parts.append(self.starts[place : place + end - index])
+            index += len(parts[-1])
         return torch.cat(parts)
 
     def rows(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +78,7 @@ class Tokenizer:
     id; text of characters has neither.
 
     Raises:
-        DataError: it is of another kind.
+        DataError: it is of another type.
     """
 
     def __init__(self, document: Mapping[str, Any], end_of_text: str | None = None) -> None:
@@ -190,9 +188,9 @@ class Shards:
 
     def __getitem__(self, places: Tensor) -> Tensor:
         found = torch.empty_like(places, dtype=self.parts[0].dtype)
-        part = places // self.each
-        for index in part.unique().tolist():
-            here = part == index
+        shards = places // self.each
+        for index in shards.unique().tolist():
+            here = shards == index
             found[here] = self.parts[index][places[here] - index * self.each]
         return found
 
@@ -281,7 +279,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     for name, part in (("training", corpus.train), ("validation", corpus.val)):
         if len(part) < config.block_size + 1:
             raise DataError(
-                f"the {name} part has {len(part)} {corpus.tokenizer.unit}, and one window of"
+                f"the {name} text has {len(part)} {corpus.tokenizer.unit}, and one window of"
                 f" block_size={config.block_size} needs {config.block_size + 1};"
                 " add more text, or set a smaller block_size"
             )
@@ -293,7 +291,7 @@ def read_tokens(container: Container) -> Corpus:
     directory = container.training
     assert directory is not None
     if container.validation is not None:
-        raise DataError("the tokens hold their own validation part; leave out the other channel")
+        raise DataError("the tokens hold their own validation text; leave out the other channel")
     try:
         content = (directory / "meta.json").read_bytes()
         meta = json.loads(content)
@@ -339,7 +337,7 @@ def largest_id(shard: Tensor) -> int:
 def read_text(container: Container, config: Config, start: Tokenizer | None) -> Corpus:
     """The text by characters: those of `start`, the initial model's tokenizer, or else its own.
 
-    Without a validation channel, the last part of the text is kept for validation, as in
+    Without a validation channel, the end of the text is kept for validation, as in
     nanoGPT's data/shakespeare_char/prepare.py.
     """
     sha256, parts = hashlib.sha256(), []

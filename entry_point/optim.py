@@ -20,12 +20,13 @@ def window_length(step: int, config: Config) -> int:
     Attention over short windows is cheap, and a model learns short distances first
     (arXiv:2108.06084).
     """
-    part = step / (config.short_windows * config.max_steps) if config.short_windows else 1.0
-    return config.block_size >> (3 - min(3, int(3 * part)))
+    early = config.short_windows * config.max_steps
+    fraction = step / early if early else 1.0
+    return config.block_size >> (3 - min(3, int(3 * fraction)))
 
 
 def learning_rate_scale(step: int, config: Config) -> float:
-    """The part of the peak learning rates at a step: warm-up, plateau, linear decay."""
+    """The learning rate of a step as a fraction of its peak: warm-up, plateau, linear decay."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     decay_steps = config.decay_fraction * config.max_steps
     left = (config.max_steps - step) / decay_steps if decay_steps else 1.0
@@ -53,7 +54,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def upright(tensor: Tensor, n_fused: int) -> Tensor:
+def tall(tensor: Tensor, n_fused: int) -> Tensor:
     """A view of a Linear's weight, or its gradient: [n_fused, rows, columns], rows >= columns."""
     matrices = tensor.view(n_fused, -1, tensor.size(1))
     return matrices if matrices.size(1) >= matrices.size(2) else matrices.mT
@@ -76,7 +77,7 @@ class Muon:
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
         by_shape: dict[torch.Size, list[tuple[str, Tensor, int]]] = {}
         for name, (weight, n_fused) in weights.items():
-            shape = upright(weight, n_fused).shape[1:]
+            shape = tall(weight, n_fused).shape[1:]
             by_shape.setdefault(shape, []).append((name, weight, n_fused))
         self.groups = []
         for shape, members in by_shape.items():
@@ -88,7 +89,7 @@ class Muon:
     def step(self, learning_rate: float, dtype: torch.dtype) -> None:
         """One update of every matrix from its gradient; dtype is that of the orthogonalization."""
         for members, buffer in self.groups:
-            gradient = torch.cat([upright(gradient_of(w), n_fused) for _, w, n_fused in members])
+            gradient = torch.cat([tall(gradient_of(w), n_fused) for _, w, n_fused in members])
             buffer.lerp_(gradient, 1 - self.momentum)
             update = orthogonalize(gradient.lerp_(buffer, self.momentum), dtype)  # Nesterov
             parts = update.split([n_fused for _, _, n_fused in members])
@@ -96,7 +97,7 @@ class Muon:
                 scale = max(1.0, weight.size(0) / n_fused / weight.size(1)) ** 0.5
                 if self.weight_decay:
                     weight.mul_(1 - learning_rate * self.weight_decay)
-                upright(weight, n_fused).add_(part, alpha=-learning_rate * scale)
+                tall(weight, n_fused).add_(part, alpha=-learning_rate * scale)
 
     def state(self) -> dict[str, Tensor]:
         state = {}
@@ -144,8 +145,8 @@ class AdamW:
         )
 
     def state(self) -> dict[str, Tensor]:
-        kinds = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {f"{kind}.{name}": t for kind, named in kinds.items() for name, t in named.items()}
+        states = {"step": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {f"{key}.{name}": t for key, named in states.items() for name, t in named.items()}
 
 
 class Optimizer:

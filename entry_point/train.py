@@ -132,8 +132,8 @@ from entry_point.errors import (
 )
 from entry_point.huggingface import (
     SCRIPT_SHA256,
-    fill,
     load_pretrained,
+    load_tensors,
     starting_values,
     with_weights,
     write_artefact,
@@ -375,7 +375,7 @@ class Trainer:
         self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
         live = self.tensors()
         if self.is_main:
-            fill(live, tensors)
+            load_tensors(live, tensors)
         self.group.broadcast_(list(live.values()))
         self.kept_step = self.step = state["step"]
         self.steps_summed = state["steps_summed"]

@@ -422,7 +422,7 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
         unit = "tokens" if channel.upload.train_tokens else "characters"
         if length < config.block_size + 1:
             raise InputError(
-                f"{channel.named}: the {part} part has {length} {unit}, and one window of"
+                f"{channel.named}: the {part} text has {length} {unit}, and one window of"
                 f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
                 " a smaller block_size"
             )

@@ -204,7 +204,7 @@ def test_a_text_too_short_for_the_context_is_not_sent(
 ) -> None:
     ran = cli("launch", "--instance", "local", "--data", str(source), "--set", "block_size=450")
     assert ran.code == 2
-    assert f"{source}: the validation part has 450 characters" in ran.error
+    assert f"{source}: the validation text has 450 characters" in ran.error
     assert launching.tree(home) == set()
 
 
@@ -214,7 +214,7 @@ def test_a_short_validation_text_is_not_sent(
     words = ["--data", str(text_file), "--validation", str(source), "--set", "block_size=5000"]
     ran = cli("launch", "--instance", "local", *words)
     assert ran.code == 2
-    assert f"{source}: the validation part has 4500 characters" in ran.error
+    assert f"{source}: the validation text has 4500 characters" in ran.error
     assert launching.tree(home) == set()
 
 

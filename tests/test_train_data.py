@@ -157,10 +157,10 @@ def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
 
 def test_a_part_shorter_than_one_window_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "a" * 85)
-    with pytest.raises(DataError, match=r"validation part has 9 .* block_size=9 needs 10"):
+    with pytest.raises(DataError, match=r"validation text has 9 .* block_size=9 needs 10"):
         corpus_of(path, block_size=9)
     corpus_of(path, block_size=8)
-    with pytest.raises(DataError, match=r"training part has 8 .* block_size=8 needs 9"):
+    with pytest.raises(DataError, match=r"training text has 8 .* block_size=8 needs 9"):
         corpus_of(write(tmp_path / "b.txt", "a" * 8), path)
 
 
