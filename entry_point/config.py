@@ -45,41 +45,27 @@ class Config:
     n_layer: int = hyperparameter(4, "number of layers", 1, 1024, fixed=True, group="model")
     n_head: int = hyperparameter(2, "number of attention heads", 1, 1024, fixed=True)
     n_kv_head: int = hyperparameter(
-        0,
-        "number of heads of keys and values, shared by groups of attention heads (0: n_head)",
-        0,
-        1024,
-        fixed=True,
+        0, "number of heads of keys and values (0: n_head)", 0, 1024, fixed=True
     )
     head_dim: int = hyperparameter(
         0, "width of an attention head (0: n_embd / n_head)", 0, 1 << 12, fixed=True
     )
-    n_embd: int = hyperparameter(
-        128, "width of the embedding and of the residual stream", 2, 1 << 16, fixed=True
-    )
+    n_embd: int = hyperparameter(128, "width of the model", 2, 1 << 16, fixed=True)
     block_size: int = hyperparameter(64, "context length in tokens", 2, 1 << 17, fixed=True)
-    n_hidden: int = hyperparameter(
-        0, "width of the hidden layer of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True
-    )
-    tie_embeddings: bool = hyperparameter(
-        False, "use one matrix for embedding and head", fixed=True
-    )
+    n_hidden: int = hyperparameter(0, "width of an MLP (0: 8/3 of n_embd)", 0, 1 << 18, fixed=True)
+    tie_embeddings: bool = hyperparameter(False, "use the embedding as the head", fixed=True)
     norm_weights: bool = hyperparameter(False, "learn a weight for each norm", fixed=True)
     rope_theta: float = hyperparameter(
         10000.0, "base of the rotary positions' wavelengths", 1, 1e12, fixed=True
     )
     vocab_size: int = hyperparameter(
-        0,
-        "number of rows of embedding and head (0: as many as the tokenizer has tokens)",
-        0,
-        1 << 20,
-        fixed=True,
+        0, "rows of embedding and head (0: one for each token)", 0, 1 << 20, fixed=True
     )
     dropout: float = hyperparameter(0.0, "dropout probability", 0, 0.95)
 
     validation_fraction: float = hyperparameter(
         0.1,
-        "fraction at the end of the text for validation, without a text of its own for that",
+        "fraction of the text, at its end, for validation, if that has no text of its own",
         0.001,
         0.9,
         fixed=True,
@@ -92,68 +78,56 @@ class Config:
         12, "sequences per optimizer step, over all processes", 1, 1 << 20, fixed=True
     )
     gradient_accumulation_steps: int = hyperparameter(
-        0,
-        "number of passes in which a process computes its slice of a batch (0: the fewest of at"
-        " most 16,384 tokens)",
-        0,
+        0, "passes over a process's slice of a batch (0: the fewest of at most 16,384 tokens)", 0
     )
-    seed: int = hyperparameter(
-        1337, "seed of the initial weights, the batches and dropout", 0, fixed=True
-    )
+    seed: int = hyperparameter(1337, "seed of initial weights, batches and dropout", 0, fixed=True)
 
     max_steps: int = hyperparameter(2000, "number of optimizer steps", 1, 10**12, group="schedule")
     optimizer: str = hyperparameter(
         "muon",
-        "optimizer: muon (for matrices; AdamW for the rest) or adamw (for everything)",
+        "optimizer: muon (of matrices; AdamW for the rest) or adamw (of all parameters)",
         choices=("muon", "adamw"),
         fixed=True,
     )
     learning_rate: float = hyperparameter(
         0.0,
-        "peak learning rate of the matrices; with adamw, of all parameters (0: 0.02 for muon,"
-        " 0.001 for adamw)",
+        "peak learning rate of the matrices; with adamw, of all parameters (0: 0.02 for muon, 0.001"
+        " for adamw)",
         0,
         1e37,
     )
     embedding_learning_rate: float = hyperparameter(
-        0.1, "peak learning rate of the embedding, with muon", 0, 1e37
+        0.1, "peak learning rate of the embedding (muon)", 0, 1e37
     )
     head_learning_rate: float = hyperparameter(
-        0.02, "peak learning rate of the head, also of a tied one, with muon", 0, 1e37
+        0.02, "peak learning rate of the head, also if tied (muon)", 0, 1e37
     )
-    warmup_steps: int = hyperparameter(
-        0, "number of steps in which the learning rate rises to its peak", 0
-    )
+    warmup_steps: int = hyperparameter(0, "steps in which the learning rate rises to its peak", 0)
     decay_fraction: float = hyperparameter(
-        0.8, "fraction of the steps, at the end, in which the learning rate falls linearly", 0, 1
+        0.8, "fraction of the steps, at the end, in which the learning rate falls", 0, 1
     )
     final_learning_rate: float = hyperparameter(
         0.0, "learning rate at the end, as a fraction of the peak", 0, 1
     )
     weight_decay: float = hyperparameter(0.0, "decoupled weight decay of the matrices", 0, 10)
     momentum: float = hyperparameter(0.9, "momentum of Muon", 0, 0.9999)
-    beta1: float = hyperparameter(0.8, "decay rate of AdamW's mean of gradients", 0, 0.9999)
-    beta2: float = hyperparameter(
-        0.95, "decay rate of AdamW's mean of squared gradients", 0, 0.999999
-    )
+    beta1: float = hyperparameter(0.8, "decay of AdamW's mean gradient", 0, 0.9999)
+    beta2: float = hyperparameter(0.95, "decay of AdamW's mean squared gradient", 0, 0.999999)
     short_windows: float = hyperparameter(
         0.0,
-        "fraction of the steps, at the start, that train on short windows: block_size/8, then /4,"
-        " then /2",
+        "fraction of the steps, from the first, on windows of block_size/8, then /4, then /2",
         0,
         1,
     )
     grad_clip: float = hyperparameter(
-        0.0, "norm to which the gradient is clipped (0: no limit)", 0, 10**9
+        0.0, "norm at which gradients are clipped (0: none)", 0, 10**9
     )
 
     log_interval: int = hyperparameter(50, "steps between metric lines", 1, group="report")
     eval_interval: int = hyperparameter(250, "steps between evaluations", 1)
-    eval_windows: int = hyperparameter(
-        512, "number of windows in an evaluation, spread over the validation text (0: all)", 0
-    )
+    eval_windows: int = hyperparameter(512, "validation windows per evaluation (0: all)", 0)
     sample_length: int = hyperparameter(
-        300, "number of tokens sampled after training (a third of them before)", 0, 10**6
+        300, "tokens sampled after training (a third before)", 0, 10**6
     )
     checkpoint_seconds: float = hyperparameter(
         0.0,
@@ -170,42 +144,30 @@ class Config:
         1800,
         group="machine",
     )
-    device: str = hyperparameter(
-        "auto", "device to compute on", choices=("auto", "cuda", "mps", "cpu")
-    )
+    device: str = hyperparameter("auto", "where to compute", choices=("auto", "cuda", "mps", "cpu"))
     precision: str = hyperparameter(
         "auto",
-        "type of the matrix products (auto: the first of bfloat16, float16 and float32 that the"
-        " device is fast at)",
+        "type of the matrix products (auto: the fastest here of bfloat16, float16 and float32)",
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto",
-        "whether to use torch.compile (auto: on GPUs, in runs long enough to gain)",
-        choices=("auto", "on", "off"),
+        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
     )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             check_range(f, getattr(self, f.name))
-        if not self.head_dim and self.n_embd % (2 * self.n_head):
-            raise ConfigError(
-                f"n_embd={self.n_embd} cannot be divided into n_head={self.n_head} heads of equal"
-                " and even width, as rotary positions need;"
-                f" the nearest that fit: n_embd={nearest_multiples(self.n_embd, 2 * self.n_head)}"
-            )
+        if not self.head_dim:
+            heads = f"n_head={self.n_head} heads of equal and even width"
+            self.check_divides("n_embd", 2 * self.n_head, f"cannot be divided into {heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim}: must be even, as rotary positions need")
-        if self.n_head % self.kv_heads:
-            raise ConfigError(
-                f"n_head={self.n_head} heads cannot share n_kv_head={self.n_kv_head} evenly; the"
-                f" nearest that fit: n_head={nearest_multiples(self.n_head, self.kv_heads)}"
-            )
-        if self.short_windows and self.block_size % 8:
-            fits = nearest_multiples(self.block_size, 8)
-            raise ConfigError(
-                f"block_size={self.block_size} cannot be divided by eight, as short_windows needs;"
-                f" the nearest that fit: block_size={fits}"
+        self.check_divides(
+            "n_head", self.kv_heads, f"cannot share n_kv_head={self.kv_heads} evenly"
+        )
+        if self.short_windows:
+            self.check_divides(
+                "block_size", 8, "cannot be divided by eight, as short_windows needs"
             )
         if self.warmup_steps > self.max_steps:
             raise ConfigError(
@@ -215,6 +177,14 @@ class Config:
             rates = {"muon": 0.02, "adamw": 0.001}
             object.__setattr__(self, "learning_rate", rates[self.optimizer])
         self.check_world_size(1)
+
+    def check_divides(self, name: str, divisor: int, cannot: str) -> None:
+        """Raises ConfigError, with the nearest values that fit, unless the divisor divides it."""
+        if (value := getattr(self, name)) % divisor:
+            raise ConfigError(
+                f"{name}={value} {cannot}; the nearest that fit:"
+                f" {name}={nearest_multiples(value, divisor)}"
+            )
 
     @property
     def head_width(self) -> int:
@@ -244,16 +214,11 @@ class Config:
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ConfigError unless world_size processes share the batch evenly."""
-        parts = world_size * max(1, self.gradient_accumulation_steps)
-        if self.batch_size % parts:
-            passes = f"gradient_accumulation_steps={self.gradient_accumulation_steps}"
-            processes = counted(world_size, "process")
-            shares = processes if parts == world_size else f"{processes} with {passes}"
-            raise ConfigError(
-                f"batch_size={self.batch_size} cannot be shared by"
-                f" {passes if world_size == 1 else shares}; the nearest that fit:"
-                f" batch_size={nearest_multiples(self.batch_size, parts)}"
-            )
+        passes = max(1, self.gradient_accumulation_steps)
+        cannot = f"cannot be shared by {counted(world_size, 'process')}"
+        if passes > 1:
+            cannot += f" with gradient_accumulation_steps={passes}"
+        self.check_divides("batch_size", world_size * passes, cannot)
 
 
 # fmt: off
@@ -340,12 +305,7 @@ def allowed(f: dataclasses.Field[Any]) -> str:
     return number if m["least"] is None else f"{number}, at least {m['least']}"
 
 
-FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-}
+FIELD_TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 
 
 def check_range(f: dataclasses.Field[Any], value: Any) -> None:
@@ -411,25 +371,22 @@ def make_config(
     return Config(**chosen)
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of Options."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Options:
     """The options besides hyperparameters; in a container, only `processes` and `preset`."""
 
-    data: str = option("", "a text file, or a directory of *.txt files")
-    validation: str = option("", "a text file or directory for validation alone")
-    out: str = option("", "directory for the results (default: a new one in runs/)")
-    init_from: str = option("", "directory of a model to start from: ours, or of the Qwen3 family")
-    resume: str = option("", "directory of an earlier run (on every host) to continue")
-    processes: int = option(0, "processes of a host without GPUs (default: 1, or as before)")
-    preset: str = option("", "a set of hyperparameters: " + ", ".join(PRESETS))
-    processes_before: int = (
-        0  # not an option: of the checkpoint that --resume continues from, on a CPU
+    data: str = hyperparameter("", "a text file, or a directory of *.txt files")
+    validation: str = hyperparameter("", "a text file or directory for validation alone")
+    out: str = hyperparameter("", "directory for the results (default: a new one in runs/)")
+    init_from: str = hyperparameter(
+        "", "directory of a model to start from: ours, or of the Qwen3 family"
     )
+    resume: str = hyperparameter("", "directory of an earlier run (on every host) to continue")
+    processes: int = hyperparameter(
+        0, "processes of a host without GPUs (default: 1, or as before)"
+    )
+    preset: str = hyperparameter("", "a set of hyperparameters: " + ", ".join(PRESETS))
+    processes_before: int = 0  # no option: those of the run that --resume continues, on a CPU
 
 
 OPTIONS = [f for f in dataclasses.fields(Options) if f.metadata]

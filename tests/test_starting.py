@@ -154,7 +154,7 @@ def test_a_published_model_is_trained_and_published_again(
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
         ({"quantization_config": {}}, "quantization_config={}"),
         ({"hidden_size": 0.5}, "n_embd=0.5: must be a whole number"),
-        ({"num_key_value_heads": 3}, "n_head=4 heads cannot share n_kv_head=3 evenly"),
+        ({"num_key_value_heads": 3}, "n_head=4 cannot share n_kv_head=3 evenly"),
     ],
 )
 def test_an_unsupported_model_feature_is_refused_by_name(
