@@ -393,11 +393,8 @@ class Trainer:
         if not same_script:  # its best weights would be exported as this model's
             log("note: another script wrote it; tracking the best weights anew")
         if ranks != ranks_before:
-            log(
-                f"note: {counted(ranks_before, 'process')} wrote the checkpoint, and"
-                f" {counted(ranks, 'process')} {'continues' if ranks == 1 else 'continue'} it: the"
-                " last bits may differ"
-            )
+            before = counted(ranks_before, "process")
+            log(f"note: the checkpoint is of {before}; with {ranks} the last bits may differ")
 
     def start_from(self, directory: Path) -> None:
         """Loads the weights of the model in a directory, on every rank."""
@@ -640,8 +637,7 @@ class Trainer:
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
-        tokenizer = self.corpus.tokenizer
-        best = with_weights(self.config, len(tokenizer), self.best)
+        best = with_weights(self.config, len(self.corpus.tokenizer), self.best)
         self.model.load_state_dict(best.state_dict())
         training = {
             "script_sha256": self.script_sha256,
@@ -653,15 +649,11 @@ class Trainer:
             "torch_version": torch.__version__,
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
-        try:
-            why = write_artefact(model_dir, best, tokenizer, training)
+        with self.checkpoints.writing(model_dir):
+            why = write_artefact(model_dir, best, self.corpus.tokenizer, training)
+        with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {error.filename or model_dir}: {error.strerror};"
-                f" the checkpoint of step {self.kept_step} is kept"
-            ) from None
         if self.config.sample_length:
             self.log_sample("after training", self.config.sample_length)
         log(f"best val_loss {self.best_val_loss:.5f} at step {self.best_step}")
