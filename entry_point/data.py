@@ -68,6 +68,30 @@ def gather_windows(
     return windows[:, :-1], windows[:, 1:]
 
 
+def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
+    """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
+
+    The chunks do not depend on the number of ranks.
+    """
+    available = (len(val) - 1) // config.block_size
+    count = min(config.eval_windows or available, available)
+    starts = torch.arange(count) * available // count * config.block_size
+    return starts.split(max(1, 8192 // config.block_size))
+
+
+def bytes_per_token(corpus: Corpus, config: Config) -> float:
+    """The mean number of UTF-8 bytes per token that an evaluation predicts.
+
+    End-of-document tokens count zero bytes, but their loss still counts.
+    """
+    lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
+    chunks = eval_windows(corpus.val, config)
+    cpu = torch.device("cpu")
+    targets = (gather_windows(corpus.val, c, config.block_size, cpu)[1] for c in chunks)
+    means = [(lengths[ids].double().mean().item(), len(ids)) for ids in targets]
+    return sum(mean * n for mean, n in means) / sum(n for _, n in means)
+
+
 MOST_IDS = 1 << 20
 
 

@@ -36,7 +36,6 @@ import functools
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -47,7 +46,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,8 +92,10 @@ from entry_point.config import (
 from entry_point.container import (
     Container,
     available_cores,
+    compiling_pays,
     keep_freed_memory,
     local_processes,
+    memory_used,
     rank_device,
     read_container,
 )
@@ -104,6 +104,8 @@ from entry_point.data import (
     Corpus,
     Shards,
     Tokenizer,
+    bytes_per_token,
+    eval_windows,
     gather_windows,
     load_corpus,
 )
@@ -142,31 +144,6 @@ from entry_point.model import GPT, sample
 from entry_point.optim import Optimizer, learning_rate_scale, window_length
 
 
-def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
-    """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
-
-    The chunks do not depend on the number of ranks.
-    """
-    available = (len(val) - 1) // config.block_size
-    count = min(config.eval_windows or available, available)
-    starts = torch.arange(count) * available // count * config.block_size
-    return starts.split(max(1, 8192 // config.block_size))
-
-
-def bytes_per_token(corpus: Corpus, config: Config) -> float:
-    """The mean number of UTF-8 bytes per token that an evaluation predicts.
-
-    End-of-document tokens count zero bytes, but their loss still counts.
-    """
-    lengths = torch.tensor([len(word) for word in corpus.tokenizer.words])
-    chunks = eval_windows(corpus.val, config)
-    targets = (
-        gather_windows(corpus.val, c, config.block_size, torch.device("cpu"))[1] for c in chunks
-    )
-    means = [(lengths[ids].double().mean().item(), len(ids)) for ids in targets]
-    return sum(mean * n for mean, n in means) / sum(n for _, n in means)
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module, val: Tensor | Shards, config: Config, group: Group, end: int | None = None
@@ -186,16 +163,6 @@ def evaluate(
     model.train()
     per_chunk = group.sum_(losses).tolist()
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
-
-
-def memory_used(group: Group) -> tuple[int, int]:
-    """The most bytes so far of this rank's GPU, or of the processes of this host; and all bytes."""
-    if group.device.type == "cuda":
-        total = torch.cuda.get_device_properties(group.device).total_memory
-        return torch.cuda.max_memory_allocated(), total
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * group.local_world_size
-    return used, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 NOTHING, CHECKPOINT, STOP = range(3)  # what a rank wants after a step; STOP is both
@@ -239,7 +206,9 @@ class Trainer:
         self.model.init_weights(config.seed)
         self.cached_angles = functools.cache(self.model.angles)  # by length of windows
         self.optimizer = Optimizer(self.model, config)
-        self.compiled = config.compile == "on" or (config.compile == "auto" and self.compiling_pays)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        pays = compiling_pays(config, device, parameters, group.world_size)
+        self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
         # One graph for all lengths of windows would break at each attention.
         net: Any = torch.compile(self.model, dynamic=False) if self.compiled else self.model
@@ -259,19 +228,6 @@ class Trainer:
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.logged_scale = 0.0  # the scale at the last metric line; a decrease is logged
-
-    @property
-    def compiling_pays(self) -> bool:
-        """Whether the compiler is here, and a rank's work is worth its minute.
-
-        That is a minute at 50 TFLOP/s, of the 70 that an A10G has, with 6 operations per parameter
-        and token (arXiv:2001.08361, section 2.1).
-        """
-        config = self.config
-        parameters = sum(p.numel() for p in self.model.parameters())
-        tokens = config.max_steps * config.batch_size * config.block_size / self.group.world_size
-        found = self.group.device.type == "cuda" and find_spec("triton") is not None
-        return found and 6 * parameters * tokens > 3e15
 
     def introduce(self, ranks: Ranks) -> None:
         """Logs where this run computes, its choices, and the sizes of its model and data."""
@@ -553,7 +509,8 @@ class Trainer:
         self.timed_from = None
         left = min((self.config.max_steps - done) * passed / steps, 1e13)
         if left > LONG_RUN:
-            used, there = (each / 2**30 for each in memory_used(self.group))
+            memory = memory_used(self.group.device, self.group.local_world_size)
+            used, there = (each / 2**30 for each in memory)
             log(
                 f"note: {passed / steps:.3g} s a step: about {timedelta(seconds=round(left))} to"
                 f" step {self.config.max_steps:,}; memory {used:.1f} of {there:.1f} GiB"

@@ -51,7 +51,7 @@ from runs import (
 from entry_point import train
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, Options, metric_definitions, metric_line
-from entry_point.container import choose_precision, read_container
+from entry_point.container import choose_precision, compiling_pays, memory_used, read_container
 from entry_point.data import Corpus, gather_windows
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import CheckpointError, ConfigError, NonFiniteLossError
@@ -837,7 +837,6 @@ def test_one_process_warms_up_only_if_it_compiles(
     ],
 )
 def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     triton: bool,
@@ -845,10 +844,9 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
     world_size: int,
     pays: bool,
 ) -> None:
-    trainer = trainer_of(tmp_path, max_steps=steps)
-    monkeypatch.setattr(train, "find_spec", lambda name: triton or None)
-    trainer.group.device, trainer.group.world_size = torch.device(device), world_size
-    assert trainer.compiling_pays is pays
+    monkeypatch.setattr("entry_point.container.find_spec", lambda name: triton or None)
+    config = Config(max_steps=steps, batch_size=16, block_size=32)
+    assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
 
 
 @pytest.fixture
@@ -860,7 +858,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # To compile on a CPU too.
-TRIES = ('(config.compile == "auto" and self.compiling_pays)', '(config.compile == "auto")')
+TRIES = ('(config.compile == "auto" and pays)', '(config.compile == "auto")')
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -1019,7 +1017,7 @@ def test_a_long_run_says_how_long_it_takes(
     trainer.log_duration((5, 7.0), done)
     out = capsys.readouterr().out
     assert out.startswith(f"note: {said}") if said else not out
-    used, there = train.memory_used(trainer.group)
+    used, there = memory_used(trainer.group.device, 1)
     assert 2**25 < used < there
 
 
