@@ -103,7 +103,6 @@ from entry_point.data import (
     Batches,
     Corpus,
     Shards,
-    Tokenizer,
     bytes_per_token,
     eval_windows,
     gather_windows,
@@ -311,28 +310,27 @@ class Trainer:
         self.checkpoint_cost = time.monotonic() - self.saved_at
 
     def restore(self) -> None:
-        """Loads rank 0's newest checkpoint, if there is one, on every rank."""
-        loaded = self.checkpoints.load_latest() if self.is_main else None
-        tensors, state = loaded or ({}, None)
-        if state is not None:
+        """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""
+        live, state = self.tensors(), None
+        if self.is_main and (loaded := self.checkpoints.load_latest()) is not None:
+            tensors, state = loaded
             check_resumable(state, self.state())
+            if state["step"] > self.config.max_steps:
+                raise ConfigError(
+                    f"the checkpoint is at step {state['step']}, past"
+                    f" max_steps={self.config.max_steps}; give a larger max_steps"
+                )
             self.metrics = state.pop("metrics")  # other ranks do not need them
-        state = self.group.share(state, source=self.is_main)
-        if state is None:
-            if self.container.init_from is not None:
-                self.start_from(self.container.init_from)
-            return
-        if state["step"] > self.config.max_steps:
-            raise ConfigError(
-                f"the checkpoint is at step {state['step']}, past"
-                f" max_steps={self.config.max_steps}; give a larger max_steps"
-            )
-        best = [name for name in tensors if name.startswith("best.")]
-        self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
-        live = self.tensors()
-        if self.is_main:
+            best = [name for name in tensors if name.startswith("best.")]
+            self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
             load_tensors(live, tensors)
+        elif self.is_main and self.container.init_from is not None:
+            load_pretrained(self.model, self.container.init_from)
+            log(f"started from the weights in {self.container.init_from}")
+        state = self.group.share(state, source=self.is_main)
         self.group.broadcast_(list(live.values()))
+        if state is None:
+            return
         self.kept_step = self.step = state["step"]
         self.steps_summed = state["steps_summed"]
         if state["scaler"]:  # empty in other types
@@ -351,13 +349,6 @@ class Trainer:
         if ranks != ranks_before:
             before = counted(ranks_before, "process")
             log(f"note: the checkpoint is of {before}; with {ranks} the last bits may differ")
-
-    def start_from(self, directory: Path) -> None:
-        """Loads the weights of the model in a directory, on every rank."""
-        if self.is_main:
-            load_pretrained(self.model, directory)
-            log(f"started from the weights in {directory}")
-        self.group.broadcast_([tensor.data for tensor in self.model.state_dict().values()])
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -587,7 +578,11 @@ class Trainer:
         )
 
     def log_sample(self, when: str, length: int) -> None:
-        text = sample_text(self.model, self.corpus.tokenizer, length)
+        """Logs a text of `length` tokens from the start of a document, or of a line."""
+        tokenizer = self.corpus.tokenizer
+        self.model.eval()
+        text = tokenizer.decode(sample(self.model, tokenizer.start, length))
+        self.model.train()
         # The bars distinguish a sample from lines of the log.
         log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
 
@@ -622,14 +617,6 @@ class Trainer:
         if why:
             log(f"note: the model is not Qwen3's, so only this script can run it: {why}")
         log(f"model written to {model_dir}")
-
-
-def sample_text(model: GPT, tokenizer: Tokenizer, length: int) -> str:
-    """A text of `length` tokens from the start of a document, or of a line."""
-    model.eval()
-    ids = sample(model, tokenizer.start, length)
-    model.train()
-    return tokenizer.decode(ids)
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:

@@ -1157,7 +1157,8 @@ def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
 def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: Path) -> None:
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
     code += "from launcher.model import load_artefact;"
-    code += "train.sample_text(*load_artefact(pathlib.Path('out/model')), 9);"
+    code += "model, tokenizer = load_artefact(pathlib.Path('out/model'));"
+    code += "train.sample(model, tokenizer.start, 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"
     arguments = words(**{**SMALL, "sample_length": 90}, processes=1, data=text_file, out="out")
     env = environment(PYTHONPATH=str(SCRIPT.parents[1]))
