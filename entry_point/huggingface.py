@@ -192,12 +192,14 @@ def write_artefact(
         tensors = to_hugging_face(weights, config)
         document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
+    except ModelError as error:
+        why = str(error)
     except Exception as error:  # an edited model may have other parts, or another shape
         if is_out_of_memory(error):
             raise
-        tensors, why = weights, str(error)
-        if not isinstance(error, ModelError):
-            why = f"it cannot be compared: {type(error).__name__}: {error}"
+        why = f"it cannot be compared: {type(error).__name__}: {error}"
+    if why:
+        tensors = weights
         document = {
             "model_type": EDITED,
             "why": f"not Qwen3: {why}; the script of training.json's script_sha256 computes it",
@@ -293,85 +295,76 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ConfigError: a given one differs from the model's, or the model is not one for this script.
     """
-    shape = read_shape(directory)
-    free = {"block_size": min(shape.pop("longest"), 1024)} if "longest" in shape else {}
-    free["mask_documents"] = shape.pop("mask_documents", False)
+    try:
+        shape, free = read_shape(directory)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
     fields = {f.name: f for f in dataclasses.fields(Config)}
     values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
     for name in values.keys() & shape.keys():
         value = values[name]
         value = parse_value(fields[name], value) if isinstance(value, str) else value
         if value != shape[name]:
-            raise ConfigError(f"{name}={value!r}: the model to start from has {shape[name]!r}")
+            raise ConfigError(f"{name}={value!r}: the initial model has {shape[name]!r}")
     return {**FINE_TUNING, **free, **values, **shape}
 
 
-def read_shape(directory: Path) -> dict[str, Any]:
-    """The hyperparameters that a model prescribes, and free ones: mask_documents, and the longest
-    block_size of a Qwen3.
+def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The hyperparameters that a model prescribes, and those that it suggests.
 
     Raises:
-        ConfigError: there is no such model, or it has something that this script does not compute.
+        ConfigError: it has something that this script does not compute.
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: it is damaged.
     """
-    try:
-        found = json.loads((directory / "config.json").read_bytes())
-        if found.get("model_type") == EDITED:
-            return read_edited(directory)
-        rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
-        stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        computed = {
-            "model_type": "qwen3",
-            "hidden_act": activation_name(),
-            "rms_norm_eps": NORM_EPS,
-            "attention_bias": False,
-            "quantization_config": None,
-            "rope_type": "default",
-        }
-        for name, value in computed.items():
-            if stated.get(name, None if name == "model_type" else value) != value:
-                raise ConfigError(
-                    f"the model to start from has {name}={stated.get(name)!r}; this script computes"
-                    f" only {value!r} (if an edited script trained the model, use that script)"
-                )
-        # Ours has norms without weights, which config.json cannot say.
-        ours = directory / "training.json"
-        trained = json.loads(ours.read_bytes())["config"] if ours.exists() else {}
-        slides = found.get("use_sliding_window") and found.get("sliding_window")
-        return {
-            "n_layer": found["num_hidden_layers"],
-            "n_head": found["num_attention_heads"],
-            "n_kv_head": found["num_key_value_heads"],
-            "head_dim": found["head_dim"],
-            "n_embd": found["hidden_size"],
-            "n_hidden": found["intermediate_size"],
-            "tie_embeddings": found["tie_word_embeddings"],
-            "norm_weights": trained.get("norm_weights", not trained),
-            "mask_documents": trained.get("mask_documents", False),
-            "rope_theta": float(
-                found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
-            ),
-            "vocab_size": found["vocab_size"],
-            "longest": min(found["max_position_embeddings"], slides or math.inf),
-        }
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
-
-
-def read_edited(directory: Path) -> dict[str, Any]:
-    """What read_shape returns, of a model that only this very script computes."""
-    training = json.loads((directory / "training.json").read_bytes())
-    if (needed := training["script_sha256"]) != SCRIPT_SHA256:
-        raise ConfigError(
-            f"an edited script trained the model to start from (SHA-256 {needed[:12]}...), which is"
-            " not Qwen3's; use that script"
+    found = json.loads((directory / "config.json").read_bytes())
+    ours = directory / "training.json"  # config.json cannot say that norms have no weights
+    training = json.loads(ours.read_bytes()) if ours.exists() else {"config": {}}
+    trained = training["config"]
+    masks = {"mask_documents": trained.get("mask_documents", False)}
+    if found.get("model_type") == EDITED:
+        if (needed := training["script_sha256"]) != SCRIPT_SHA256:
+            raise ConfigError(
+                f"an edited script trained the initial model (SHA-256 {needed[:12]}...), which is"
+                " not Qwen3's; use that script"
+            )
+        of_model = itertools.takewhile(
+            lambda f: f.metadata["group"] in ("model", ""), dataclasses.fields(Config)
         )
-    fields = itertools.takewhile(
-        lambda field: field.metadata["group"] in ("model", ""), dataclasses.fields(Config)
-    )
-    names = [field.name for field in fields if field.name != "dropout"]
-    return {name: training["config"][name] for name in names}
+        return {f.name: trained[f.name] for f in of_model if f.name != "dropout"}, masks
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    stated = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    computed = {
+        "model_type": "qwen3",
+        "hidden_act": activation_name(),
+        "rms_norm_eps": NORM_EPS,
+        "attention_bias": False,
+        "quantization_config": None,
+        "rope_type": "default",
+    }
+    for name, value in computed.items():
+        if stated.get(name, None if name == "model_type" else value) != value:
+            raise ConfigError(
+                f"the initial model has {name}={stated.get(name)!r}; this script computes only"
+                f" {value!r} (if an edited script trained the model, use that script)"
+            )
+    slides = found.get("use_sliding_window") and found.get("sliding_window")
+    longest = min(found["max_position_embeddings"], slides or math.inf)
+    rope_theta = found["rope_theta"] if "rope_theta" in found else rope["rope_theta"]
+    shape = {
+        "n_layer": found["num_hidden_layers"],
+        "n_head": found["num_attention_heads"],
+        "n_kv_head": found["num_key_value_heads"],
+        "head_dim": found["head_dim"],
+        "n_embd": found["hidden_size"],
+        "n_hidden": found["intermediate_size"],
+        "tie_embeddings": found["tie_word_embeddings"],
+        "norm_weights": trained.get("norm_weights", not trained),
+        "rope_theta": float(rope_theta),
+        "vocab_size": found["vocab_size"],
+    }
+    return shape, {"block_size": min(longest, 1024), **masks}
 
 
 def load_pretrained(model: GPT, directory: Path) -> None:
@@ -382,10 +375,12 @@ def load_pretrained(model: GPT, directory: Path) -> None:
         FormatError: a file is missing, damaged, or not safetensors.
     """
     tensors: dict[str, Tensor] = {}
+    index, files = directory / "model.safetensors.index.json", ["model.safetensors"]
     try:
-        index = directory / "model.safetensors.index.json"
-        parts = json.loads(index.read_bytes())["weight_map"] if index.exists() else {}
-        for name in sorted(set(map(plain_name, parts.values()))) or ["model.safetensors"]:
+        if index.exists():
+            named = json.loads(index.read_bytes())["weight_map"].values()
+            files = sorted(set(map(plain_name, named)))
+        for name in files:
             tensors |= read_safetensors(directory / name, largest=1 << 24)[0]
     except OSError as error:
         raise FormatError(f"{error.filename}: {error.strerror}") from None
@@ -400,7 +395,7 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     for name, tensor in tensors.items():
         if name in live and live[name].is_floating_point() > tensor.is_floating_point():
             raise ModelError(f"{name} is of {tensor.dtype}, not of a type of weights")
-    load_tensors(live, tensors, "the model to start from")
+    load_tensors(live, tensors, "the initial model")
     if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():
             if name.endswith("norm.weight") and not bool((tensor == 1).all()):

@@ -186,7 +186,7 @@ def test_a_hyperparameter_unlike_the_models_is_refused(
     tmp_path: Path, byte_pairs: tokens.Words
 ) -> None:
     publish(tmp_path, byte_pairs)
-    with pytest.raises(ConfigError, match=r"n_layer=3: the model to start from has 2"):
+    with pytest.raises(ConfigError, match=r"n_layer=3: the initial model has 2"):
         starting_values(tmp_path, {"n-layer": "3"})
     values = starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
     assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
@@ -202,7 +202,7 @@ def test_a_hyperparameter_unlike_the_models_is_refused(
         ("whole numbers", r"model\.norm\.weight is of torch\.int32"),
         (
             "other",
-            r"model\.norm\.weight is nothing in the model to start from and \[64\] in this script",
+            r"model\.norm\.weight is nothing in the initial model and \[64\] in this script",
         ),
     ],
 )
@@ -383,7 +383,7 @@ def test_a_text_is_refused_by_a_model_of_tokens(
     [
         (("--init-from", "./nothing"), "./nothing: no such directory"),
         (("--init-from", "{job}", "--resume", "{job}"), "--init-from starts a new run"),
-        (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the model to start from has"),
+        (("--init-from", "{job}", "--set", "n_layer=3"), "n_layer=3: the initial model has"),
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
