@@ -108,19 +108,16 @@ class Tokenizer:
     def __init__(self, document: Mapping[str, Any], end_of_text: str | None = None) -> None:
         self.document, self.end_of_text = document, end_of_text
         try:
-            model, added = document["model"], document["added_tokens"]
-            kind, vocab = model["type"], model["vocab"]
-            if kind not in ("WordLevel", "BPE"):
-                raise DataError(f"tokenizer.json is of {kind}, and must be of BPE over bytes")
-            if kind == "WordLevel" and sorted(vocab.values()) != [*range(len(vocab))]:
-                raise DataError("tokenizer.json lacks an id, or has one twice")
-            byte = byte_characters()
-            words = {
-                id: word.encode() if kind == "WordLevel" else bytes(byte[c] for c in word)
-                for word, id in vocab.items()
-                if kind == "WordLevel" or all(c in byte for c in word)
-            }
+            vocab, added = document["model"]["vocab"], document["added_tokens"]
             special = {token["id"]: token["content"] for token in added if token["special"]}
+            if self.unit == "characters":
+                if sorted(vocab.values()) != [*range(len(vocab))]:
+                    raise DataError("tokenizer.json lacks an id, or has one twice")
+                words = {id: word.encode() for word, id in vocab.items()}
+            else:
+                byte = byte_characters()
+                plain = (word for word in vocab if byte.keys() >= set(word))
+                words = {vocab[word]: bytes(byte[c] for c in word) for word in plain}
             words |= {t["id"]: t["content"].encode() for t in added if not t["special"]}
             size = max([*words, *special]) + 1
             if size > MOST_IDS:
@@ -140,7 +137,10 @@ class Tokenizer:
 
     @property
     def unit(self) -> str:
-        return "characters" if self.document["model"]["type"] == "WordLevel" else "tokens"
+        units = {"WordLevel": "characters", "BPE": "tokens"}
+        if (model := self.document["model"]["type"]) not in units:
+            raise DataError(f"tokenizer.json is of {model}, and must be of BPE over bytes")
+        return units[model]
 
     def word(self, id: int) -> bytes:
         """The bytes of an id; b"" for a row beyond the vocabulary, as published models have."""

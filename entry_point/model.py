@@ -98,11 +98,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
-def shared(heads: Tensor, n: int) -> Tensor:
-    """Keys or values [B, n_kv_head, T, head_dim] for n heads, some of which share one
-    (arXiv:2305.13245)."""
-    same = heads.size(1) == n
-    return heads if same else heads.repeat_interleave(n // heads.size(1), dim=1)
+def repeat_kv(heads: Tensor, n: int) -> Tensor:
+    """Keys or values [B, n_kv_head, T, head_dim], repeated for n heads (arXiv:2305.13245)."""
+    repeats = n // heads.size(1)
+    return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
 
 
 QUERIES_AT_ONCE = 256
@@ -114,7 +113,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None 
     A mask, bool [B, 1, T, T], takes the place of the causal one; it is false where no query looks.
     """
     B, H, T, D = q.shape
-    k, v = shared(k, H), shared(v, H)
+    k, v = repeat_kv(k, H), repeat_kv(v, H)
     slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled()
     if not slow or mask is not None:
         return F.scaled_dot_product_attention(

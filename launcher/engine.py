@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from entry_point.model import GPT, Attention, Block, Linear, norm, rotary, shared
+from entry_point.model import GPT, Attention, Block, Linear, norm, repeat_kv, rotary
 
 # With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
 # makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
@@ -152,7 +152,7 @@ def attention(
     """Attention.forward over x [B, T, n_embd] and the positions that the cache holds."""
     q, k, v = part.heads(x, cos, sin)
     k, v = cache.update(layer, k, v)
-    k, v = shared(k, q.size(1)), shared(v, q.size(1))
+    k, v = repeat_kv(k, q.size(1)), repeat_kv(v, q.size(1))
     if (
         x.device.type == "cpu"
         and q.dtype == torch.float32
