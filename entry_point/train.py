@@ -164,7 +164,8 @@ def evaluate(
     return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
-NOTHING, CHECKPOINT, STOP = range(3)  # what a rank wants after a step; STOP is both
+# What a rank wants after a step; STOP is a checkpoint, and then the end.
+NOTHING, CHECKPOINT, STOP = range(3)
 
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
 
