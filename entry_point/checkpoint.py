@@ -231,67 +231,66 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(directory)
 
 
-def read_safetensors_header(
-    path: Path, largest: int = LARGEST_HEADER
-) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The tensors' descriptions, the metadata, and where the data begin.
-
-    largest is the size in bytes that the header may have.
-
-    Raises:
-        FormatError: the file is not safetensors, or shorter or longer than its header says.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size, largest):
-            raise FormatError(f"{path.name} is damaged: its header has {length:,} bytes")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
-            end = 0
-            for entry in header.values():
-                first, last = entry["data_offsets"]
-                shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-                whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
-                torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
-                if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
-                    raise ValueError
-                end = last
-            if size != 8 + length + end or not all(isinstance(m, str) for m in metadata.values()):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
-            raise FormatError(f"{path.name} is damaged: its header does not fit it") from None
-    return header, metadata, 8 + length
-
-
 def read_safetensors(
     path: Path, sealed: bool = False, largest: int = LARGEST_HEADER
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors (CPU) and the metadata; a SHA-256 in the metadata is checked.
 
+    largest is the size in bytes that the header may have.
+
     Raises:
         FormatError: the file is damaged, or has no SHA-256 although it is `sealed` by one.
         OSError: it cannot be read.
     """
-    header, metadata, start = read_safetensors_header(path, largest)
-    sha256 = metadata.pop("sha256", None)
-    if sealed and sha256 is None:
-        raise FormatError(f"{path.name} is damaged: it has no SHA-256")
-    digest = header_digest(header, metadata)
+    damaged = f"{path.name} is damaged:"
+    size = path.stat().st_size
     tensors = {}
     with path.open("rb") as file:
-        file.seek(start)
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size, largest):
+            raise FormatError(f"{damaged} its header has {length:,} bytes")
+        try:
+            header, metadata = parse_header(file.read(length), size - 8 - length)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError):
+            raise FormatError(f"{damaged} its header does not fit it") from None
+        sha256 = metadata.pop("sha256", None)
+        if sealed and sha256 is None:
+            raise FormatError(f"{damaged} it has no SHA-256")
+        digest = header_digest(header, metadata)
         for name, entry in header.items():
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             if file.readinto(memory(tensor)) != tensor.nbytes:
-                raise FormatError(f"{path.name} is damaged: it ends early")
+                raise FormatError(f"{damaged} it ends early")
             digest.update(memory(tensor))
             tensors[name] = tensor
     if sha256 is not None and digest.hexdigest() != sha256:
-        raise FormatError(f"{path.name} is damaged: its SHA-256 does not match")
+        raise FormatError(f"{damaged} its SHA-256 does not match")
     return tensors, metadata
+
+
+def parse_header(encoded: bytes, size: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors' descriptions, in the order of their data of `size` bytes, and the metadata.
+
+    Anybody may have written them, so all that memory is allocated by is checked.
+
+    Raises:
+        ValueError, or whatever Python and torch raise for what is no header.
+    """
+    header = json.loads(encoded)
+    metadata = header.pop("__metadata__", {})
+    header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
+    end = 0
+    for entry in header.values():
+        first, last = entry["data_offsets"]
+        shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, first, last))
+        torch.empty(shape, dtype=dtype, device="meta")  # fails if torch cannot have it
+        if not whole or first != end or last - first != math.prod(shape) * dtype.itemsize:
+            raise ValueError
+        end = last
+    if size != end or not all(isinstance(word, str) for word in metadata.values()):
+        raise ValueError
+    return header, metadata
 
 
 def header_digest(header: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:

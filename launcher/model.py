@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
-from entry_point.checkpoint import Checkpoints, read_safetensors, read_safetensors_header
+from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, make_config
 from entry_point.data import Tokenizer
 from entry_point.errors import CheckpointError, ConfigError, DataError, FormatError
@@ -83,14 +83,13 @@ def load_artefact(
     settings = settings or load_settings()
     try:
         check_sums(directory)
-        read_safetensors_header(directory / "model.safetensors", LARGEST_HEADER)
         found = read(directory, "config", dict[str, JsonValue])
         content = read_file(directory / "tokenizer.json", LARGEST_TOKENIZER)
         end = read(directory, "tokenizer_config", TokenizerConfig).eos_token
         tokenizer = Tokenizer(parse(content, dict[str, Any], "tokenizer.json"), end)
         training = read(directory, "training", Training)
         sha256 = training.script_sha256
-        tensors, _ = read_safetensors(directory / "model.safetensors")
+        tensors, _ = read_safetensors(directory / "model.safetensors", largest=LARGEST_HEADER)
         source = Source.packaged()
         model = hashlib.sha256(source.files["model.py"]).hexdigest()
         qwen3 = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
