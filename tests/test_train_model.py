@@ -120,6 +120,16 @@ def test_computing_the_loss_in_chunks_does_not_change_it(
         torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
 
 
+def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", 4 * 5 * VOCABULARY_SIZE)
+    x, y, model = ids(3, 8), ids(3, 8, seed=1), lively()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    found, expected = (torch.autograd.grad(net(x, y), weights) for net in (compiled, model))
+    for name, one, other in zip(names, found, expected, strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
 def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "entry_point.model.LOGITS_AT_ONCE", 4 * 6 * VOCABULARY_SIZE
