@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import resource
 import sys
 import time
@@ -190,22 +189,6 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     return "mps" if mps and processes == 1 else "cpu"
 
 
-def check_kernels(device: torch.device) -> None:
-    """Raises TopologyError where this build of torch has no kernels for the GPU."""
-    major, minor = torch.cuda.get_device_capability(device)
-    known = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
-    fitting = (
-        int(number) <= 10 * major + minor and (kind == "compute" or int(number) // 10 == major)
-        for kind, number in known  # compute is compiled for the GPU when it is used
-    )
-    if known and not any(fitting):
-        raise TopologyError(
-            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}"
-            f" (sm_{major}{minor}), only {', '.join(torch.cuda.get_arch_list())}; use another"
-            " image or another GPU"
-        )
-
-
 def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.device:
     """The device of this rank: on GPUs, one for each rank.
 
@@ -223,7 +206,6 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
-    check_kernels(device)
     return device
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -45,7 +45,6 @@ from entry_point.config import Config, Options
 from entry_point.container import (
     Container,
     available_cores,
-    check_kernels,
     choose_device,
     local_processes,
     rank_device,
@@ -329,40 +328,14 @@ def test_device_mps_never_selects_cuda(gpus: Any) -> None:
         choose_device(Config(device="mps"), some_container(), 1)
 
 
-@pytest.mark.parametrize(
-    ("capability", "kernels", "known"),
-    [
-        ((7, 0), ["sm_75", "sm_80", "sm_90a", "compute_120"], False),
-        ((7, 5), ["sm_75", "sm_80", "sm_90a"], True),
-        ((8, 6), ["sm_80", "sm_90"], True),
-        ((12, 1), ["sm_75", "sm_120"], True),
-        ((12, 0), ["sm_80", "sm_90"], False),
-        ((12, 0), ["sm_80", "compute_90"], True),
-        ((9, 0), ["gfx90a", "gfx942"], True),  # ROCm's names
-    ],
-)
-def test_a_gpu_without_torch_kernels_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: list[str], known: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    refused = pytest.raises(TopologyError, match=r"no kernels for Tesla V100 \(sm_\d+\), only sm_")
-    with nullcontext() if known else refused:
-        check_kernels(torch.device("cuda", 0))
-
-
-def test_a_rank_selects_and_checks_its_own_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_selects_its_own_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(4)
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
-    monkeypatch.setattr(
-        "entry_point.container.check_kernels", lambda device: done.append(("check", device))
-    )
     ranks = Ranks(2, 4, 2, 4, "hand")
     device = rank_device(Config(), some_container(num_gpus=4), ranks)
     assert device == torch.device("cuda", 2)
-    assert done == [("set", device), ("check", device)]
+    assert done == [("set", device)]
 
 
 def test_each_gpu_gets_a_process(gpus: Any) -> None:
