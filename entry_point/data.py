@@ -288,7 +288,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     corpus = read_tokens(container) if tokens else read_text(container, config, start)
     if start is not None and corpus.tokenizer.words != start.words:
         raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
-    if corpus.sha256 != group.share(corpus.sha256, source=group.rank == 0):
+    if corpus.sha256 != group.broadcast(corpus.sha256):
         raise DataError(
             f"rank {group.rank}, on host {container.current_host}, has other text than rank 0;"
             " every host needs all of it (on SageMaker: S3DataDistributionType FullyReplicated)"

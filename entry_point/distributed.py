@@ -284,13 +284,9 @@ class Group:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
-        # torchrun may have joined hosts that no container names. Each is then known by its first
-        # rank, because they may have different numbers of ranks.
-        named = len(container.hosts) > 1
-        self.host_index = container.host_index if named else ranks.rank - ranks.local_rank
         self.device = device
         self.store: dist.Store | None = None
-        self.shared = 0
+        self.broadcasts = 0
         self.watch: Watch | None = None
         if ranks.world_size == 1:
             return
@@ -356,34 +352,6 @@ class Group:
         self.broadcast_([began])
         self.watch.joined = True
         self.store = dist.PrefixStore(str(int(began)), self.store)
-        self.check_hosts(container, ranks)
-
-    def check_hosts(self, container: Container, ranks: Ranks) -> None:
-        """Raises TopologyError unless the ranks are numbered host by host.
-
-        Where the container names the hosts, each must have the same number of ranks instead.
-        """
-        places = torch.zeros(self.world_size, 3, dtype=torch.int64, device=self.device)
-        for column, value in enumerate((self.host_index, ranks.local_rank, ranks.local_world_size)):
-            places[self.rank, column] = value
-        hosts, locals_, sizes = self.sum_(places).T.tolist()
-        if len(container.hosts) > 1:
-            counts = [hosts.count(index) for index in range(len(container.hosts))]
-            if len(set(counts)) > 1:
-                named = zip(container.hosts, counts, strict=True)
-                found = ", ".join(f"{host}: {count}" for host, count in named)
-                raise TopologyError(f"the hosts have different numbers of ranks ({found})")
-            return
-        for rank, (local, size) in enumerate(zip(locals_, sizes, strict=True)):
-            first = rank - local
-            known = (
-                size if size < self.world_size else local + 1
-            )  # otherwise the size may be a guess
-            if first < 0 or locals_[first : first + known] != list(range(known)):
-                raise TopologyError(
-                    f"the ranks are not numbered host by host: rank {rank} is number {local} on its"
-                    " host (`mpirun --map-by slot` and `srun --distribution=block` number them so)"
-                )
 
     def beat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
@@ -401,11 +369,6 @@ class Group:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def every(self, value: bool) -> bool:
-        """Whether the value is true on every rank."""
-        true = torch.tensor(float(value), device=self.device)
-        return int(self.sum_(true)) == self.world_size
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
@@ -448,14 +411,14 @@ class Group:
 
         return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
 
-    def share(self, value: Any = None, *, source: bool, within: str = "group") -> Any:
-        """Gives the source's value (JSON) to the other ranks; all of them call this in step."""
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value (JSON), on every rank; all of them call this in step."""
         if self.store is None:
             return value
         self.beat()
-        self.shared += 1
-        key = f"sm-nanogpt/{within}/{self.shared}"
-        if source:
+        self.broadcasts += 1
+        key = f"sm-nanogpt/broadcast/{self.broadcasts}"
+        if self.rank == 0:
             self.store.set(key, json.dumps(value))
             return value
         return json.loads(self.store.get(key))

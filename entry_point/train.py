@@ -328,7 +328,7 @@ class Trainer:
         elif self.is_main and self.container.init_from is not None:
             load_pretrained(self.model, self.container.init_from)
             log(f"started from the weights in {self.container.init_from}")
-        state = self.group.share(state, source=self.is_main)
+        state = self.group.broadcast(state)
         self.group.broadcast_(list(live.values()))
         if state is None:
             return

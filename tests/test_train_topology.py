@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import (
-    PROBE,
     SCRIPT,
     SMALL,
     edited_folder,
@@ -399,15 +398,6 @@ def test_hosts_with_different_text_are_an_error(text: str, tmp_path: Path) -> No
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
-def test_a_group_without_all_hosts_is_refused(text: str, tmp_path: Path) -> None:
-    first, _ = make_hosts(tmp_path / "ml", text, 2)  # twice, and the second not at all
-    envs = [{**first, **place} for place in places_of_two()]
-    ends = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
-    assert [end.status for end in ends] == [1, 1]
-    told = "TopologyError: the hosts have different numbers of ranks (algo-1: 2, algo-2: 0)"
-    assert ends[0].last_line.startswith(told)
-
-
 def places_of_two() -> list[dict[str, str]]:
     """What torchrun tells two hosts of one rank each."""
     ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -483,26 +473,6 @@ def test_unnamed_hosts_may_have_unequal_numbers_of_ranks(tmp_path: Path, text_fi
     assert "running on 2 hosts x CPU = 3 processes in one group" in first.output
 
 
-@pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 2], [1]]])
-def test_ranks_not_numbered_host_by_host_are_refused(
-    tmp_path: Path, text_file: Path, hosts: list[list[int]]
-) -> None:
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    places = {
-        rank: {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
-        for ranks in hosts
-        for local, rank in enumerate(ranks)
-    }
-    size = str(len(places))
-    envs = [{**env, **places[r], "WORLD_SIZE": size, "RANK": str(r)} for r in sorted(places)]
-    ends = run_hosts(words(**SMALL, data=text_file), cwd=tmp_path, envs=envs)
-    assert {end.status for end in ends} == {1}
-    told = "TopologyError: the ranks are not numbered host by host"
-    assert all(end.last_line.startswith(told) for end in ends)
-    named = [f": rank {r} is number {p['LOCAL_RANK']} on its host" for r, p in places.items()]
-    assert any(words in ends[0].last_line for words in named)
-
-
 def test_ranks_train_without_local_world_size(tmp_path: Path, text_file: Path) -> None:
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="4")
     envs = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
@@ -539,36 +509,6 @@ def test_a_restart_without_a_directory_is_refused(tmp_path: Path, text_file: Pat
     )
     assert end.status == 2
     assert end.last_line.endswith("only with --out DIRECTORY can it continue")
-
-
-def test_each_torchrun_host_shares_within_itself(tmp_path: Path) -> None:
-    """Outside of SageMaker nothing but the ranks tells one host from another."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import os, sys, torch\n"
-        f"{PROBE}"
-        "container = train.read_container({}, train.Options(data='x'))\n"
-        "ranks = train.read_ranks(os.environ, 1)\n"
-        "group = train.Group(ranks, torch.device('cpu'), container)\n"
-        "first, within = ranks.local_rank == 0, f'host{group.host_index}'\n"
-        "if first:\n"
-        "    group.share(ranks.rank, source=True, within=within)\n"
-        "group.barrier()\n"
-        "if not first:\n"
-        "    host = group.share(source=False, within=within)\n"
-        "    assert host == ranks.rank - ranks.local_rank, (host, ranks)\n"
-        "group.close()\n"
-        "os._exit(0)\n"
-    )
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    envs = [
-        {**env, "RANK": str(r), "WORLD_SIZE": "4", "LOCAL_RANK": str(r % 2)}
-        | {"LOCAL_WORLD_SIZE": "2"}
-        for r in range(4)
-    ]
-    command = (sys.executable, str(probe))
-    for end in run_hosts([], cwd=tmp_path, envs=envs, command=command):
-        assert end.status == 0, end.output
 
 
 @pytest.fixture
