@@ -258,7 +258,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type that this rank prefers to compute in, before all agree; TF32 counts as float32.
+    """The type that this rank computes in; TF32 counts as float32.
 
     Raises:
         ConfigError: TF32 was chosen, and the device has none.

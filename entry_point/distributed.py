@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config
-from .container import Container, choose_device, choose_precision
+from .container import Container, choose_device
 from .errors import HangError, TopologyError, TrainingError, failure_report, report_failure
 
 
@@ -394,23 +394,6 @@ class Group:
 
         return answer
 
-    def average_soon(
-        self, dtype: torch.dtype, bucket: dist.GradBucket
-    ) -> torch.futures.Future[Tensor]:
-        """Starts to average gradients over the ranks, in a 16-bit type; the result stays float32.
-
-        Half the bytes travel: two processes on a CPU train `baby` a fiftieth faster, and by
-        arithmetic four GPUs without NVLink save up to a sixth of a step. torch's own hooks do the
-        same, but that for bfloat16 asks for CUDA, and in older versions their import takes NumPy.
-        """
-        gradients = bucket.buffer()
-        sent = gradients.to(dtype).div_(self.world_size)
-
-        def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(future.value()[0])
-
-        return dist.all_reduce(sent, async_op=True).get_future().then(arrived)
-
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (JSON), on every rank; all of them call this in step."""
         if self.store is None:
@@ -586,11 +569,3 @@ def end_with_parent() -> None:
 
     if lifeline >= 0:
         threading.Thread(target=watch, daemon=True).start()
-
-
-def agreed_precision(config: Config, group: Group) -> torch.dtype:
-    """The type that all ranks compute in: hosts may differ, and gradients travel in one type."""
-    dtype = choose_precision(config, group.device)
-    shorts = (torch.bfloat16, torch.float16)
-    chosen = torch.tensor([float(dtype == short) for short in shorts], device=group.device)
-    return dtype if group.world_size in group.sum_(chosen) else torch.float32

@@ -92,6 +92,7 @@ from entry_point.config import (
 from entry_point.container import (
     Container,
     available_cores,
+    choose_precision,
     compiling_pays,
     keep_freed_memory,
     local_processes,
@@ -111,7 +112,6 @@ from entry_point.data import (
 from entry_point.distributed import (
     Group,
     Ranks,
-    agreed_precision,
     end_with_parent,
     is_second,
     on_stop_signals,
@@ -199,7 +199,7 @@ class Trainer:
         self.loss_sum = torch.zeros((), device=device, dtype=exact)
         self.steps_summed = 0
 
-        dtype = agreed_precision(config, group)
+        dtype = choose_precision(config, device)
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
@@ -219,10 +219,6 @@ class Trainer:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-            if dtype != torch.float32:  # in a lambda, as DDP takes no annotations that are strings
-                self.ddp.register_comm_hook(
-                    dtype, lambda dtype, bucket: group.average_soon(dtype, bucket)
-                )
         # Gradients that are small would be 0 in float16, so the loss is scaled up. A step in which
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.

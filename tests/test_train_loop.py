@@ -178,11 +178,10 @@ def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> 
     return ends
 
 
-def test_ranks_average_gradients_in_the_compute_type(tmp_path: Path, text_file: Path) -> None:
+def test_ranks_average_gradients_in_float32(tmp_path: Path, text_file: Path) -> None:
     """In three steps, as DDP lays its buckets out anew after its first."""
     probe = (
-        "errors = {'float32': 2**-18, 'bfloat16': 2**-6, 'float16': 2**-9}\n"
-        "for precision, error in errors.items():\n"
+        "for precision in ('float32', 'bfloat16', 'float16'):\n"
         "    config = train.Config(n_layer=2, n_embd=64, block_size=32, batch_size=12,\n"
         "                          gradient_accumulation_steps=2, precision=precision)\n"
         "    corpus = train.load_corpus(container, config, group)\n"
@@ -200,12 +199,9 @@ def test_ranks_average_gradients_in_the_compute_type(tmp_path: Path, text_file: 
         "        digest = hashlib.sha256()\n"
         "        for mine, p in zip(own, trainer.model.parameters(), strict=True):\n"
         "            mean = group.sum_(mine) / group.world_size\n"
-        "            assert (p.grad - mean).abs().max() <= error * mean.abs().max(), step\n"
-        "            rounded = p.grad.to(getattr(torch, precision)).float()\n"
-        "            assert torch.equal(p.grad, rounded), step\n"
-        "            short = torch.equal(p.grad, p.grad.bfloat16().float())\n"
-        "            assert short == (precision == 'bfloat16'), step\n"
-        "            assert precision != 'float32' or (p.grad != p.grad.half()).any(), step\n"
+        "            assert (p.grad - mean).abs().max() <= 2**-18 * mean.abs().max(), step\n"
+        "            assert (p.grad != p.grad.bfloat16()).any(), step\n"
+        "            assert (p.grad != p.grad.half()).any(), step\n"
         "            digest.update(train.memory(p.grad))\n"
         "        trainer.optimizer.zero_grad()\n"
         "        sys.stdout.write(digest.hexdigest() + '\\n')\n"

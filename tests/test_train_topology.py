@@ -426,24 +426,6 @@ def test_unnamed_hosts_with_different_text_are_named_by_rank(text: str, tmp_path
     assert ends[1].last_line.startswith("DataError: rank 1, on host localhost, has other text than")
 
 
-@pytest.mark.parametrize("other", ["float16", "float32"])
-def test_hosts_with_unlike_fast_types_compute_in_float32(
-    tmp_path: Path, text_file: Path, other: str
-) -> None:
-    place = (
-        '    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else'
-    )
-    types = f"[torch.bfloat16, torch.{other}]"
-    command = edited_folder(
-        tmp_path / "mixed", (place, f"    return {types}[int(os.environ['RANK'])]\n{place}")
-    )
-    ends = run_hosts(
-        words(**SMALL, data=text_file), cwd=tmp_path, envs=hosts_by_hand(), command=command
-    )
-    assert [end.status for end in ends] == [0, 0], ends
-    assert "chosen: float32, " in ends[0].output
-
-
 def test_processes_share_all_cores_under_any_launcher(tmp_path: Path, text_file: Path) -> None:
     """Some builds of torch take one thread when Open MPI's variables are there."""
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
