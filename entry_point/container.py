@@ -159,7 +159,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
 
 
 def choose_device(config: Config, container: Container, processes: int) -> str:
-    """The kind of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
+    """The type of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
 
     Raises:
         TopologyError: the chosen device, or the GPUs that SageMaker counted, are not available.
@@ -195,9 +195,9 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
     Raises:
         TopologyError: there is no such device, or not one process for each GPU.
     """
-    kind = choose_device(config, container, ranks.world_size)
-    if kind != "cuda":
-        return torch.device(kind)
+    device_type = choose_device(config, container, ranks.world_size)
+    if device_type != "cuda":
+        return torch.device(device_type)
     gpus = torch.cuda.device_count()
     if ranks.local_world_size != gpus:
         raise TopologyError(

@@ -159,13 +159,12 @@ def serve_store(address: str, listener: socket.socket) -> dist.TCPStore:
 class Watch:
     """Finds the rank that hangs, from what each rank reports in the store every second.
 
-    A rank reports how many operations with the others it has begun (`beats`), and how many seconds
-    it may take to the next one (`patience`). Two kinds of rank hang: one that has not reported for
-    hang_seconds, because its process is stopped or its host unreachable; and those with the fewest
-    beats, for which all others wait, when their patience (at least hang_seconds) is over. A rank
-    that is slow within its patience does not hang, nor do those that wait for it. A rank may take
-    JOIN_TIMEOUT until its first report; one from before torchrun's restart, which the store still
-    has, does not count. Ranks that reported until the store stopped answering do not hang.
+    A rank reports how many operations with the others it has begun (`heartbeats`), and how many
+    seconds it may take to the next one (`timeout`, at least hang_seconds). A rank is hung if it has
+    not reported for hang_seconds (its process is stopped, or its host is gone), or if it is
+    furthest behind and has exceeded its timeout. A rank may take JOIN_TIMEOUT until its first
+    report; one from before torchrun's restart, which the store still has, does not count. Ranks
+    that reported until the store stopped answering are not hung.
 
     Only seconds awake count: after Ctrl-Z and `fg`, or a closed lid, the others do not hang.
     """
@@ -181,8 +180,8 @@ class Watch:
     ) -> None:
         self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
         self.world_size, self.hang_seconds = world_size, hang_seconds
-        self.beats, self.patience = 0, LONGEST_WAIT.total_seconds()
-        # For each rank: number of reports, beats, patience, host.
+        self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
+        # For each rank: number of reports, heartbeats, timeout, host.
         self.heard: list[list[Any]] = []
         self.talks = 0
         self.joined = False  # whether each rank is known to have come
@@ -192,8 +191,8 @@ class Watch:
         threading.Thread(target=self.judge, daemon=True).start()
 
     def expect(self, seconds: float) -> None:
-        """Sets how long this rank may take to its next beat, up to LONGEST_WAIT."""
-        self.patience = min(seconds, LONGEST_WAIT.total_seconds())
+        """Sets how long this rank may take to its next heartbeat, up to LONGEST_WAIT."""
+        self.timeout = min(seconds, LONGEST_WAIT.total_seconds())
 
     def talk(self) -> None:
         with suppress(
@@ -208,11 +207,11 @@ class Watch:
             store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
             keys = [f"sm-nanogpt/watch/{rank}" for rank in range(self.world_size)]
             for key in keys:
-                store.compare_set(key, "", json.dumps([0, 0, self.patience, "some host"]))
+                store.compare_set(key, "", json.dumps([0, 0, self.timeout, "some host"]))
             while not self.ended.is_set():
                 self.talks += 1
                 if self.rank is not None:
-                    report = [self.talks, self.beats, self.patience, self.host]
+                    report = [self.talks, self.heartbeats, self.timeout, self.host]
                     store.set(keys[self.rank], json.dumps(report))
                 self.heard = [json.loads(report) for report in store.multi_get(keys)]
                 self.ended.wait(1)
@@ -240,14 +239,14 @@ class Watch:
                 if quiet[rank] > max(limit + more, unheard + 2)
             ]
             last = [rank for rank, report in enumerate(now) if report[1] == min(s[1] for s in now)]
-            patience = [max(report[2], self.hang_seconds) for report in now]
+            timeouts = [max(report[2], self.hang_seconds) for report in now]
             if not now:
                 continue
             if unheard > self.hang_seconds + more:
                 hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
             elif silent:
                 hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            elif all(still[rank] > patience[rank] + more for rank in last):
+            elif all(still[rank] > timeouts[rank] + more for rank in last):
                 hung = f"{', '.join(names[rank] for rank in last)} made no progress"
                 hung += " while the others waited" * (len(last) < len(now))
             else:
@@ -353,38 +352,38 @@ class Group:
         self.watch.joined = True
         self.store = dist.PrefixStore(str(int(began)), self.store)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
         if self.watch is not None:
-            self.watch.beats += 1
+            self.watch.heartbeats += 1
 
     def expect(self, seconds: float) -> None:
-        """Bounds the time until the next beat, as Watch.expect; at first it is LONGEST_WAIT."""
+        """Bounds the time until the next heartbeat, at first LONGEST_WAIT, as Watch.expect."""
         if self.watch is not None:
             self.watch.expect(seconds)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the ranks, in place; every rank gets the same bits."""
-        self.beat()
+        self.heartbeat()
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
-        self.beat()
+        self.heartbeat()
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def largest_soon(self, value: int) -> Callable[[], int]:
+    def async_all_reduce_max(self, value: int) -> Callable[[], int]:
         """Starts to find the largest value (0 to 255) of any rank; call the result for the answer.
 
         Computation in between hides the time that this takes.
         """
         if self.world_size == 1:
             return lambda: value
-        self.beat()
+        self.heartbeat()
         tensor = torch.tensor(value, dtype=torch.uint8)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
 
@@ -398,7 +397,7 @@ class Group:
         """Rank 0's value (JSON), on every rank; all of them call this in step."""
         if self.store is None:
             return value
-        self.beat()
+        self.heartbeat()
         self.broadcasts += 1
         key = f"sm-nanogpt/broadcast/{self.broadcasts}"
         if self.rank == 0:
@@ -406,7 +405,7 @@ class Group:
             return value
         return json.loads(self.store.get(key))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the device has finished its work, so that a clock may be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -414,7 +413,7 @@ class Group:
             torch.mps.synchronize()
 
     def barrier(self) -> None:
-        self.beat()
+        self.heartbeat()
         if self.world_size > 1:
             dist.barrier()
 

@@ -375,7 +375,7 @@ class Trainer:
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = self.ddp(xs, ys, angles=angles, end=self.end) / passes
-                group.beat()  # what follows waits for the others, in DDP
+                group.heartbeat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
             if self.timed_from:
@@ -460,7 +460,7 @@ class Trainer:
             self.fail_on_purpose(fault)
             due = self.is_main and self.checkpoint_is_due()
             wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
-            agreement = group.largest_soon(wanted)
+            agreement = group.async_all_reduce_max(wanted)
             self.train_step()
             steps_timed += 1
             wanted = agreement()
@@ -469,11 +469,11 @@ class Trainer:
             last = self.step == config.max_steps
             evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
-                group.settle()
+                group.synchronize()
                 self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if wanted or last:
-                group.settle()
+                group.synchronize()
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before
@@ -490,7 +490,7 @@ class Trainer:
 
     def log_duration(self, start: tuple[int, float], done: float) -> None:
         """After three steps, or a minute, logs the time and the memory of a run that is long."""
-        self.group.settle()
+        self.group.synchronize()
         steps, passed = done - start[0], time.perf_counter() - start[1]
         if steps < 3 and passed < LONG_RUN:
             return

@@ -708,24 +708,24 @@ def test_a_live_rank_without_progress_is_named(text: str, tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.parametrize("patience", [1800, 1])
-def test_a_rank_may_take_as_long_as_it_announced(patience: float) -> None:
+@pytest.mark.parametrize("timeout", [1800, 1])
+def test_a_rank_may_take_as_long_as_it_announced(timeout: float) -> None:
     """While it writes a large checkpoint, say; those that wait for it are let alone too."""
     store = serve_store("127.0.0.1", listen("127.0.0.1", 0))
     hung: list[str] = []
     place = ("127.0.0.1", store.port)
     ranks = [Watch(place, 2, rank, "here", 1.0, hung.append) for rank in range(2)]
-    ranks[0].patience, ranks[1].patience = patience, 1.0
-    ranks[1].beats += 1  # it waits for rank 0
+    ranks[0].timeout, ranks[1].timeout = timeout, 1.0
+    ranks[1].heartbeats += 1  # it waits for rank 0
     time.sleep(5)
     for rank in ranks:
         rank.end()
     assert {line.partition(" for ")[0] for line in hung} == (
-        set() if patience > 1 else {"rank 0 on here made no progress while the others waited"}
+        set() if timeout > 1 else {"rank 0 on here made no progress while the others waited"}
     )
 
 
-# What a rank reports: number of reports, beats, patience, host.
+# What a rank reports: number of reports, heartbeats, timeout, host.
 ABSENT = [0, 0, 1800.0, "some host"]
 LIVE = [[[n, 3, 1800.0, "here"], [n, 3, 1800.0, "there"]] for n in range(1, 5)]
 

@@ -128,16 +128,16 @@ def profiled(
 
     torch.compiler.reset()
     trainer = trainer_of(text, out, words)
-    settle, cuda = trainer.group.settle, trainer.group.device.type == "cuda"
+    synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
     if trainer.compiled:
         trainer.warm_up()
 
     def seconds(work: Callable[[], object]) -> float:
-        settle()
+        synchronize()
         began = time.perf_counter()
         for _ in range(steps):
             work()
-        settle()
+        synchronize()
         return (time.perf_counter() - began) / steps
 
     seconds(lambda: step(trainer))
@@ -149,7 +149,7 @@ def profiled(
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=kinds) as profiler:
         step(trainer)
-        settle()
+        synchronize()
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
     averages = profiler.key_averages()
     print(f"[{name}]", averages.table(sort_by=key, row_limit=40, max_name_column_width=100))
