@@ -12,12 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -327,18 +326,16 @@ class Group:
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
             cuda = device.type == "cuda"
-            with nullcontext() if cuda else mute_stdout():
-                dist.init_process_group(
-                    "nccl" if cuda else "gloo",
-                    store=self.store,
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                    timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
-                    device_id=device if cuda else None,
-                )
-            with mute_stdout():
-                # Flags travel on the host's side, so that asking never waits for a GPU.
-                self.flags = dist.new_group(backend="gloo") if cuda else None
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=self.store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
+                device_id=device if cuda else None,
+            )
+            # Flags travel on the host's side, so that asking never waits for a GPU.
+            self.flags = dist.new_group(backend="gloo") if cuda else None
         except (RuntimeError, ValueError) as error:
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
@@ -423,23 +420,6 @@ class Group:
             self.watch.end()
             self.barrier()  # no rank leaves before, as another may still use its store
             dist.destroy_process_group()
-
-
-@contextmanager
-def mute_stdout() -> Iterator[None]:
-    """Hides what C++ prints to stdout: gloo in torch 2.8 logs each connection on every rank.
-
-    NCCL is not muted: it logs on request, by NCCL_DEBUG.
-    """
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def spawn(
