@@ -42,10 +42,6 @@ class Container:
     checkpoint_dir: Path
     init_from: Path | None = None  # the model to start from
 
-    @property
-    def host_index(self) -> int:
-        return self.hosts.index(self.current_host)
-
 
 def host_names(value: Any) -> list[str]:
     """The value, if it is a list of names; else none."""
@@ -225,17 +221,6 @@ def local_processes(config: Config, container: Container, options: Options) -> i
     return gpus
 
 
-def available_cores() -> int:
-    """Cores that this process may use; two hardware threads of one core count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
-
-
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory of freed tensors for the next ones.
 
@@ -258,7 +243,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(config: Config, device: torch.device) -> torch.dtype:
-    """The type that this rank computes in; TF32 counts as float32.
+    """The type to compute in; TF32 counts as float32.
 
     Raises:
         ConfigError: TF32 was chosen, and the device has none.

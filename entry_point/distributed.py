@@ -1,10 +1,9 @@
-"""The group of processes: one per GPU, over all hosts, or failure; never two groups."""
+"""The group of ranks: one process per GPU over all hosts, or failure; never two groups."""
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -13,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch
@@ -39,19 +38,19 @@ class Ranks:
     launcher: str
 
 
+def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    value = env.get(name, default)
+    if not value.isdecimal():
+        raise TopologyError(f"{name}={value!r} must be a whole number")
+    return int(value)
+
+
 def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
     Raises:
         TopologyError: the variables contradict themselves or the number of hosts.
     """
-
-    def number(name: str) -> int:
-        try:
-            return int(env[name])
-        except (KeyError, ValueError):
-            raise TopologyError(f"{name}={env.get(name)!r} must be a whole number") from None
-
     mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
         names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
@@ -60,7 +59,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
         names = mpi
     else:
         return None
-    rank, world_size, local_rank, *rest = map(number, names)
+    rank, world_size, local_rank, *rest = (whole_number(env, name) for name in names)
     local_world_size = rest[0] if rest else max(1, world_size // n_hosts)
     launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
     ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
@@ -75,194 +74,100 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     return ranks
 
 
-def in_one_line(error: Exception) -> str:
-    """torch's message about a connection, as one line."""
-    # NCCL gives its cause in a later line; C++ frames follow these words.
-    return " ".join(str(error).split("Exception raised from")[0].split())
-
-
-STOP_SECONDS = 5.0  # takes the place of hang_seconds once a run is to stop, and 5 more in a parent
-
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to find the store
-
-
-# No rank waits longer for another: one may compile, evaluate or write a large model meanwhile.
-LONGEST_WAIT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
+LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
+STOP_SECONDS = 5.0  # takes the place of hang_seconds once a run is to stop
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def master_port() -> int:
-    """MASTER_PORT, or torch's default. Raises TopologyError if it is not a port."""
-    port = os.environ.get("MASTER_PORT", "7777")
-    if not port.isdecimal() or int(port) >= 1 << 16:
-        raise TopologyError(f"MASTER_PORT={port!r}: must be a port, up to 65535")
-    return int(port)
+class Watchdog:
+    """A thread that ends this process with the name of the rank that hangs.
 
+    Each second it writes to the store how many collective operations this rank has begun (its
+    heartbeats), and how many seconds it may take until the next. A rank hangs if it has not
+    written for hang_seconds, as its process is stopped or its host is gone, or if it is furthest
+    behind and has exceeded its own timeout (at least hang_seconds).
 
-def is_loopback(address: str) -> bool:
-    return address == "localhost" or address == "::1" or address.startswith("127.")
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface whose address this host has on its way to another (Linux, IPv4).
-
-    gloo would use the address of this host's name, which on Debian is 127.0.1.1.
-    """
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # which sends nothing
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface may have no address
-                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == own and not is_loopback(own):
-                    return name
-    return None
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """The socket at which the store of the ranks is served; port 0 takes any that is free.
-
-    At a loopback address it listens only there, else at all addresses, as torch does.
-
-    Raises:
-        TopologyError: the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        if is_loopback(address):
-            return socket.create_server((address, port), family=family)
-        dual = socket.has_dualstack_ipv6()
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
-        )
-    except OSError as error:
-        raise TopologyError(
-            f"cannot serve the ranks at {address}:{port}: {in_one_line(error)}"
-            " (MASTER_PORT names another port)"
-        ) from None
-
-
-def serve_store(address: str, listener: socket.socket) -> dist.TCPStore:
-    """The store at which the ranks meet, served by this process."""
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=JOIN_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-class Watch:
-    """Finds the rank that hangs, from what each rank reports in the store every second.
-
-    A rank reports how many operations with the others it has begun (`heartbeats`), and how many
-    seconds it may take to the next one (`timeout`, at least hang_seconds). A rank is hung if it has
-    not reported for hang_seconds (its process is stopped, or its host is gone), or if it is
-    furthest behind and has exceeded its timeout. A rank may take JOIN_TIMEOUT until its first
-    report; one from before torchrun's restart, which the store still has, does not count. Ranks
-    that reported until the store stopped answering are not hung.
-
-    Only seconds awake count: after Ctrl-Z and `fg`, or a closed lid, the others do not hang.
+    Seconds are rounds of the loop, so that a closed lid, or Ctrl-Z and `fg`, end nothing.
     """
 
     def __init__(
-        self,
-        place: tuple[str, int],
-        world_size: int,
-        rank: int | None,
-        host: str,
-        hang_seconds: float,
-        on_hang: Callable[[str], object],
+        self, store: dist.Store, rank: int, world_size: int, host: str, hang_seconds: float
     ) -> None:
-        self.place, self.rank, self.host, self.on_hang = place, rank, host, on_hang
-        self.world_size, self.hang_seconds = world_size, hang_seconds
+        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
+        self.hang_seconds = hang_seconds
         self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
-        # For each rank: number of reports, heartbeats, timeout, host.
-        self.heard: list[list[Any]] = []
-        self.talks = 0
-        self.joined = False  # whether each rank is known to have come
         self.ended = threading.Event()
-        self.talker = threading.Thread(target=self.talk, daemon=True)
-        self.talker.start()
-        threading.Thread(target=self.judge, daemon=True).start()
+        self.reports: list[list[Any]] = []  # for each rank: round, heartbeats, timeout, host
+        self.silent, self.still = [0] * world_size, [0] * world_size  # seconds without a change
+        # Python runs no signal handler while the main thread waits for another rank in C++.
+        self.signals, wakeup = os.pipe()
+        os.set_blocking(self.signals, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
-    def expect(self, seconds: float) -> None:
-        """Sets how long this rank may take to its next heartbeat, up to LONGEST_WAIT."""
-        self.timeout = min(seconds, LONGEST_WAIT.total_seconds())
+    def run(self) -> None:
+        keys = report_keys(self.world_size)
+        number = 0
+        while not self.ended.is_set():
+            number += 1
+            alarm = threading.Timer(
+                self.hang_seconds + 2, end_hung, ["the process that serves the ranks' store hangs"]
+            )
+            alarm.daemon = True
+            alarm.start()
+            try:
+                report = [number, self.heartbeats, self.timeout, self.host]
+                self.store.set(keys[self.rank], json.dumps(report))
+                reports = [json.loads(report) for report in self.store.multi_get(keys)]
+            except RuntimeError:
+                return  # the process that served the store is gone, and ends the others
+            finally:
+                alarm.cancel()
+            if hung := self.find_hung(reports):
+                end_hung(hung)
+            self.ended.wait(1)
 
-    def talk(self) -> None:
-        with suppress(
-            RuntimeError
-        ):  # the store is gone; the process that served it ends the others
-            # Older torch would block all threads while it waits for a host that starts later.
-            while not self.ended.wait(0.1):
-                with suppress(OSError):
-                    socket.create_connection(self.place, timeout=5).close()
-                    break
-            # A connection of its own, since the main thread may wait on the other one.
-            store = dist.TCPStore(*self.place, is_master=False, timeout=LONGEST_WAIT)
-            keys = [f"sm-nanogpt/watch/{rank}" for rank in range(self.world_size)]
-            for key in keys:
-                store.compare_set(key, "", json.dumps([0, 0, self.timeout, "some host"]))
-            while not self.ended.is_set():
-                self.talks += 1
-                if self.rank is not None:
-                    report = [self.talks, self.heartbeats, self.timeout, self.host]
-                    store.set(keys[self.rank], json.dumps(report))
-                self.heard = [json.loads(report) for report in store.multi_get(keys)]
-                self.ended.wait(1)
-
-    def judge(self) -> None:
-        before, talks, unheard = self.heard, 0, 0
-        quiet, still = [0] * self.world_size, [0] * self.world_size  # seconds without a change
-        came = [False] * self.world_size  # whether a report has changed
-        more = 5 if self.rank is None else 0  # the parent reports only if no rank can
-        while not self.ended.wait(1):
-            unheard = unheard + 1 if talks == self.talks else 0
-            talks, now = self.talks, self.heard
-            before = before or now
-            for rank, (was, report) in enumerate(zip(before, now, strict=True)):
-                # A parent's store is new, and so is each report in it.
-                came[rank] |= report != was or (self.rank is None and report[0] > 0)
-                quiet[rank] = quiet[rank] + 1 if report == was else 0
-                still[rank] = still[rank] + (not unheard) if report[1] == was[1] else 0
-            before, names = now, [f"rank {rank} on {report[3]}" for rank, report in enumerate(now)]
-            joining = JOIN_TIMEOUT.total_seconds()
-            limits = [self.hang_seconds if self.joined or known else joining for known in came]
-            silent = [
-                rank
-                for rank, limit in enumerate(limits)
-                if quiet[rank] > max(limit + more, unheard + 2)
-            ]
-            last = [rank for rank, report in enumerate(now) if report[1] == min(s[1] for s in now)]
-            timeouts = [max(report[2], self.hang_seconds) for report in now]
-            if not now:
-                continue
-            if unheard > self.hang_seconds + more:
-                hung = f"{names[0]}, or what serves the store of the ranks, does not answer"
-            elif silent:
-                hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
-            elif all(still[rank] > timeouts[rank] + more for rank in last):
-                hung = f"{', '.join(names[rank] for rank in last)} made no progress"
-                hung += " while the others waited" * (len(last) < len(now))
-            else:
-                continue
-            seconds = max(*quiet, *still, unheard)
-            self.on_hang(f"{hung} for {seconds} s (a larger hang_seconds allows more)")
-            return
+    def find_hung(self, reports: list[list[Any]]) -> str:
+        """The ranks that hang by this second's reports, and how it shows; '' if none does."""
+        if is_readable(self.signals):
+            self.hang_seconds = min(self.hang_seconds, STOP_SECONDS)
+        for rank, (was, now) in enumerate(zip(self.reports or reports, reports, strict=True)):
+            self.silent[rank] = 0 if now != was else self.silent[rank] + 1
+            self.still[rank] = 0 if now[1] != was[1] else self.still[rank] + 1
+        self.reports = reports
+        names = [f"rank {rank} on {report[3]}" for rank, report in enumerate(reports)]
+        silent = [rank for rank, n in enumerate(self.silent) if n > self.hang_seconds]
+        fewest = min(report[1] for report in reports)
+        last = [rank for rank, report in enumerate(reports) if report[1] == fewest]
+        if silent:
+            hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+        elif all(self.still[r] > max(reports[r][2], self.hang_seconds) for r in last):
+            hung = f"{', '.join(names[rank] for rank in last)} made no progress"
+            hung += " while the others waited" * (len(last) < len(names))
+        else:
+            return ""
+        seconds = max(*self.silent, *self.still)
+        return f"{hung} for {seconds} s (a larger hang_seconds allows more)"
 
     def end(self) -> None:
         self.ended.set()
-        self.talker.join(10)
+        self.thread.join(10)
+
+
+def is_readable(pipe: int) -> bool:
+    try:
+        return bool(os.read(pipe, 64))
+    except BlockingIOError:
+        return False
 
 
 def end_hung(why: str) -> NoReturn:
     """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
-    with suppress(OSError):  # the reader may be gone
-        report_failure(failure_report(HangError(why)))
+    report_failure(failure_report(HangError(why)))
     os._exit(1)
 
 
@@ -279,85 +184,57 @@ class Group:
         container: Container,
         hang_seconds: float = Config.hang_seconds,
     ) -> None:
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
         self.device = device
-        self.store: dist.Store | None = None
-        self.broadcasts = 0
-        self.watch: Watch | None = None
+        self.objects = 0  # how many broadcast has sent
+        self.watchdog: Watchdog | None = None
         if ranks.world_size == 1:
             return
-        served = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # by torchrun, or by spawn
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-        alone = len(container.hosts) == 1 and (
-            container.inside
-            or is_loopback(address)
-            or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
-        )
-        if not served and (address == "localhost" or (alone and container.inside)):
-            address = "127.0.0.1"
-        interface = LOOPBACK if alone else container.interface
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            interface = interface or interface_towards(address)
-        if interface:
+        known = container.inside or "LOCAL_WORLD_SIZE" in os.environ  # else the size is a guess
+        one_host = known and ranks.local_world_size == ranks.world_size
+        if interface := LOOPBACK if one_host else container.interface:
+            # By default gloo takes the address of the host's name, which may lead nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface == LOOPBACK:  # NCCL uses it only if it is named
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        address = os.environ.get("MASTER_ADDR") or container.hosts[0]
+        port = whole_number(os.environ, "MASTER_PORT", "7777")
+        # torchrun and start_ranks serve the store; else rank 0 does.
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = container.current_host if container.inside else socket.gethostname()
         try:
-            if ranks.rank == 0 and not served:
-                self.store = serve_store(address, listen(address, port))
-            else:
-                self.store = dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT)
-            host = container.current_host if container.inside else socket.gethostname()
-            self.watch = Watch(
-                (address, port),
-                ranks.world_size,
-                ranks.rank,
-                host,
-                hang_seconds,
-                on_hang=end_hung,
-            )
-            if ranks.local_world_size == ranks.world_size:
-                # torchrun's store outlives the ranks, and still has entries from before a restart.
-                # (With several hosts, each counts its own restarts, so no count is common.)
-                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self.store = dist.PrefixStore(f"attempt{attempt}", self.store)
+            store = connect(address, port, serve=ranks.rank == 0 and not served)
+            self.store = store
+            wait_for_all(store, ranks, host)
             cuda = device.type == "cuda"
             dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                store=self.store,
+                # What is on the CPU travels by gloo, so that flags never wait for a GPU.
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                timeout=LONGEST_WAIT + timedelta(minutes=5),  # for the watch to name a rank
+                timeout=LONGEST_WAIT + timedelta(minutes=5),  # the watchdog names a rank before
                 device_id=device if cuda else None,
             )
-            # Flags travel on the host's side, so that asking never waits for a GPU.
-            self.flags = dist.new_group(backend="gloo") if cuda else None
+            # A connection of its own, since the main thread may wait on the other.
+            store = connect(address, port, serve=False)
         except (RuntimeError, ValueError) as error:
+            cause = str(error).partition("Exception raised from")[0]  # C++ frames follow
             raise TopologyError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
-                f" {address}:{port}:"
-                f" {in_one_line(error)} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network"
-                " interface to use)"
+                f" {address}:{port}: {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
+                " network interface to use)"
             ) from None
-        # The store also holds keys of earlier groups, so this group uses a prefix of its own.
-        began = torch.tensor(time.time_ns(), device=device)
-        self.broadcast_([began])
-        self.watch.joined = True
-        self.store = dist.PrefixStore(str(int(began)), self.store)
+        self.watchdog = Watchdog(store, ranks.rank, ranks.world_size, host, hang_seconds)
 
     def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
-        if self.watch is not None:
-            self.watch.heartbeats += 1
+        if self.watchdog is not None:
+            self.watchdog.heartbeats += 1
 
     def expect(self, seconds: float) -> None:
-        """Bounds the time until the next heartbeat, at first LONGEST_WAIT, as Watch.expect."""
-        if self.watch is not None:
-            self.watch.expect(seconds)
+        """Bounds the time until this rank's next heartbeat; at most, and at first, LONGEST_WAIT."""
+        if self.watchdog is not None:
+            self.watchdog.timeout = min(seconds, LONGEST_WAIT.total_seconds())
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the ranks, in place; every rank gets the same bits."""
@@ -373,6 +250,18 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
+    def broadcast(self, value: Any) -> Any:
+        """Gives rank 0's value to the other ranks, as JSON."""
+        if self.world_size == 1:
+            return value
+        self.heartbeat()
+        self.objects += 1
+        key = f"object/{self.objects}"
+        if self.rank == 0:
+            self.store.set(key, json.dumps(value))
+            return value
+        return json.loads(self.store.get(key))
+
     def async_all_reduce_max(self, value: int) -> Callable[[], int]:
         """Starts to find the largest value (0 to 255) of any rank; call the result for the answer.
 
@@ -382,25 +271,13 @@ class Group:
             return lambda: value
         self.heartbeat()
         tensor = torch.tensor(value, dtype=torch.uint8)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.flags, async_op=True)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
 
         def answer() -> int:
             work.wait()
             return int(tensor)
 
         return answer
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value (JSON), on every rank; all of them call this in step."""
-        if self.store is None:
-            return value
-        self.heartbeat()
-        self.broadcasts += 1
-        key = f"sm-nanogpt/broadcast/{self.broadcasts}"
-        if self.rank == 0:
-            self.store.set(key, json.dumps(value))
-            return value
-        return json.loads(self.store.get(key))
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work, so that a clock may be read."""
@@ -416,135 +293,126 @@ class Group:
 
     def close(self) -> None:
         self.barrier()
-        if self.watch is not None:
-            self.watch.end()
+        if self.watchdog is not None:
+            self.watchdog.end()
             self.barrier()  # no rank leaves before, as another may still use its store
             dist.destroy_process_group()
 
 
-def spawn(
+def connect(address: str, port: int, serve: bool) -> dist.Store:
+    """The store at which the ranks meet, as torch's env:// finds it."""
+    store = dist.TCPStore(
+        address, port, is_master=serve, timeout=JOIN_TIMEOUT, wait_for_workers=False
+    )
+    # torchrun's store outlives the ranks, and still has their entries from before a restart.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"sm-nanogpt/{attempt}", store)
+
+
+def report_keys(world_size: int) -> list[str]:
+    return [f"watchdog/{rank}" for rank in range(world_size)]
+
+
+def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
+    """Writes the first report of this rank for the watchdogs, and waits for those of the others.
+
+    Raises:
+        TopologyError: a rank has not come within JOIN_TIMEOUT.
+    """
+    keys = report_keys(ranks.world_size)
+    store.set(keys[ranks.rank], json.dumps([0, 0, LONGEST_WAIT.total_seconds(), host]))
+    try:
+        store.wait(keys, JOIN_TIMEOUT)
+    except RuntimeError:
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        minutes = int(JOIN_TIMEOUT.total_seconds() // 60)
+        raise TopologyError(
+            f"of {ranks.world_size} ranks, these did not come within {minutes} minutes: {missing}"
+        ) from None
+
+
+def start_ranks(
     run_rank: Callable[..., NoReturn], config: Config, container: Container, n_local: int
 ) -> int:
     """Runs the host's ranks as children of this process, and returns their exit status.
 
-    This does what torchrun does, without elasticity: the first host's parent serves the store
-    at which all ranks meet, so a host started alone waits for the others. On Linux, CPU ranks are
-    forked, so that torch is imported once for all of them.
+    The first host's parent serves the store at which all ranks meet, so a host that is started
+    alone waits for the others. On Linux, CPU ranks are forked, so that torch is imported once.
     """
-    n_hosts = len(container.hosts)
-    world_size = n_local * n_hosts
-    address, port = "127.0.0.1", 0
-    if n_hosts > 1:
-        address, port = os.environ.get("MASTER_ADDR", container.hosts[0]), master_port()
-    serves = container.host_index == 0
-    if serves:
-        listener = listen(address, port)
+    n_hosts, first = len(container.hosts), container.hosts.index(container.current_host) * n_local
+    address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
+    port = whole_number(os.environ, "MASTER_PORT", "7777") if n_hosts > 1 else 0
+    if first == 0:
+        listener = socket.create_server(("" if n_hosts > 1 else address, port))
         port = listener.getsockname()[1]
     forks = sys.platform == "linux" and choose_device(config, container, n_local) == "cpu"
     if forks:
         import_module("torch._dynamo")  # which takes a second; DistributedDataParallel imports it
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    children = []
+    ranks = []
     for local_rank in range(n_local):
         env = dict(
-            RANK=str(container.host_index * n_local + local_rank),
-            WORLD_SIZE=str(world_size),
+            RANK=str(first + local_rank),
+            WORLD_SIZE=str(n_local * n_hosts),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(n_local),
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served by the parent
-            TORCHELASTIC_RESTART_COUNT="0",
+            TORCHELASTIC_USE_AGENT_STORE="True",
             SM_NANOGPT_LAUNCHER=os.environ.get("SM_NANOGPT_LAUNCHER", "train.py"),
         )
-        children.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
-        children[-1].start()
-    end_with_parent()  # from here on, threads start, which must not exist before a fork
-    if serves:
-        _store = serve_store(address, listener)  # it lives as long as the variable
+        ranks.append(context.Process(target=run_rank, args=(env, sys.argv[1:])))
+        ranks[-1].start()
+    if first == 0:  # after the forks, since it starts a thread; it lives as long as the variable
+        _store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
-    stop_signal, stopped_at, deadline = 0, 0.0, math.inf
-    hung: list[str] = []
-
-    def terminate(number: int = signal.SIGTERM) -> None:
-        for child in children:
-            if child.exitcode is None:
-                os.kill(child.pid, number)
+    signals: list[tuple[int, float]] = []  # that ask the run to stop, and when they came
 
     def forward(signum: int, frame: Any) -> None:
-        nonlocal stop_signal, stopped_at, deadline
-        if not stop_signal:
-            stop_signal, stopped_at = signum, time.monotonic()
-            watch.hang_seconds = min(watch.hang_seconds, STOP_SECONDS)
-            terminate()
-        elif is_second(stopped_at):
+        signals.append((signum, time.monotonic()))
+        second = signals[-1][1] - signals[0][1] > 1  # not an echo: a terminal signals all of us
+        for rank in ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, signal.SIGKILL if second else signum)
+        if second:
             sys.stderr.write("ending now; steps after the newest checkpoint are lost\n")
-            deadline = min(deadline, time.monotonic() + 2)
-            terminate(signal.SIGINT)
+            os._exit(128 + signum)
 
-    watch = Watch((address, port), world_size, None, "", config.hang_seconds, on_hang=hung.append)
-    on_stop_signals(forward)
-    dead, status = 0, 0  # the rank that failed first, and how
-    while True:
-        codes = [child.exitcode for child in children]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code]
-        if (
-            hung and None in codes and not failed
-        ):  # the only rank on this host hangs, so it cannot report that
-            report_failure(failure_report(HangError(hung[0])))
-            failed = [(0, 128 + stop_signal if stop_signal else 1)]
-        if failed and not status:
-            (dead, status), deadline = failed[0], min(deadline, time.monotonic() + 2)
-            terminate()
-        if None not in codes:
-            break
-        if time.monotonic() > deadline:
-            for child in children:
-                child.kill()
-        if any(code is not None for code in codes):
-            watch.ended.set()  # the store may end with the first host
-        time.sleep(0.05)
-    watch.end()
-    if stop_signal and (status < 0 or status > 128):
-        return 128 + stop_signal
-    if status >= 0:
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, forward)
+    failed = None
+    while failed is None and (running := [r.sentinel for r in ranks if r.exitcode is None]):
+        connection.wait(running)
+        failed = next((i for i, rank in enumerate(ranks) if rank.exitcode), None)
+    if failed is None:
+        return 0
+    deadline = time.monotonic() + 2
+    for rank in ranks:  # they report their own end, or wait for the rank that failed
+        rank.join(max(0, deadline - time.monotonic()))
+        rank.kill()
+    status = int(ranks[failed].exitcode)
+    if signals:
+        return 128 + signals[0][0]
+    if status > 0:
         return status
     # A killed rank cannot report its own end.
-    dead += container.host_index * n_local
-    killed = f"rank {dead} on {container.current_host} was killed by {signal.Signals(-status).name}"
+    host, name = container.current_host, signal.Signals(-status).name
+    killed = f"rank {first + failed} on {host} was killed by {name}"
     killed += " (was there too little memory?)" * (-status == signal.SIGKILL)
     report_failure(failure_report(TrainingError(killed)))
     return 128 - status
 
 
-def is_second(stopped_at: float) -> bool:
-    """Whether this is a second signal, not an echo of the first: a terminal signals the parent and
-    its ranks."""
-    return time.monotonic() - stopped_at > 1
-
-
-def on_stop_signals(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Sets the handler of the signals that end this process, or its terminal.
-
-    Under nohup, the process continues to ignore the end of its terminal.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 def end_with_parent() -> None:
-    """Ends this process when the one that started it ends, however that ends.
+    """Asks the kernel to interrupt this process when its parent ends, however it ends (Linux).
 
     Orphans would continue, and write into the checkpoints of the next run.
     """
-    parent = multiprocessing.parent_process()
-    # A pipe to which the parent never writes.
-    lifeline = parent.sentinel if parent else int(os.environ.get("SM_NANOGPT_LIFELINE", -1))
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    if lifeline >= 0:
-        threading.Thread(target=watch, daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG

@@ -34,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -91,7 +90,6 @@ from entry_point.config import (
 )
 from entry_point.container import (
     Container,
-    available_cores,
     choose_precision,
     compiling_pays,
     keep_freed_memory,
@@ -113,10 +111,8 @@ from entry_point.distributed import (
     Group,
     Ranks,
     end_with_parent,
-    is_second,
-    on_stop_signals,
     read_ranks,
-    spawn,
+    start_ranks,
 )
 from entry_point.errors import (
     CheckpointError,
@@ -667,12 +663,6 @@ def usage() -> str:
     return "\n".join(lines) + hyperparameter_table()
 
 
-def end_at_once(signum: int, frame: Any) -> NoReturn:
-    """Ends this process with its cleanup, which a second signal must not interrupt."""
-    on_stop_signals(signal.SIG_IGN)
-    raise SystemExit(128 + signum)
-
-
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """Runs one rank from start to end; returns its exit status."""
     device = rank_device(config, container, ranks)
@@ -685,31 +675,25 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     fresh = ranks.rank == 0 and by_hand and restarted == "0" and not options.resume
 
     group = Group(ranks, device, container, config.hang_seconds)
-    if ranks.local_rank == 0:  # other ranks wait in C++, where no handlers run
-        on_stop_signals(end_at_once)
-    threads = torch.get_num_threads()  # OMP_NUM_THREADS, if it is set
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
-        threads = max(1, available_cores() // ranks.local_world_size)
-    torch.set_num_threads(1)  # the chunks of a text are too small to share
+        mine = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+        torch.set_num_threads(max(1, len(mine) // ranks.local_world_size))
     corpus = load_corpus(container, config, group)
-    torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.is_main:
         checkpoints.claim(fresh)
 
-    stopped_at = math.inf
-
     def on_signal(signum: int, frame: Any) -> None:
-        nonlocal stopped_at
-        if signum == signal.SIGINT and is_second(stopped_at):
+        signals.append((signum, time.monotonic()))
+        if signum == signal.SIGINT and signals[-1][1] - signals[0][1] > 1:
             os._exit(128 + signum)  # a second Ctrl-C does not wait for the step to end
-        stopped_at = min(stopped_at, time.monotonic())
-        received.append(signum)
-        trainer.stop_signal = trainer.stop_signal or signum
+        trainer.stop_signal = signals[0][0]
 
-    on_stop_signals(on_signal)
+    signals: list[tuple[int, float]] = []  # and when they came; a launcher echoes Ctrl-C at once
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     trainer.introduce(ranks)
     done = trainer.run()
     group.close()
@@ -726,6 +710,8 @@ def main(argv: Sequence[str]) -> int:
     # A warning would name an exception class, and SageMaker would take it for the failure.
     once = functools.cache(log)
     warnings.showwarning = lambda message, *_, **__: once(f"note: {' '.join(str(message).split())}")
+    if "SM_NANOGPT_LAUNCHER" in os.environ:  # a process of the launcher has started this one
+        end_with_parent()
     config, options = parse_argv(argv)
     container = read_container(os.environ, options)
     ranks = read_ranks(os.environ, len(container.hosts))
@@ -733,13 +719,12 @@ def main(argv: Sequence[str]) -> int:
         n_local = local_processes(config, container, options)
         config.check_world_size(n_local * len(container.hosts))
         if n_local * len(container.hosts) > 1:
-            return spawn(run_rank, config, container, n_local)
+            return start_ranks(run_rank, config, container, n_local)
         ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
     elif options.processes not in (0, ranks.local_world_size):
         raise TopologyError(
             f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
         )
-    end_with_parent()
     try:
         return train(config, options, container, ranks)
     except (RuntimeError, MemoryError) as error:
@@ -754,12 +739,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
-    """The whole life of a process that `spawn` starts."""
+    """The whole life of a process that start_ranks starts."""
+    end_with_parent()
     os.environ.update(env)
     run(argv)
-
-
-received: list[int] = []  # signals to stop, while it trains
 
 
 def run(argv: Sequence[str]) -> NoReturn:
@@ -772,19 +755,12 @@ def run(argv: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException as error:
-        frames, newline, line = failure_report(error).rpartition("\n")
         if dist.is_initialized() and isinstance(error, RuntimeError):
-            # This may be an echo of another rank's failure: torch's own errors are RuntimeErrors.
-            if received and not multiprocessing.parent_process():
-                # torchrun has asked this rank to stop, knows the failure, and waits for this rank.
-                line = f"asked to stop, this rank then failed: {line}"
-            else:
-                # The rank that failed reports first; its launcher then ends this one within 2
-                # seconds, its Watch within 3.
-                on_stop_signals(signal.SIG_DFL)
-                time.sleep(5)
+            # It may be an echo of another rank's failure, as torch's own errors are RuntimeErrors.
+            # The rank that failed reports first, and its launcher then ends this one.
+            time.sleep(5)
         sys.stdout.flush()
-        report_failure(f"{frames}{newline}{line}")
+        report_failure(failure_report(error))
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -34,7 +34,7 @@ def config_file() -> Path:
 
 PREFIX = "SM_NANOGPT_"
 # Variables that the runner sets for the training script.
-NO_SETTINGS = {"SM_NANOGPT_LAUNCHER", "SM_NANOGPT_LIFELINE"}
+NO_SETTINGS = {"SM_NANOGPT_LAUNCHER"}
 
 # The options before a command, and the commands that use them; () means all. Region and profile
 # are enough to find a job by its id.

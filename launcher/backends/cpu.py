@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from entry_point.config import Config
-from entry_point.container import available_cores
 
 
 def cpu_processes(config: Config) -> int:
@@ -63,3 +62,14 @@ def cpu_quota(root: Path) -> float:
                 if words[0] not in ("max", "-1"):
                     quota = min(quota, int(words[0]) / int(words[1]))
     return quota
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)

@@ -78,8 +78,6 @@ class LocalRun:
         self.state: dict[str, Any] = {"status": "InProgress", "started": time.time()}
         self.log_lock = threading.Lock()
         self.gaps: dict[Path, str] = {}  # logs that lack lines, and why
-        # A pipe without writers: the hosts see it close when this process ends, however it ends.
-        self.lifeline, self.held = os.pipe()
 
     def update(self, **changes: Any) -> None:
         self.state.update(changes)
@@ -234,7 +232,6 @@ class LocalRun:
             "SM_NUM_CPUS": str(os.cpu_count() or 1),
             "SM_NETWORK_INTERFACE_NAME": LOOPBACK,
             "SM_NANOGPT_LAUNCHER": "sm-nanogpt",
-            "SM_NANOGPT_LIFELINE": str(self.lifeline),
             "SM_MODEL_DIR": str(base / "model"),
             "SM_INPUT_DIR": str(base / "input"),
             "SM_INPUT_CONFIG_DIR": str(base / "input" / "config"),
@@ -267,7 +264,6 @@ class LocalRun:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(self.lifeline,),
                     process_group=0,
                 ),
             )

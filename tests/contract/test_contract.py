@@ -17,7 +17,7 @@ from container import Host, Job
 from launching import until
 from runs import SMALL, edited_folder, words
 
-from entry_point.container import available_cores
+from launcher.backends.cpu import cores
 from launcher.backends.sagemaker import in_short
 from launcher.backends.toolkit import script_lines
 
@@ -177,7 +177,7 @@ def test_under_mpirun_nccl_logs_only_warnings(broken: list[Host]) -> None:
 
 
 def test_ranks_share_the_cores_of_their_host_by_default(broken: list[Host]) -> None:
-    threads = max(1, available_cores() // 2)
+    threads = max(1, cores() // 2)
     assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
 
