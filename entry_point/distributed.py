@@ -343,7 +343,7 @@ def start_ranks(
     address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
     port = whole_number(os.environ, "MASTER_PORT", "7777") if n_hosts > 1 else 0
     if first == 0:
-        listener = socket.create_server(("" if n_hosts > 1 else address, port))
+        listener = socket.create_server((address if address.startswith("127.") else "", port))
         port = listener.getsockname()[1]
     forks = sys.platform == "linux" and choose_device(config, container, n_local) == "cpu"
     if forks:
