@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, ConfigError, FormatError, log
+from .errors import ConfigError, FormatError, TrainingError, log
 
 CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
 
@@ -43,7 +43,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: another run uses it; or it holds a checkpoint, and should be fresh.
-            CheckpointError: it cannot be made.
+            TrainingError: it cannot be made.
         """
         with self.writing(self.directory):
             self.claimed = os.open(self.directory, os.O_RDONLY)
@@ -76,18 +76,18 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
-        """Makes the directory for a file; raises CheckpointError where it cannot be written."""
+        """Makes the directory for a file; raises TrainingError where it cannot be written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             yield path
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+            raise TrainingError(f"cannot write {path}: {error.strerror}") from None
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Writes the checkpoint of state["step"], and then drops all but the last two.
 
         Raises:
-            CheckpointError: it cannot be written; the earlier ones are untouched.
+            TrainingError: it cannot be written; the earlier ones are untouched.
         """
         with self.writing(self.path(state["step"])) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
@@ -95,14 +95,14 @@ class Checkpoints:
             self.prune(state["step"])
 
     def begin_curve(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Begins the curve of this start with the rows before it. Raises CheckpointError."""
+        """Begins the curve of this start with the rows before it. Raises TrainingError."""
         start = max(self.files(CURVES), default=0) + 1
         self.curve = self.directory / f"metrics-{start:08d}.jsonl"
         with self.writing(self.curve), replacing(self.curve) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def extend_curve(self, row: Mapping[str, Any]) -> None:
-        """Adds a row to the curve of this start. Raises CheckpointError."""
+        """Adds a row to the curve of this start. Raises TrainingError."""
         with self.writing(self.curve), self.curve.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -121,10 +121,10 @@ class Checkpoints:
                 path.unlink()
 
     def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, unlogged. Raises CheckpointError if none exists."""
+        """The state that load_latest gives, unlogged. Raises TrainingError if none exists."""
         loaded = self.load_latest(warn=lambda line: None)
         if loaded is None:
-            raise CheckpointError(f"there is no checkpoint to resume from in {self.directory}")
+            raise TrainingError(f"there is no checkpoint to resume from in {self.directory}")
         return loaded[1]
 
     def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -149,7 +149,7 @@ class Checkpoints:
         """The newest intact checkpoint; None if no checkpoint exists.
 
         Raises:
-            CheckpointError: all checkpoints are damaged.
+            TrainingError: all checkpoints are damaged.
         """
         self.damaged = set()
         why = ""
@@ -161,7 +161,7 @@ class Checkpoints:
                 why = why or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")
         if why:
-            raise CheckpointError(f"every checkpoint in {self.directory} is damaged: {why}")
+            raise TrainingError(f"every checkpoint in {self.directory} is damaged: {why}")
         return None
 
 

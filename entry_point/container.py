@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import Config, Options
-from .errors import ConfigError, DataError, TopologyError, counted
+from .errors import ConfigError, DataError, TrainingError, counted
 
 if TYPE_CHECKING:
     from .distributed import Ranks
@@ -56,7 +56,7 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     them, so a value that cannot be read is looked up in the file that every host has.
 
     Raises:
-        TopologyError: the hosts are not known, or this one is not among them.
+        TrainingError: the hosts are not known, or this one is not among them.
     """
     try:
         resources = json.loads(config_file.read_text())
@@ -71,7 +71,7 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
     if current_host not in hosts:
         current_host = resources.get("current_host")
     if current_host is None or current_host not in hosts:
-        raise TopologyError(
+        raise TrainingError(
             f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
             f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
             f" {'does not settle it' if config_file.exists() else 'is missing'}"
@@ -108,7 +108,7 @@ def read_container(env: Mapping[str, str], options: Options) -> Container:
     SAGEMAKER_BASE_DIR moves /opt/ml, as in the SageMaker toolkit.
 
     Raises:
-        TopologyError, DataError: as read_hosts and read_channels.
+        TrainingError, DataError: as read_hosts and read_channels.
         ConfigError: an option that names a path, in a container.
     """
     base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
@@ -158,30 +158,30 @@ def choose_device(config: Config, container: Container, processes: int) -> str:
     """The type of device: 'cuda' (also for ROCm), 'mps' or 'cpu'. It never falls back silently.
 
     Raises:
-        TopologyError: the chosen device, or the GPUs that SageMaker counted, are not available.
+        TrainingError: the chosen device, or the GPUs that SageMaker counted, are not available.
     """
     if config.device == "cpu":  # without a look at CUDA, which a process must not ask and then fork
         return "cpu"
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if container.num_gpus and seen != container.num_gpus:
-        raise TopologyError(
+        raise TrainingError(
             f"the host has {counted(container.num_gpus, 'GPU')} but torch {torch.__version__} sees"
             f" {seen}; use a container image for GPUs with a CUDA that the host's driver supports,"
             " or set device=cpu"
         )
     if config.device == "cuda" and not seen:
-        raise TopologyError(
+        raise TrainingError(
             f"device=cuda, but torch {torch.__version__} sees no GPU; device=auto runs without one"
         )
     if seen and config.device != "mps":
         return "cuda"
     mps = torch.backends.mps.is_available()
     if config.device == "mps" and not mps:
-        raise TopologyError(
+        raise TrainingError(
             f"device=mps, but torch {torch.__version__} sees none; device=auto runs without it"
         )
     if config.device == "mps" and processes > 1:
-        raise TopologyError(f"device=mps is one device; {processes} processes cannot share it")
+        raise TrainingError(f"device=mps is one device; {processes} processes cannot share it")
     return "mps" if mps and processes == 1 else "cpu"
 
 
@@ -189,14 +189,14 @@ def rank_device(config: Config, container: Container, ranks: Ranks) -> torch.dev
     """The device of this rank: on GPUs, one for each rank.
 
     Raises:
-        TopologyError: there is no such device, or not one process for each GPU.
+        TrainingError: there is no such device, or not one process for each GPU.
     """
     device_type = choose_device(config, container, ranks.world_size)
     if device_type != "cuda":
         return torch.device(device_type)
     gpus = torch.cuda.device_count()
     if ranks.local_world_size != gpus:
-        raise TopologyError(
+        raise TrainingError(
             f"this host has {counted(gpus, 'GPU')}, and {ranks.launcher} started"
             f" {counted(ranks.local_world_size, 'process')} on it; each GPU takes one"
         )
@@ -214,7 +214,7 @@ def local_processes(config: Config, container: Container, options: Options) -> i
         return 1
     gpus = torch.cuda.device_count()
     if options.processes not in (0, gpus):
-        raise TopologyError(
+        raise TrainingError(
             f"processes={options.processes}, but the host has {counted(gpus, 'GPU')} and each takes"
             " one process; CUDA_VISIBLE_DEVICES chooses among them"
         )

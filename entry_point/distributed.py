@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .config import Config
 from .container import Container, choose_device
-from .errors import HangError, TopologyError, TrainingError, failure_report, report_failure
+from .errors import TrainingError, failure_report, report_failure
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ranks:
 def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:
     value = env.get(name, default)
     if not value.isdecimal():
-        raise TopologyError(f"{name}={value!r} must be a whole number")
+        raise TrainingError(f"{name}={value!r} must be a whole number")
     return int(value)
 
 
@@ -49,7 +49,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     """torchrun's variables, else Open MPI's; None when nothing launched this process.
 
     Raises:
-        TopologyError: the variables contradict themselves or the number of hosts.
+        TrainingError: the variables contradict themselves or the number of hosts.
     """
     mpi = [f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -64,9 +64,9 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
     launcher = env.get("SM_NANOGPT_LAUNCHER", "mpirun" if mpi[1] in env else "torchrun")
     ranks = Ranks(rank, world_size, local_rank, local_world_size, launcher)
     if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
-        raise TopologyError(f"{ranks.launcher} gave an impossible place: {ranks}")
+        raise TrainingError(f"{ranks.launcher} gave an impossible place: {ranks}")
     if n_hosts > 1 and ranks.world_size != n_hosts * ranks.local_world_size:
-        raise TopologyError(
+        raise TrainingError(
             f"{ranks.launcher} made a group of {ranks.world_size} with"
             f" {ranks.local_world_size} on this host, but the job has {n_hosts} hosts:"
             " each would train a model of its own"
@@ -167,7 +167,7 @@ def is_readable(pipe: int) -> bool:
 
 def end_hung(why: str) -> NoReturn:
     """Ends a rank whose main thread waits for a hung one; its launcher then ends all others."""
-    report_failure(failure_report(HangError(why)))
+    report_failure(failure_report(TrainingError(why)))
     os._exit(1)
 
 
@@ -219,7 +219,7 @@ class Group:
             store = connect(address, port, serve=False)
         except (RuntimeError, ValueError) as error:
             cause = str(error).partition("Exception raised from")[0]  # C++ frames follow
-            raise TopologyError(
+            raise TrainingError(
                 f"rank {ranks.rank} could not join the group of {ranks.world_size} at"
                 f" {address}:{port}: {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
                 " network interface to use)"
@@ -317,7 +317,7 @@ def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
     """Writes the first report of this rank for the watchdogs, and waits for those of the others.
 
     Raises:
-        TopologyError: a rank has not come within JOIN_TIMEOUT.
+        TrainingError: a rank has not come within JOIN_TIMEOUT.
     """
     keys = report_keys(ranks.world_size)
     store.set(keys[ranks.rank], json.dumps([0, 0, LONGEST_WAIT.total_seconds(), host]))
@@ -326,7 +326,7 @@ def wait_for_all(store: dist.Store, ranks: Ranks, host: str) -> None:
     except RuntimeError:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         minutes = int(JOIN_TIMEOUT.total_seconds() // 60)
-        raise TopologyError(
+        raise TrainingError(
             f"of {ranks.world_size} ranks, these did not come within {minutes} minutes: {missing}"
         ) from None
 

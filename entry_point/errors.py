@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,32 +24,8 @@ class DataError(TrainingError):
     """The text is missing, unreadable or too short."""
 
 
-class TopologyError(TrainingError):
-    """Hosts, GPUs and processes do not form one group."""
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint cannot be written, or no intact one exists."""
-
-
 class FormatError(TrainingError):
     """A file is damaged, truncated or of another kind."""
-
-
-class OutOfMemoryError(TrainingError):
-    """A step needs more memory than the device or the machine has."""
-
-
-class HangError(TrainingError):
-    """A rank makes no progress while the others wait for it."""
-
-
-class ModelError(TrainingError):
-    """A model cannot be trained, or differs from its export."""
-
-
-class NonFiniteLossError(TrainingError):
-    """The loss, the gradients or the weights became infinite or not a number."""
 
 
 def failure_report(error: BaseException) -> str:
@@ -66,7 +40,7 @@ def failure_report(error: BaseException) -> str:
     known = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
     if toolkit and known not in line:
         line += f" [{known}]"  # SageMaker's toolkit knows only the names of Python's own errors
-    if isinstance(error, (TrainingError, KeyboardInterrupt)):
+    if isinstance(error, (TrainingError, KeyboardInterrupt, BrokenPipeError)):
         return line
     if not toolkit:
         return "".join(traceback.format_tb(error.__traceback__)) + line
@@ -97,25 +71,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def log(line: str) -> None:
-    """Writes one line of the log in one write, so that lines of several ranks do not mix.
-
-    If the reader is gone (`| head`, a closed terminal), the run stops as on SIGTERM.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-            try:
-                sys.stderr.write("the reader of the log is gone; stopping the run\n")
-            except (
-                OSError
-            ):  # it has the same reader; Python would try again at the end, and exit with 120
-                os.dup2(nowhere.fileno(), sys.stderr.fileno())
-        signal.raise_signal(signal.SIGTERM)
+    """Writes one line of the log in one write, so that lines of several ranks do not mix."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def counted(n: int, word: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, parse_value
 from .data import Tokenizer, plain_name
-from .errors import ConfigError, FormatError, ModelError, is_out_of_memory
+from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .model import GPT, NORM_EPS, activation_name
 
 MODEL_FILES = (
@@ -34,7 +34,7 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
     """The weights by Qwen3's names, as views: fused matrices cut apart, absent norms as ones.
 
     Raises:
-        ModelError: Qwen3 lacks one of the weights, or has one that is not there.
+        TrainingError: Qwen3 lacks one of the weights, or has one that is not there.
     """
 
     def of_norm(name: str, n: int) -> Tensor:
@@ -63,9 +63,9 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: Config) -> dict[str, 
         if not config.tie_embeddings:
             out["lm_head.weight"] = left.pop("head.weight")
     except KeyError as error:
-        raise ModelError(f"it has no weight {error}") from None
+        raise TrainingError(f"it has no weight {error}") from None
     if left:
-        raise ModelError(f"Qwen3 has no weight {next(iter(left))!r}")
+        raise TrainingError(f"Qwen3 has no weight {next(iter(left))!r}")
     return out
 
 
@@ -121,7 +121,7 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
     text holds. All GPUs wait meanwhile, so there are no more.
 
     Raises:
-        ModelError: they differ: the model is not the one that config.json describes.
+        TrainingError: they differ: the model is not the one that config.json describes.
     """
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
     T = model.config.block_size
@@ -130,7 +130,7 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
         own = model(ids[None])[0]
         difference = float((qwen3_logits(ids, tensors, config) - own).abs().max())
         if not difference <= LOGIT_TOLERANCE * float(own.abs().max()):
-            raise ModelError(f"its logits differ from Qwen3's by {difference:.2g}")
+            raise TrainingError(f"its logits differ from Qwen3's by {difference:.2g}")
 
 
 def hugging_face_config(
@@ -141,10 +141,12 @@ def hugging_face_config(
     The window and max_window_layers=0 make transformers' cache slide like ours.
 
     Raises:
-        ModelError: the activation is none that config.json can name.
+        TrainingError: the activation is none that config.json can name.
     """
     if not hasattr(F, activation := activation_name()):
-        raise ModelError(f"its activation, {activation}, is not a function of torch.nn.functional")
+        raise TrainingError(
+            f"its activation, {activation}, is not a function of torch.nn.functional"
+        )
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -192,7 +194,7 @@ def write_artefact(
         tensors = to_hugging_face(weights, config)
         document = hugging_face_config(config, len(tokenizer), tokenizer.end)
         check_export(model, tensors, document)
-    except ModelError as error:
+    except TrainingError as error:
         why = str(error)
     except Exception as error:  # an edited model may have other parts, or another shape
         if is_out_of_memory(error):
@@ -254,7 +256,7 @@ MODEL_SHA256 = hashlib.sha256(Path(__file__).with_name("model.py").read_bytes())
 
 
 def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Tensor]) -> GPT:
-    """A model with these weights, evaluating. Raises ModelError unless all of them fit."""
+    """A model with these weights, evaluating. Raises TrainingError unless all of them fit."""
     model = GPT(config, vocabulary_size)
     load_tensors(model.state_dict(), weights)
     return model.eval()
@@ -264,11 +266,11 @@ def with_weights(config: Config, vocabulary_size: int, weights: Mapping[str, Ten
 def load_tensors(
     live: Mapping[str, Tensor], given: Mapping[str, Tensor], source: str = "the checkpoint"
 ) -> None:
-    """Copies the given tensors into the live ones. Raises ModelError unless all of them fit."""
+    """Copies the given tensors into the live ones. Raises TrainingError unless all of them fit."""
     for name in sorted(live.keys() | given.keys()):
         own, there = (list(of[name].shape) if name in of else "nothing" for of in (live, given))
         if own != there:
-            raise ModelError(f"{name} is {there} in {source} and {own} in this script")
+            raise TrainingError(f"{name} is {there} in {source} and {own} in this script")
     for name, tensor in live.items():
         tensor.copy_(given[name])
 
@@ -371,7 +373,7 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     """Reads the weights of the model in a directory, which may be in several files, of any type.
 
     Raises:
-        ModelError: they do not fit.
+        TrainingError: they do not fit.
         FormatError: a file is missing, damaged, or not safetensors.
     """
     tensors: dict[str, Tensor] = {}
@@ -394,9 +396,9 @@ def load_pretrained(model: GPT, directory: Path) -> None:
         live = to_hugging_face(live, model.config)
     for name, tensor in tensors.items():
         if name in live and live[name].is_floating_point() > tensor.is_floating_point():
-            raise ModelError(f"{name} is of {tensor.dtype}, not of a type of weights")
+            raise TrainingError(f"{name} is of {tensor.dtype}, not of a type of weights")
     load_tensors(live, tensors, "the initial model")
     if not edited and not model.config.norm_weights:
         for name, tensor in tensors.items():
             if name.endswith("norm.weight") and not bool((tensor == 1).all()):
-                raise ModelError(f"{name} is not all ones, but norm_weights is False")
+                raise TrainingError(f"{name} is not all ones, but norm_weights is False")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .config import Config
-from .errors import ModelError
+from .errors import TrainingError
 from .model import GPT, Linear
 
 
@@ -198,10 +198,10 @@ class Optimizer:
             parameter.grad = None
 
     def check_gradients(self) -> None:
-        """Raises ModelError if a parameter has no gradient."""
+        """Raises TrainingError if a parameter has no gradient."""
         without = [name for name, p in self.parameters.items() if p.grad is None]
         if without:
-            raise ModelError(
+            raise TrainingError(
                 f"{', '.join(without[:3])}{' and more' * (len(without) > 3)}: no gradient arrives;"
                 " does forward use it?"
             )

@@ -115,12 +115,9 @@ from entry_point.distributed import (
     start_ranks,
 )
 from entry_point.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
-    NonFiniteLossError,
-    OutOfMemoryError,
-    TopologyError,
+    TrainingError,
     counted,
     failure_report,
     is_out_of_memory,
@@ -289,7 +286,7 @@ class Trainer:
         """Every rank calls it at the same step, and rank 0 writes.
 
         Raises:
-            NonFiniteLossError: the loss or the weights are not finite, so nothing is written.
+            TrainingError: the loss or the weights are not finite, so nothing is written.
         """
         self.saved_at = time.monotonic()
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
@@ -559,14 +556,14 @@ class Trainer:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")
 
     def check_finite(self, finite: bool, what: str) -> None:
-        """Raises NonFiniteLossError, which names the checkpoint that is kept, unless it is."""
+        """Raises TrainingError, which names the checkpoint that is kept, unless it is."""
         if finite:
             return
         kept = f"the checkpoint of step {self.kept_step} is kept"
         if self.kept_step is None:
             kept = "there is no checkpoint yet"
         wider = " or precision=float32" * self.scaler.is_enabled()
-        raise NonFiniteLossError(
+        raise TrainingError(
             f"{what} not finite at step {self.step}; {kept}; try a smaller learning_rate{wider}"
         )
 
@@ -638,7 +635,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     if options.resume:
         try:
             saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
-        except CheckpointError as error:
+        except TrainingError as error:
             raise ConfigError(f"--resume {options.resume}: {error}") from None
         base = saved["config"]
         if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
@@ -722,7 +719,7 @@ def main(argv: Sequence[str]) -> int:
             return start_ranks(run_rank, config, container, n_local)
         ranks = Ranks(0, 1, 0, 1, os.environ.get("SM_NANOGPT_LAUNCHER", "hand"))
     elif options.processes not in (0, ranks.local_world_size):
-        raise TopologyError(
+        raise TrainingError(
             f"processes={options.processes}, but {ranks.launcher} started {ranks.local_world_size}"
         )
     try:
@@ -731,7 +728,7 @@ def main(argv: Sequence[str]) -> int:
         if not is_out_of_memory(error):
             raise
         first = (str(error).strip() or "MemoryError").splitlines()[0]
-        raise OutOfMemoryError(
+        raise TrainingError(
             "set a larger gradient_accumulation_steps (now"
             f" {config.passes(ranks.world_size)}), or a smaller batch_size, block_size or"
             f" n_embd; torch says: {first}"

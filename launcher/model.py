@@ -24,7 +24,7 @@ from torch import Tensor
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, make_config
 from entry_point.data import Tokenizer
-from entry_point.errors import CheckpointError, ConfigError, DataError, FormatError
+from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.huggingface import MODEL_FILES, hugging_face_config
 from entry_point.model import GPT, activation_name
 from launcher.documents import Count, Damaged, Document, Scalar, open_file, parse, read_file
@@ -215,7 +215,7 @@ def export_checkpoint(
     The folder that trained the model exports it.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        TrainingError: there is no checkpoint.
         FormatError: the folder cannot read it.
         InputError: the folder is not here.
     """
@@ -225,7 +225,7 @@ def export_checkpoint(
     ):  # it prints which it skips
         loaded = Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
-        raise CheckpointError(f"no checkpoint in {checkpoint_dir}")
+        raise TrainingError(f"no checkpoint in {checkpoint_dir}")
     tensors, state = loaded
     with errors_of(Source.packaged()):
         saved = parse(state, Saved, "its state")

@@ -527,10 +527,10 @@ def test_an_out_of_memory_error_is_the_failure_reason(tmp_path: Path, text_file:
     script = f"""
         sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
         import train
-        sys.exit(train.failure_report(train.OutOfMemoryError("less, please")))
+        sys.exit(train.failure_report(train.TrainingError("less, please")))
     """
     state = run_job(tmp_path, text_file, script)
-    assert state["reason"] == "OutOfMemoryError: less, please"
+    assert state["reason"] == "TrainingError: less, please"
 
 
 # -- hung -----------------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ def test_a_hung_rank_fails_the_job_and_is_named(
     assert wait_for_end(job) == "Failed"
     assert time.monotonic() - hung < 30
     reason = describe(job.job_id, launching.settings_of(home)).failure_reason or ""
-    assert reason.startswith(f"HangError: rank {rank} on algo-{rank + 1}")
+    assert reason.startswith(f"TrainingError: rank {rank} on algo-{rank + 1}")
     assert not launching.ranks_of(job.directory)
 
 
@@ -1013,11 +1013,11 @@ def test_a_job_stopped_at_its_last_step_completes(tmp_path: Path, text_file: Pat
 def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path: Path, text_file: Path) -> None:
     script = """
         be_stopped()
-        sys.exit("CheckpointError: cannot write it: No space left on device")
+        sys.exit("TrainingError: cannot write it: No space left on device")
     """
     state = run_job(tmp_path, text_file, script)
     assert state["status"] == "Failed"
-    assert state["reason"] == "CheckpointError: cannot write it: No space left on device"
+    assert state["reason"] == "TrainingError: cannot write it: No space left on device"
 
 
 def test_stopping_a_failed_job_keeps_its_reason(tmp_path: Path, text_file: Path) -> None:
@@ -1052,12 +1052,12 @@ def test_stop_fails_if_the_job_fails(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(home / "jobs/a", text_file) as directory:
-        failed = {"status": "Failed", "reason": "CheckpointError: no space"}
+        failed = {"status": "Failed", "reason": "TrainingError: no space"}
         end = partial(write_json, directory / "state.json", failed)
         monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
         ran = cli("stop", "a")
     assert ran.code == 1
-    assert ran.error.startswith("job a failed: CheckpointError: no space; ")
+    assert ran.error.startswith("job a failed: TrainingError: no space; ")
 
 
 def test_stop_says_if_the_job_completed_meanwhile(

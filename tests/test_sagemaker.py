@@ -1149,7 +1149,7 @@ PLAIN = "AlgorithmError: {}, exit code: 1"  # what train.py leaves
     [
         (WRAPPED, 'ErrorMessage "DataError: no text [Exception]\n ----"', "DataError: no text"),
         (WRAPPED, 'ErrorMessage "DataError: no text"', "DataError: no text"),
-        (WRAPPED, 'ErrorMessage "OutOfMemoryError: CUDA [RuntimeError]"', "OutOfMemoryError: CUDA"),
+        (WRAPPED, 'ErrorMessage "TrainingError: CUDA [RuntimeError]"', "TrainingError: CUDA"),
         (WRAPPED, 'ErrorMessage "----\n"\nExtraInfo "OutOfMemory: killed"', "OutOfMemory: killed"),
         (WRAPPED, 'ErrorMessage ""', " ".join(WRAPPED.format('ErrorMessage ""').split())),
         (PLAIN, "DataError: no text [Exception]", "DataError: no text"),
@@ -1993,7 +1993,7 @@ def test_the_emulator_refuses_instance_preferences_as_aws_does(
 def test_advice_about_a_full_disk_depends_on_the_instance(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, instance: str, told: str
 ) -> None:
-    cloud.sagemaker.next_script = {"reason": "CheckpointError: No space left on device"}
+    cloud.sagemaker.next_script = {"reason": "TrainingError: No space left on device"}
     words = ("launch", "--instance", instance, "--data", str(text_file))
     assert told in cli("wait", cli(*words).out.strip()).error
 

@@ -16,7 +16,7 @@ from runs import SMALL, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import make_config
-from entry_point.errors import ConfigError, FormatError, ModelError
+from entry_point.errors import ConfigError, FormatError, TrainingError
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
@@ -228,7 +228,7 @@ def test_weights_that_do_not_fit_are_refused(
         if damage == "whole numbers":
             tensors["model.norm.weight"] = weight.int()
         write_safetensors(file, tensors, {})
-    with pytest.raises((FormatError, ModelError), match=error):
+    with pytest.raises((FormatError, TrainingError), match=error):
         loaded(tmp_path)
 
 

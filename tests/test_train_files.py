@@ -23,7 +23,7 @@ from runs import PROBE, environment, run, words
 
 from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
 from entry_point.config import Config, check_resumable
-from entry_point.errors import CheckpointError, ConfigError, FormatError, ModelError
+from entry_point.errors import ConfigError, FormatError, TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
 from launcher import engine
 from launcher.errors import InputError
@@ -344,7 +344,7 @@ def test_a_checkpoint_without_its_sha256_is_broken(checkpoints: Checkpoints) -> 
     save(checkpoints, 10)
     path = checkpoints.path(10)
     path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha257"'))
-    with pytest.raises(CheckpointError, match="it has no SHA-256"):
+    with pytest.raises(TrainingError, match="it has no SHA-256"):
         checkpoints.load_latest()
 
 
@@ -353,7 +353,7 @@ def test_checkpoints_that_are_all_broken_are_an_error(checkpoints: Checkpoints) 
     save(checkpoints, 20)
     for step in (10, 20):
         spoil(checkpoints.path(step))
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
         checkpoints.load_latest()
 
 
@@ -364,7 +364,7 @@ def test_a_file_of_another_kind_is_a_broken_checkpoint(
     checkpoints.directory.mkdir()
     metadata = {} if state is None else {"state": state}
     write_safetensors(checkpoints.path(5), {}, metadata)
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
         checkpoints.load_latest()
 
 
@@ -441,7 +441,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
         "    checkpoints.save({'w': torch.ones(100_000)}, {**state, 'step': 2})\n"
-        "except train.CheckpointError as error:\n"
+        "except train.TrainingError as error:\n"
         "    print(error)\n"
     )
     done = subprocess.run(
@@ -594,14 +594,14 @@ def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> N
 
 def test_an_unknown_weight_is_not_exported() -> None:
     weights = {**dict(lively().named_parameters()), "blocks.0.mlp.bias": torch.zeros(3)}
-    with pytest.raises(ModelError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
+    with pytest.raises(TrainingError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
         to_hugging_face(weights, SMALL)
 
 
 def test_a_missing_weight_is_not_exported() -> None:
     weights = dict(lively().named_parameters())
     del weights["blocks.1.mlp.down.weight"]
-    with pytest.raises(ModelError, match=r"it has no weight 'blocks\.1\.mlp\.down\.w"):
+    with pytest.raises(TrainingError, match=r"it has no weight 'blocks\.1\.mlp\.down\.w"):
         to_hugging_face(weights, SMALL)
 
 
@@ -765,6 +765,6 @@ def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_pat
 
 
 def test_export_without_a_checkpoint_makes_no_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
+    with pytest.raises(TrainingError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert not (tmp_path / "model").exists()

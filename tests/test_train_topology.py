@@ -48,13 +48,7 @@ from entry_point.container import (
     read_container,
 )
 from entry_point.distributed import Group, Ranks, Watchdog, read_ranks
-from entry_point.errors import (
-    ConfigError,
-    DataError,
-    OutOfMemoryError,
-    TopologyError,
-    failure_report,
-)
+from entry_point.errors import ConfigError, DataError, TrainingError, failure_report
 from launcher.backends.cpu import cores
 
 TWO_HOSTS = ["algo-1", "algo-2"]
@@ -159,12 +153,12 @@ def test_unknown_hosts_are_an_error(base: Path, resources: str | None) -> None:
     file.unlink()
     if resources is not None:
         file.write_text(resources)
-    with pytest.raises(TopologyError, match=r"cannot tell the hosts.*SM_HOSTS='\[algo-1\]'"):
+    with pytest.raises(TrainingError, match=r"cannot tell the hosts.*SM_HOSTS='\[algo-1\]'"):
         container_of(base, SM_HOSTS="[algo-1]", SM_CURRENT_HOST="algo-1")
 
 
 def test_a_current_host_outside_the_hosts_is_an_error(base: Path) -> None:
-    with pytest.raises(TopologyError, match="SM_CURRENT_HOST='algo-9'"):
+    with pytest.raises(TrainingError, match="SM_CURRENT_HOST='algo-9'"):
         container_of(base, SM_HOSTS='["algo-3", "algo-4"]', SM_CURRENT_HOST="algo-9")
 
 
@@ -246,13 +240,13 @@ def test_a_master_address_alone_is_not_a_launcher() -> None:
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI], ids=["torchrun", "mpirun"])
 def test_a_group_of_too_few_hosts_is_an_error(env: dict[str, str]) -> None:
-    with pytest.raises(TopologyError, match=r"group of 8 with 4 on this host, but .* 3 hosts"):
+    with pytest.raises(TrainingError, match=r"group of 8 with 4 on this host, but .* 3 hosts"):
         read_ranks(env, 3)
 
 
 def test_a_group_of_one_host_among_two_is_an_error() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
-    with pytest.raises(TopologyError, match="each would train a model of its own"):
+    with pytest.raises(TrainingError, match="each would train a model of its own"):
         read_ranks(env, 2)
 
 
@@ -268,12 +262,12 @@ def test_a_group_of_one_host_among_two_is_an_error() -> None:
     ],
 )
 def test_impossible_ranks_are_an_error(change: dict[str, str]) -> None:
-    with pytest.raises(TopologyError):
+    with pytest.raises(TrainingError):
         read_ranks({**TORCHRUN, **change}, 2)
 
 
 def test_a_missing_local_rank_is_an_error() -> None:
-    with pytest.raises(TopologyError, match="LOCAL_RANK='' must be a whole number"):
+    with pytest.raises(TrainingError, match="LOCAL_RANK='' must be a whole number"):
         read_ranks({"RANK": "0", "WORLD_SIZE": "1"}, 1)
 
 
@@ -292,13 +286,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_gpus_invisible_to_torch_are_an_error(gpus: Any) -> None:
     gpus(0)
-    with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 0"):
+    with pytest.raises(TrainingError, match=r"has 4 GPUs but torch .* sees 0"):
         choose_device(Config(), some_container(num_gpus=4), 1)
 
 
 def test_seeing_only_some_of_the_gpus_is_an_error(gpus: Any) -> None:
     gpus(1)
-    with pytest.raises(TopologyError, match=r"has 4 GPUs but torch .* sees 1"):
+    with pytest.raises(TrainingError, match=r"has 4 GPUs but torch .* sees 1"):
         choose_device(Config(), some_container(num_gpus=4), 4)
 
 
@@ -309,19 +303,19 @@ def test_device_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_device_cuda_without_a_gpu_is_an_error(gpus: Any) -> None:
     gpus(0)
-    with pytest.raises(TopologyError, match=r"device=cuda, but torch .* sees no GPU"):
+    with pytest.raises(TrainingError, match=r"device=cuda, but torch .* sees no GPU"):
         choose_device(Config(device="cuda"), some_container(), 1)
 
 
 def test_device_mps_without_mps_is_an_error(gpus: Any) -> None:
     gpus(0)
-    with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
+    with pytest.raises(TrainingError, match=r"device=mps, but torch .* sees none"):
         choose_device(Config(device="mps"), some_container(), 1)
 
 
 def test_device_mps_never_selects_cuda(gpus: Any) -> None:
     gpus(1)
-    with pytest.raises(TopologyError, match=r"device=mps, but torch .* sees none"):
+    with pytest.raises(TrainingError, match=r"device=mps, but torch .* sees none"):
         choose_device(Config(device="mps"), some_container(), 1)
 
 
@@ -339,14 +333,14 @@ def test_each_gpu_gets_a_process(gpus: Any) -> None:
     gpus(4)
     container = some_container(num_gpus=4)
     assert local_processes(Config(), container, Options()) == 4
-    with pytest.raises(TopologyError, match="processes=2, but the host has 4 GPUs"):
+    with pytest.raises(TrainingError, match="processes=2, but the host has 4 GPUs"):
         local_processes(Config(), container, Options(processes=2))
 
 
 def test_a_launcher_that_uses_only_some_gpus_is_an_error(gpus: Any) -> None:
     gpus(4)
     ranks = Ranks(0, 1, 0, 1, "mpirun")
-    with pytest.raises(TopologyError, match="4 GPUs, and mpirun started 1 process on it"):
+    with pytest.raises(TrainingError, match="4 GPUs, and mpirun started 1 process on it"):
         train.train(Config(), Options(), some_container(num_gpus=4), ranks)
 
 
@@ -368,7 +362,7 @@ def test_a_group_error_omits_the_cpp_stack_trace(
     monkeypatch.setattr("entry_point.distributed.connect", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr("entry_point.distributed.wait_for_all", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TrainingError) as caught:
         Group(Ranks(0, 2, 0, 2, "hand"), torch.device("cpu"), some_container())
     assert "Last error:\nconnect to host failed\n (GLOO_" in str(caught.value)
 
@@ -584,7 +578,7 @@ def test_running_out_of_memory_is_one_line_with_advice(text_file: Path, tmp_path
     much = {**SMALL, "batch_size": 100_000, "n_embd": 1024, "gradient_accumulation_steps": 1}
     end = run(words(**much, data=text_file, processes=1), cwd=tmp_path, command=bounded)
     assert end.status == 1
-    advice = "OutOfMemoryError: set a larger gradient_accumulation_steps (now 1), or a smaller"
+    advice = "TrainingError: set a larger gradient_accumulation_steps (now 1), or a smaller"
     assert end.last_line.startswith(advice)
     assert "can't allocate memory" in end.last_line
     assert '  File "' not in end.output
@@ -593,7 +587,7 @@ def test_running_out_of_memory_is_one_line_with_advice(text_file: Path, tmp_path
 # -- a rank that hangs -----------------------------------------------------------------------------
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
-NO_SIGN = r"HangError: rank {} on {} gave no sign of life for \d+ s "
+NO_SIGN = r"TrainingError: rank {} on {} gave no sign of life for \d+ s "
 
 
 @pytest.fixture
@@ -621,7 +615,7 @@ def test_one_signal_ends_a_hung_run_in_seconds(text_file: Path, tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         end = ended(process, limit=30)
     assert end.status == 128 + signal.SIGTERM
-    assert end.last_line.startswith(f"HangError: rank 1 on {socket.gethostname()} ")
+    assert end.last_line.startswith(f"TrainingError: rank 1 on {socket.gethostname()} ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -669,7 +663,7 @@ def test_a_live_rank_without_progress_is_named(text: str, tmp_path: Path) -> Non
     for end in run_hosts(words(**ENDLESS, processes=2), cwd=tmp_path, envs=envs):
         assert end.status == 1
         assert end.last_line.startswith(
-            "HangError: rank 2 on algo-2 made no progress while the others waited for "
+            "TrainingError: rank 2 on algo-2 made no progress while the others waited for "
         )
 
 
@@ -768,7 +762,7 @@ def test_an_invalid_port_is_one_line(tmp_path: Path, text: str) -> None:
     env = {**make_hosts(tmp_path, text, n_hosts=2)[0], "MASTER_PORT": "any"}
     end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
     assert end.status == 1
-    assert end.output == "TopologyError: MASTER_PORT='any' must be a whole number\n"
+    assert end.output == "TrainingError: MASTER_PORT='any' must be a whole number\n"
 
 
 @pytest.mark.parametrize(
@@ -783,5 +777,5 @@ def test_out_of_memory_has_one_name_on_every_device(
     monkeypatch: pytest.MonkeyPatch, text_file: Path, error: Exception
 ) -> None:
     monkeypatch.setattr("entry_point.train.train", Mock(side_effect=error))
-    with pytest.raises(OutOfMemoryError, match="a larger gradient_accumulation_steps"):
+    with pytest.raises(TrainingError, match="a larger gradient_accumulation_steps"):
         train.main(words(**SMALL, data=text_file, processes=1))

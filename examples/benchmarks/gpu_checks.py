@@ -231,7 +231,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             try:
                 trained(args, scratch, "large", Variant(large))
             except Failed as error:
-                found.check("too large: not named", "OutOfMemoryError" not in str(error), 0)
+                found.check("too large: not named", "TrainingError" not in str(error), 0)
             else:
                 raise Failed("it fits")
 

@@ -119,7 +119,7 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
     machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
     ran = cli(*LAUNCH, "--data", str(text_file), *machine, *sets(**values))
-    reason = r" +CheckpointError: .*: No space left on device \(raise --volume-size\)"
+    reason = r" +TrainingError: .*: No space left on device \(raise --volume-size\)"
     assert re.search(f"failed:{reason};", ran.error)
     assert re.search(f"reason:{reason}\n", failed(cli, ran))
 
