@@ -700,7 +700,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
-        print(usage())
+        print(usage(), flush=True)
         return 0
     # The log's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -745,7 +745,8 @@ def run_rank(env: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
 def run(argv: Sequence[str]) -> NoReturn:
     """Runs `main` and ends the process with its status, or with the report of an error.
 
-    It leaves out the interpreter's teardown, in which threads of gloo may abort.
+    It exits with os._exit: at interpreter shutdown, gloo's threads sometimes abort a run that has
+    succeeded.
     """
     try:
         status = main(argv)
@@ -756,12 +757,9 @@ def run(argv: Sequence[str]) -> NoReturn:
             # It may be an echo of another rank's failure, as torch's own errors are RuntimeErrors.
             # The rank that failed reports first, and its launcher then ends this one.
             time.sleep(5)
-        sys.stdout.flush()
         report_failure(failure_report(error))
         status = 2 if isinstance(error, (ConfigError, DataError)) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    os._exit(status)  # log and report_failure have flushed what they wrote
 
 
 if __name__ == "__main__":

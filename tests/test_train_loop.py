@@ -1057,7 +1057,7 @@ def test_samples_are_escaped_in_a_log_of_ascii(tmp_path: Path, text: str) -> Non
     assert "\\u" in end.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_exits_with_the_status_of_its_signal(
     tmp_path: Path, text: str, number: signal.Signals
 ) -> None:
@@ -1221,7 +1221,7 @@ def test_what_may_be_an_echo_of_a_failure_is_reported_late(
 
 def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: Path) -> None:
     """SageMaker would take that for the reason of a failure."""
-    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    line = "    device_type = choose_device(config, container, ranks.world_size)\n"
     warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
     command = edited_folder(tmp_path / "train", (line, warning + line))
     end = run(words(**SMALL, data=text_file, processes=1), cwd=tmp_path, command=command)
@@ -1229,7 +1229,7 @@ def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: 
 
 
 def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path: Path, text_file: Path) -> None:
-    line = "    kind = choose_device(config, container, ranks.world_size)\n"
+    line = "    device_type = choose_device(config, container, ranks.world_size)\n"
     deaf = (
         "    if ranks.rank == 0:\n"
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
