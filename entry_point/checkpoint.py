@@ -121,11 +121,18 @@ class Checkpoints:
                 path.unlink()
 
     def latest_state(self) -> dict[str, Any]:
-        """The state that load_latest gives, unlogged. Raises TrainingError if none exists."""
-        loaded = self.load_latest(warn=lambda line: None)
-        if loaded is None:
-            raise TrainingError(f"there is no checkpoint to resume from in {self.directory}")
-        return loaded[1]
+        """The state that load_latest gives, unlogged, for --resume.
+
+        Raises:
+            ConfigError: no intact checkpoint exists.
+        """
+        why: object = f"there is no checkpoint to resume from in {self.directory}"
+        try:
+            if loaded := self.load_latest(warn=lambda line: None):
+                return loaded[1]
+        except TrainingError as error:
+            why = error
+        raise ConfigError(f"--resume {self.directory.parent}: {why}")
 
     def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors and the state of a checkpoint whose SHA-256 is right.

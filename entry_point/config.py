@@ -421,6 +421,51 @@ def read_words(argv: Sequence[str]) -> dict[str, str]:
     return vars(given)
 
 
+def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
+    """The hyperparameters on a command line, as text by name, and the options.
+
+    Raises:
+        ConfigError: as read_words; or an option is impossible.
+    """
+    given = read_words(argv)
+    words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
+    processes = words.pop("processes")
+    if processes and not (processes.isdecimal() and int(processes)):
+        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
+    options = Options(**words, processes=int(processes or 0))
+    if options.resume and options.out:
+        raise ConfigError(
+            f"--out {options.out}: --resume continues in its own directory; to keep that"
+            " unchanged, resume a copy"
+        )
+    return given, options
+
+
+def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
+    """The options of a run that continues from a checkpoint's state.
+
+    Raises:
+        ConfigError: a script with other hyperparameters wrote it.
+    """
+    if foreign := sorted(saved["config"].keys() - {f.name for f in dataclasses.fields(Config)}):
+        raise ConfigError(
+            f"{options.resume} was trained by a script with other hyperparameters"
+            f" ({', '.join(foreign)}); resume it with that script"
+        )
+    return dataclasses.replace(
+        options,
+        data=options.data or saved["data"],
+        validation=options.validation or saved["validation"],
+        init_from=saved.get("init_from", ""),
+        processes_before=saved.get("processes", 0),  # older checkpoints have none
+    )
+
+
+def option_table() -> str:
+    """A line for each option, with its meaning."""
+    return "\n".join(["options:", *(f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS)])
+
+
 def hyperparameter_table() -> str:
     """A line for each hyperparameter, in groups, with its meaning, range and default."""
     lines = []

@@ -78,7 +78,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import (
-    OPTIONS,
     Config,
     Options,
     check_resumable,
@@ -86,7 +85,9 @@ from entry_point.config import (
     hyperparameter_table,
     make_config,
     metric_line,
-    read_words,
+    option_table,
+    read_options,
+    resumed_options,
 )
 from entry_point.container import (
     Container,
@@ -610,54 +611,24 @@ class Trainer:
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
-    """Hyperparameters and options from a command line.
-
-    A resumed run takes missing ones from its checkpoint.
+    """Hyperparameters and options; a resumed run takes missing ones from its checkpoint.
 
     Raises:
-        ConfigError: as read_words; or a value is not allowed, or --resume names a directory without
-            a checkpoint that this script can continue from.
+        ConfigError: a word is wrong, or --resume names no directory that can be continued.
     """
-    given = read_words(argv)
-    words: dict[str, Any] = {f.name: given.pop(f.name, "") for f in OPTIONS}
-    processes = words.pop("processes")
-    if processes and not (processes.isdecimal() and int(processes)):
-        raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
-    options = Options(**words, processes=int(processes or 0))
-    if options.resume and options.out:
-        raise ConfigError(
-            f"--out {options.out}: --resume continues in its own directory; to keep that"
-            " unchanged, resume a copy"
-        )
-    base: dict[str, Any] = {}
-    if options.init_from and not options.resume:
-        given = starting_values(Path(options.init_from), given)
+    values, options = read_options(argv)
+    saved: dict[str, Any] = {}
     if options.resume:
-        try:
-            saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
-        except TrainingError as error:
-            raise ConfigError(f"--resume {options.resume}: {error}") from None
-        base = saved["config"]
-        if foreign := sorted(base.keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise ConfigError(
-                f"{options.resume} was trained by a script with other hyperparameters"
-                f" ({', '.join(foreign)}); resume it with that script"
-            )
-        options = dataclasses.replace(
-            options,
-            data=options.data or saved["data"],
-            validation=options.validation or saved["validation"],
-            init_from=saved.get("init_from", ""),
-            processes_before=saved.get("processes", 0),  # older checkpoints have none
-        )
-    return make_config(given, options.preset or None, base), options
+        saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
+        options = resumed_options(options, saved)
+    elif options.init_from:
+        values = starting_values(Path(options.init_from), values)
+    return make_config(values, options.preset or None, saved.get("config")), options
 
 
 def usage() -> str:
     """The text of --help."""
-    lines = [__doc__ or "", "options:"]
-    lines += [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
-    return "\n".join(lines) + hyperparameter_table()
+    return f"{__doc__}\n{option_table()}{hyperparameter_table()}"
 
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
