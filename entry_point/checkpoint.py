@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ class Checkpoints:
         self.directory = directory
         self.curve = directory / "metrics-00000000.jsonl"  # until begin_curve
         self.damaged: set[int] = set()  # steps of checkpoints that load_latest passed over
+        self.saved_at = time.monotonic()  # when the newest was begun, or the curve
+        self.cost = 0.0  # seconds to write the newest
 
     def claim(self, fresh: bool = False) -> None:
         """Locks the directory against other runs on this machine while this process lives.
@@ -89,13 +92,26 @@ class Checkpoints:
         Raises:
             TrainingError: it cannot be written; the earlier ones are untouched.
         """
+        self.saved_at = time.monotonic()
         with self.writing(self.path(state["step"])) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
             self.damaged.discard(state["step"])
             self.prune(state["step"])
+        self.cost = time.monotonic() - self.saved_at
+
+    def due(self, evaluates: bool, seconds: float) -> bool:
+        """Whether to write one after a step, which evaluates or not, by this rank's clock.
+
+        Without a number of seconds they come with evaluations, or each minute, as far as they take
+        2 % of the time; a slow write may cost up to ten minutes of work.
+        """
+        passed = time.monotonic() - self.saved_at
+        cheap_after = min(50 * self.cost, 600)
+        return passed > (seconds or max(60, cheap_after)) or (evaluates and passed >= cheap_after)
 
     def begin_curve(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Begins the curve of this start with the rows before it. Raises TrainingError."""
+        self.saved_at = time.monotonic()
         start = max(self.files(CURVES), default=0) + 1
         self.curve = self.directory / f"metrics-{start:08d}.jsonl"
         with self.writing(self.curve), replacing(self.curve) as temporary:

@@ -178,12 +178,10 @@ class Trainer:
         self.stop_signal = 0  # the first signal that asked to stop
         self.step = 0  # steps that are done
         self.kept_step: int | None = None  # of the newest checkpoint
-        self.saved_at = math.inf  # time of that checkpoint, or of the start of training
         self.best_step: int | None = None
         self.best_val_loss = math.inf
         self.evaluated_step: int | None = None
         self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
-        self.checkpoint_cost = 0.0  # seconds to write the newest one
         self.metrics: list[dict[str, Any]] = []
         self.timed_from: tuple[int, float] | None = None  # step, time; until logged
         device = group.device
@@ -289,7 +287,6 @@ class Trainer:
         Raises:
             TrainingError: the loss or the weights are not finite, so nothing is written.
         """
-        self.saved_at = time.monotonic()
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
         self.check_loss(loss_sum)
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
@@ -298,7 +295,6 @@ class Trainer:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
         self.kept_step = self.step
-        self.checkpoint_cost = time.monotonic() - self.saved_at
 
     def restore(self) -> None:
         """Loads rank 0's newest checkpoint, or else a model to start from, on every rank."""
@@ -436,7 +432,6 @@ class Trainer:
         if self.ddp is not self.model:  # else there is no bucket to lay out, and nothing to compile
             self.warm_up()
         step_seconds = time.monotonic() - began
-        self.saved_at = time.monotonic()
         self.logged_scale = self.scaler.get_scale()
         if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again
             self.checkpoints.begin_curve(self.metrics)
@@ -452,7 +447,9 @@ class Trainer:
             group.expect(5 * step_seconds)  # so that long steps have enough time
             began = time.monotonic()
             self.fail_on_purpose(fault)
-            due = self.is_main and self.checkpoint_is_due()
+            last = self.step + 1 == config.max_steps
+            evaluates = last or (self.step + 1) % config.eval_interval == 0
+            due = self.is_main and self.checkpoints.due(evaluates, config.checkpoint_seconds)
             wanted = STOP if self.stop_signal else CHECKPOINT if due else NOTHING
             agreement = group.async_all_reduce_max(wanted)
             self.train_step()
@@ -460,8 +457,6 @@ class Trainer:
             wanted = agreement()
             step_seconds = time.monotonic() - began
             group.expect(math.inf)  # of evaluations and checkpoints
-            last = self.step == config.max_steps
-            evaluates = self.step % config.eval_interval == 0 or last
             if self.step % config.log_interval == 0 or evaluates:
                 group.synchronize()
                 self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
@@ -540,18 +535,6 @@ class Trainer:
                 }
         self.loss_sum.zero_()
         self.steps_summed = 0
-
-    def checkpoint_is_due(self) -> bool:
-        """Whether to write a checkpoint after this step, by this rank's clock.
-
-        By default they come with evaluations, or each minute, as far as they take 2 % of the time;
-        a slow write may cost up to ten minutes of work.
-        """
-        passed = time.monotonic() - self.saved_at
-        cheap_after = min(50 * self.checkpoint_cost, 600)
-        evaluates = (self.step + 1) % self.config.eval_interval == 0
-        late = passed > (self.config.checkpoint_seconds or max(60, cheap_after))
-        return late or (evaluates and passed >= cheap_after)
 
     def check_loss(self, loss: float) -> None:
         self.check_finite(math.isfinite(loss), f"the loss is {loss},")

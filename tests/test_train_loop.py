@@ -562,15 +562,10 @@ def test_best_weights_are_exported_without_their_checkpoint(
 
     def save(_: Any, state: dict[str, Any]) -> None:
         written.append(state["step"])
+        trainer.checkpoints.saved_at = time.monotonic()
+        trainer.checkpoints.cost = 0.0 if cheap else 1.0
 
     monkeypatch.setattr(trainer.checkpoints, "save", save)
-    write = trainer.save_checkpoint
-
-    def timed() -> None:
-        write()
-        trainer.checkpoint_cost = 0.0 if cheap else 1.0
-
-    monkeypatch.setattr(trainer, "save_checkpoint", timed)
     assert trainer.run()
     assert written == steps
     model, _ = load_artefact(tmp_path / "model")
@@ -596,15 +591,14 @@ def test_a_resumed_run_exports_the_best_weights_before_it(
 def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = trainer_of(tmp_path, eval_interval=5, checkpoint_seconds=3600)
-    trainer.step, trainer.checkpoint_cost = 4, 1.0
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.cost = 1.0
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    trainer.saved_at = 951.0
-    assert not trainer.checkpoint_is_due()
-    trainer.saved_at = 949.0
-    assert trainer.checkpoint_is_due()
-    trainer.step = 5  # the step that comes is not evaluated
-    assert not trainer.checkpoint_is_due()
+    checkpoints.saved_at = 951.0
+    assert not checkpoints.due(True, 3600)
+    checkpoints.saved_at = 949.0
+    assert checkpoints.due(True, 3600)
+    assert not checkpoints.due(False, 3600)
 
 
 @pytest.mark.parametrize(
@@ -614,13 +608,13 @@ def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
 def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: float, cost: float, seconds: float
 ) -> None:
-    trainer = trainer_of(tmp_path, eval_interval=1000, checkpoint_seconds=said)
-    trainer.checkpoint_cost = cost
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.cost = cost
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    trainer.saved_at = 1000.0 - seconds + 1
-    assert not trainer.checkpoint_is_due()
-    trainer.saved_at = 1000.0 - seconds - 1
-    assert trainer.checkpoint_is_due()
+    checkpoints.saved_at = 1000.0 - seconds + 1
+    assert not checkpoints.due(False, said)
+    checkpoints.saved_at = 1000.0 - seconds - 1
+    assert checkpoints.due(False, said)
 
 
 def test_a_full_disk_at_the_end_names_the_directory(

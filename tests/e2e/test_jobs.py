@@ -35,7 +35,7 @@ LONG: dict[str, Any] = {
 HOLD = ("--environment", f"NANOGPT_FAULT=0:{HELD_AT}:hang")
 LOOP = "        while self.step < config.max_steps:\n"
 SLOWER = f"{LOOP}            time.sleep(0.03)\n"
-ALL_CHECKPOINTS = ("min(50 * self.checkpoint_cost, 600)", "min(self.checkpoint_cost, 600)")
+ALL_CHECKPOINTS = ("min(50 * self.cost, 600)", "min(self.cost, 600)")
 
 
 def names_and_times_apart(request: dict[str, Any]) -> str:
