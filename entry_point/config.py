@@ -264,8 +264,12 @@ def metric_line(row: Mapping[str, Any], max_steps: int, seconds_left: float | No
     words = [f"step={row['step']}/{max_steps}"]
     words += [f"{name}={row[name]:.{digits}f}" for name, digits in METRICS.items() if name in row]
     if seconds_left is not None:
-        words.append(f"time_left={timedelta(seconds=round(min(seconds_left, 1e13)))}")
+        words.append(f"time_left={duration(seconds_left)}")
     return " ".join(words)
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
 def metric_definitions() -> list[dict[str, str]]:

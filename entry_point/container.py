@@ -274,11 +274,13 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     return found and 6 * parameters * tokens > 3e15
 
 
-def memory_used(device: torch.device, processes: int) -> tuple[int, int]:
-    """The most bytes so far of this rank's GPU, or of the host's processes; and all bytes."""
+def memory_line(device: torch.device, processes: int) -> str:
+    """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return torch.cuda.max_memory_allocated(), total
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * processes
-    return used, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        used = torch.cuda.max_memory_allocated()
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit * processes
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"memory {used / 2**30:.1f} of {there / 2**30:.1f} GiB"

@@ -44,7 +44,6 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -82,6 +81,7 @@ from entry_point.config import (
     Options,
     check_resumable,
     derive_seed,
+    duration,
     hyperparameter_table,
     make_config,
     metric_line,
@@ -95,7 +95,7 @@ from entry_point.container import (
     compiling_pays,
     keep_freed_memory,
     local_processes,
-    memory_used,
+    memory_line,
     rank_device,
     read_container,
 )
@@ -183,7 +183,6 @@ class Trainer:
         self.evaluated_step: int | None = None
         self.best: dict[str, Tensor] = {}  # rank 0's copy of the weights of best_step, on the CPU
         self.metrics: list[dict[str, Any]] = []
-        self.timed_from: tuple[int, float] | None = None  # step, time; until logged
         device = group.device
         # Since the last metric line: the sum of this rank's losses, and its steps. In float64
         # (which MPS lacks) the sum is exact, so that an interrupted run logs the same numbers.
@@ -368,8 +367,6 @@ class Trainer:
                 group.heartbeat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
-            if self.timed_from:
-                self.log_duration(self.timed_from, step + (index + 1) / passes)
         return total
 
     def warm_up(self) -> None:
@@ -442,7 +439,7 @@ class Trainer:
         # A run that resumes is spared.
         fault = os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else ""
         steps_timed, started = 0, time.perf_counter()
-        self.timed_from = (self.step, started) if self.is_main else None
+        first_step, first_started = self.step, started
         while self.step < config.max_steps:
             group.expect(5 * step_seconds)  # so that long steps have enough time
             began = time.monotonic()
@@ -456,6 +453,9 @@ class Trainer:
             steps_timed += 1
             wanted = agreement()
             step_seconds = time.monotonic() - began
+            if self.is_main and self.step == first_step + 3:
+                group.synchronize()
+                self.log_duration((time.perf_counter() - first_started) / 3)
             group.expect(math.inf)  # of evaluations and checkpoints
             if self.step % config.log_interval == 0 or evaluates:
                 group.synchronize()
@@ -477,20 +477,14 @@ class Trainer:
             self.finish()
         return True
 
-    def log_duration(self, start: tuple[int, float], done: float) -> None:
-        """After three steps, or a minute, logs the time and the memory of a run that is long."""
-        self.group.synchronize()
-        steps, passed = done - start[0], time.perf_counter() - start[1]
-        if steps < 3 and passed < LONG_RUN:
-            return
-        self.timed_from = None
-        left = min((self.config.max_steps - done) * passed / steps, 1e13)
+    def log_duration(self, seconds_per_step: float) -> None:
+        """Logs the time and the memory of a run that has long to go."""
+        left = (self.config.max_steps - self.step) * seconds_per_step
         if left > LONG_RUN:
-            memory = memory_used(self.group.device, self.group.local_world_size)
-            used, there = (each / 2**30 for each in memory)
+            memory = memory_line(self.group.device, self.group.local_world_size)
             log(
-                f"note: {passed / steps:.3g} s a step: about {timedelta(seconds=round(left))} to"
-                f" step {self.config.max_steps:,}; memory {used:.1f} of {there:.1f} GiB"
+                f"note: {seconds_per_step:.3g} s a step: about {duration(left)} to"
+                f" step {self.config.max_steps:,}; {memory}"
             )
 
     def log_metrics(self, evaluates: bool, seconds_per_step: float = 0.0) -> None:
