@@ -274,6 +274,18 @@ def compiling_pays(config: Config, device: torch.device, parameters: int, world_
     return found and 6 * parameters * tokens > 3e15
 
 
+def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
+    """`running on 1 host x 4 NVIDIA A10G = 4 processes in one group (...)`."""
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
+    if hosts * ranks.local_world_size == ranks.world_size:
+        machine = f"{ranks.local_world_size} {machine}"
+    return (
+        f"running on {counted(hosts, 'host')} x {machine}"
+        f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
+        f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
+    )
+
+
 def memory_line(device: torch.device, processes: int) -> str:
     """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
     if device.type == "cuda":

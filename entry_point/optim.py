@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import torch
@@ -23,6 +24,14 @@ def window_length(step: int, config: Config) -> int:
     early = config.short_windows * config.max_steps
     fraction = step / early if early else 1.0
     return config.block_size >> (3 - min(3, int(3 * fraction)))
+
+
+def first_steps(config: Config) -> list[int]:
+    """The first step of each length of windows that comes, in order."""
+    steps = range(config.max_steps)
+    lengths = (config.block_size >> cut for cut in (3, 2, 1, 0))
+    found = {bisect_left(steps, n, key=lambda step: window_length(step, config)) for n in lengths}
+    return sorted(found.intersection(steps))
 
 
 def learning_rate_scale(step: int, config: Config) -> float:

@@ -41,7 +41,6 @@ import sys
 import time
 import types
 import warnings
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,6 +94,7 @@ from entry_point.container import (
     compiling_pays,
     keep_freed_memory,
     local_processes,
+    machine_line,
     memory_line,
     rank_device,
     read_container,
@@ -134,7 +134,7 @@ from entry_point.huggingface import (
     write_artefact,
 )
 from entry_point.model import GPT, sample
-from entry_point.optim import Optimizer, learning_rate_scale, window_length
+from entry_point.optim import Optimizer, first_steps, learning_rate_scale, window_length
 
 
 @torch.no_grad()
@@ -223,19 +223,13 @@ class Trainer:
         hosts = int(self.group.sum_(first_of_host))
         if not self.is_main:
             return
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
-        if hosts * ranks.local_world_size == ranks.world_size:
-            machine = f"{ranks.local_world_size} {machine}"
-        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        precision = str(self.model.compute_dtype).removeprefix("torch.")
+        if self.config.precision == "tf32":
+            precision = "tf32"
         parameters = sum(p.numel() for p in self.model.parameters())
+        log(machine_line(device, ranks, hosts))
         log(
-            f"running on {counted(hosts, 'host')} x {machine}"
-            f" = {counted(ranks.world_size, 'process')} in one group (launched by {ranks.launcher};"
-            f" {counted(torch.get_num_threads(), 'CPU thread')} each)"
-        )
-        log(
-            f"chosen: {'tf32' if self.config.precision == 'tf32' else dtype},"
-            f" {'compiled' if self.compiled else 'eager'},"
+            f"chosen: {precision}, {'compiled' if self.compiled else 'eager'},"
             f" {counted(self.config.passes(ranks.world_size), 'pass')} a step"
         )
         log(
@@ -377,15 +371,10 @@ class Trainer:
         was never interrupted (on CPUs: on GPUs some kernels add in no fixed order). Compilation
         happens here too, outside the measured time.
         """
-        steps, block_size = range(self.config.max_steps), self.config.block_size
-        found = {
-            bisect_left(steps, block_size >> cut, key=lambda step: window_length(step, self.config))
-            for cut in range(4)
-        }
-        first_steps = [step for step in found if step in steps]  # some lengths may never come
+        steps = first_steps(self.config)
         if self.compiled:
-            self.try_compiler(first_steps)
-        for step in sorted(2 * first_steps):
+            self.try_compiler(steps)
+        for step in sorted(2 * steps):
             self.forward_backward(step)
             self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             self.optimizer.zero_grad()
@@ -398,7 +387,7 @@ class Trainer:
         ddp = self.ddp if isinstance(self.ddp, DistributedDataParallel) else None
         try:
             with ddp.no_sync() if ddp else nullcontext():
-                for step in sorted(steps):
+                for step in steps:
                     self.forward_backward(step)
         except Exception as error:  # an error that is not the compiler's comes again without it
             if self.config.compile == "on":
