@@ -37,7 +37,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.curve = directory / "metrics-00000000.jsonl"  # until begin_curve
-        self.damaged: set[int] = set()  # steps of checkpoints that load_latest passed over
+        self.kept: list[int] = []  # steps of the last two, written or loaded by this process
         self.saved_at = time.monotonic()  # when the newest was begun, or the curve
         self.cost = 0.0  # seconds to write the newest
 
@@ -68,14 +68,13 @@ class Checkpoints:
         return self.directory / f"checkpoint-{step:08d}.safetensors"
 
     def files(self, pattern: str) -> dict[int, Path]:
-        """The files whose names fit, by the number in them, newest first."""
+        """The files of a pattern, by the number in their names."""
         found = {path.stem.partition("-")[2]: path for path in self.directory.glob(pattern)}
-        numbers = sorted(filter(str.isdecimal, found), key=int, reverse=True)
-        return {int(number): found[number] for number in numbers}
+        return {int(number): path for number, path in found.items() if number.isdecimal()}
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, newest first."""
-        return list(self.files(CHECKPOINTS))
+        return sorted(self.files(CHECKPOINTS), reverse=True)
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
@@ -93,10 +92,11 @@ class Checkpoints:
             TrainingError: it cannot be written; the earlier ones are untouched.
         """
         self.saved_at = time.monotonic()
-        with self.writing(self.path(state["step"])) as path:
+        step = state["step"]
+        with self.writing(self.path(step)) as path:
             write_safetensors(path, tensors, {"format": "pt", "state": json.dumps(state)})
-            self.damaged.discard(state["step"])
-            self.prune(state["step"])
+            self.kept = [step, *(kept for kept in self.kept if kept != step)][:2]
+            self.prune()
         self.cost = time.monotonic() - self.saved_at
 
     def due(self, evaluates: bool, seconds: float) -> bool:
@@ -122,13 +122,9 @@ class Checkpoints:
         with self.writing(self.curve), self.curve.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def prune(self, newest: int) -> None:
-        """Deletes all but the last two intact checkpoints up to `newest`, and older curves.
-
-        Later ones are damaged: the run resumed from an earlier one.
-        """
-        intact = [step for step in self.steps() if step <= newest and step not in self.damaged]
-        kept = {self.curve, *map(self.path, intact[:2])}
+    def prune(self) -> None:
+        """Deletes older checkpoints and curves, and checkpoints that load_latest passed over."""
+        kept = {self.curve, *map(self.path, self.kept)}
         found = {*self.files(CHECKPOINTS).values(), *self.files(CURVES).values()}
         for path in (*(found - kept), *self.directory.glob("*.sagemaker-ignore")):
             # If a file goes while SageMaker uploads it, the job may fail; a later call deletes it.
@@ -174,13 +170,13 @@ class Checkpoints:
         Raises:
             TrainingError: all checkpoints are damaged.
         """
-        self.damaged = set()
         why = ""
         for step in self.steps():
             try:
-                return self.load(step)
+                loaded = self.load(step)
+                self.kept = [step]
+                return loaded
             except (FormatError, OSError) as error:
-                self.damaged.add(step)
                 why = why or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")
         if why:
