@@ -1,4 +1,4 @@
-"""Batches, and the text: characters, or the tokens that `upload-data --tokenizer` made."""
+"""Batches, evaluation, and the text: characters, or tokens that `upload-data --tokenizer` made."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from .config import Config, derive_seed
@@ -77,6 +78,27 @@ def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
     count = min(config.eval_windows or available, available)
     starts = torch.arange(count) * available // count * config.block_size
     return starts.split(max(1, 8192 // config.block_size))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, val: Tensor | Shards, config: Config, group: Group, end: int | None = None
+) -> float:
+    """Mean loss in nats per token over the windows of eval_windows; end is as in GPT.forward.
+
+    Each chunk is computed by one rank, and the chunks are added up in order, so any number of
+    ranks gets the same loss from the same weights.
+    """
+    chunks = eval_windows(val, config)
+    count = sum(map(len, chunks))
+    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
+    model.eval()
+    for index in range(group.rank, len(chunks), group.world_size):
+        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
+        losses[index] = model(x, y, end=end)
+    model.train()
+    per_chunk = group.sum_(losses).tolist()
+    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
 
 
 def bytes_per_token(corpus: Corpus, config: Config) -> float:

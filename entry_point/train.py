@@ -20,9 +20,9 @@ To change                                                   open
     a hyperparameter, a preset, the command line            config.py
     the activation, attention, the loss                     model.py
     the learning rate schedule, the optimizers              optim.py
-    what a batch is, how text is read                       data.py
-    the loop, evaluations, when to write a checkpoint       train.py, below
-    what a checkpoint holds                                 checkpoint.py
+    what a batch is, evaluation, how text is read           data.py
+    the loop, what a log line says                          train.py, below
+    what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py
 
 and, seldom, SageMaker's paths and devices (container.py), processes (distributed.py), messages
@@ -99,15 +99,7 @@ from entry_point.container import (
     rank_device,
     read_container,
 )
-from entry_point.data import (
-    Batches,
-    Corpus,
-    Shards,
-    bytes_per_token,
-    eval_windows,
-    gather_windows,
-    load_corpus,
-)
+from entry_point.data import Batches, Corpus, bytes_per_token, evaluate, load_corpus
 from entry_point.distributed import (
     Group,
     Ranks,
@@ -135,28 +127,6 @@ from entry_point.huggingface import (
 )
 from entry_point.model import GPT, sample
 from entry_point.optim import Optimizer, first_steps, learning_rate_scale, window_length
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, val: Tensor | Shards, config: Config, group: Group, end: int | None = None
-) -> float:
-    """Mean loss in nats per token over the windows of eval_windows; end is as in GPT.forward.
-
-    Each chunk is computed by one rank, and the chunks are added up in order, so any number of
-    ranks gets the same loss from the same weights.
-    """
-    chunks = eval_windows(val, config)
-    count = sum(map(len, chunks))
-    losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
-    model.eval()
-    for index in range(group.rank, len(chunks), group.world_size):
-        x, y = gather_windows(val, chunks[index], config.block_size, group.device)
-        losses[index] = model(x, y, end=end)
-    model.train()
-    per_chunk = group.sum_(losses).tolist()
-    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
-
 
 # What a rank wants after a step; STOP is a checkpoint, and then the end.
 NOTHING, CHECKPOINT, STOP = range(3)

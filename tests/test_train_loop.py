@@ -50,7 +50,7 @@ from entry_point import train
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, Options, metric_definitions, metric_line
 from entry_point.container import choose_precision, compiling_pays, read_container
-from entry_point.data import Corpus, gather_windows
+from entry_point.data import Corpus, evaluate, gather_windows
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
@@ -900,7 +900,7 @@ def test_every_evaluation_takes_the_same_windows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
 
     def value() -> float:
-        return train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
+        return evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
 
     first = value()
     torch.manual_seed(5)
@@ -920,8 +920,8 @@ def test_validation_windows_are_distinct_and_evenly_spread(
         starts.extend(places.tolist())
         return gather(tokens, places, *where)
 
-    monkeypatch.setattr("entry_point.train.gather_windows", spy)
-    train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
+    monkeypatch.setattr("entry_point.data.gather_windows", spy)
+    evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     assert len(set(starts)) == len(starts) == count
     assert all(start % 32 == 0 and start + 33 <= 2000 for start in starts)
     gaps = [b - a for a, b in itertools.pairwise(starts)]
@@ -933,7 +933,7 @@ def test_evaluation_is_the_mean_loss_without_dropout(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     for parameter in trainer.model.parameters():  # the layers begin as nothing, also to dropout
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    value = train.evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
+    value = evaluate(trainer.model, trainer.corpus.val, trainer.config, trainer.group)
     assert trainer.model.training  # on which goes with dropout
     x, y = gather_windows(trainer.corpus.val, torch.arange(62) * 32, 32, torch.device("cpu"))
     trainer.model.eval()
@@ -1158,7 +1158,7 @@ def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path: Path, t
     vocabulary = characters(tokenizer)
     val = torch.tensor([vocabulary.index(c) for c in text[200_000:210_000]])
     trainer = trainer_of(tmp_path / "none")
-    value = train.evaluate(model, val, trainer.config, trainer.group)
+    value = evaluate(model, val, trainer.config, trainer.group)
     assert value == pytest.approx(best["val_loss"], rel=1e-5)
 
 
