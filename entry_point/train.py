@@ -184,7 +184,6 @@ class Trainer:
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.logged_scale = 0.0  # the scale at the last metric line; a decrease is logged
 
     def introduce(self, ranks: Ranks) -> None:
         """Logs where this run computes, its choices, and the sizes of its model and data."""
@@ -388,7 +387,6 @@ class Trainer:
         if self.ddp is not self.model:  # else there is no bucket to lay out, and nothing to compile
             self.warm_up()
         step_seconds = time.monotonic() - began
-        self.logged_scale = self.scaler.get_scale()
         if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again
             self.checkpoints.begin_curve(self.metrics)
         if self.is_main and config.sample_length and self.step == 0:
@@ -454,15 +452,8 @@ class Trainer:
             losses = float(group.sum_(self.loss_sum)) / group.world_size
             row["train_loss"] = losses / self.steps_summed
             self.check_loss(row["train_loss"])
-        gradient_scale = self.scaler.get_scale()
         # Below 1, the scale was halved again and again.
-        self.check_finite(gradient_scale >= 1, "the gradients are")
-        if self.is_main and gradient_scale < self.logged_scale:
-            log(
-                "note: skipped steps whose gradients overflowed in float16; the loss is now"
-                f" scaled by {gradient_scale:g}"
-            )
-        self.logged_scale = gradient_scale
+        self.check_finite(self.scaler.get_scale() >= 1, "the gradients are")
         if evaluates:
             row["val_loss"] = evaluate(self.model, self.corpus.val, config, group, self.end)
             self.check_loss(row["val_loss"])

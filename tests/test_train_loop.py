@@ -684,17 +684,12 @@ def test_each_gpu_computes_in_its_fastest_16_bit_type(
         assert asked == getattr(torch, precision)
 
 
-def test_infinite_gradients_change_only_the_scale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_infinite_gradients_change_only_the_scale(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
     first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**100})
     assert trainer.run()
     assert trainer.scaler.get_scale() == 2.0**97
-    assert (
-        "overflowed in float16; the loss is now scaled by 1.58456e+29\n" in capsys.readouterr().out
-    )
     for name, tensor in trainer.tensors().items():
         assert torch.equal(tensor, first[name]), name
 
@@ -706,9 +701,7 @@ def test_gradients_infinite_at_any_scale_end_the_run(tmp_path: Path) -> None:
         trainer.run()
 
 
-def test_a_resumed_run_keeps_the_scale_of_its_gradients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_keeps_the_scale_of_its_gradients(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, precision="float16", max_steps=5)
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**10})
     assert trainer.run()
@@ -718,7 +711,6 @@ def test_a_resumed_run_keeps_the_scale_of_its_gradients(
     resumed.restore()
     assert resumed.scaler.state_dict() == scale
     assert resumed.run()
-    assert "overflowed" not in capsys.readouterr().out
 
 
 def test_resumed_ranks_scale_their_gradients_alike(tmp_path: Path, text_file: Path) -> None:
