@@ -294,6 +294,11 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             + "; ".join(differences)
             + ". Start without it, or use its values"
         )
+    step, max_steps = saved.get("step", 0), now["config"]["max_steps"]
+    if step > max_steps:
+        raise ConfigError(
+            f"the checkpoint is at step {step}, past max_steps={max_steps}; give a larger max_steps"
+        )
 
 
 def allowed(f: dataclasses.Field[Any]) -> str:
@@ -466,8 +471,9 @@ def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
 
 
 def option_table() -> str:
-    """A line for each option, with its meaning."""
-    return "\n".join(["options:", *(f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS)])
+    """A line for each option and each hyperparameter."""
+    lines = [f"  --{f.name:<28} {f.metadata['help']}" for f in OPTIONS]
+    return "\n".join(["options:", *lines]) + hyperparameter_table()
 
 
 def hyperparameter_table() -> str:

@@ -6,9 +6,7 @@ This folder needs only torch and the standard library. Copy it anywhere and run 
     python train.py --data input.txt --device cpu --processes 2           # two processes on the CPU
     torchrun --nproc_per_node 4 train.py --data input.txt --preset baby   # one host with four GPUs
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
-        train.py --data input.txt                                          # the first of two hosts
-    torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr HOST --master_port 29500 \\
-        train.py --data input.txt                                          # the second
+        train.py --data input.txt        # on the first of two hosts; the other has --node_rank 1
 
 In a SageMaker container it needs no arguments except hyperparameters. It reads the text from the
 `training` channel (and the `validation` channel, if there is one), resumes from
@@ -74,6 +72,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import (
     Config,
@@ -81,7 +80,6 @@ from entry_point.config import (
     check_resumable,
     derive_seed,
     duration,
-    hyperparameter_table,
     make_config,
     metric_line,
     option_table,
@@ -117,14 +115,6 @@ from entry_point.errors import (
     log,
     report_failure,
 )
-from entry_point.huggingface import (
-    SCRIPT_SHA256,
-    load_pretrained,
-    load_tensors,
-    starting_values,
-    with_weights,
-    write_artefact,
-)
 from entry_point.model import GPT, sample
 from entry_point.optim import Optimizer, first_steps, learning_rate_scale, window_length
 
@@ -140,7 +130,6 @@ class Trainer:
     def __init__(self, config: Config, container: Container, group: Group, corpus: Corpus) -> None:
         self.config, self.container, self.group, self.corpus = config, container, group, corpus
         self.is_main = group.rank == 0
-        self.script_sha256 = SCRIPT_SHA256  # read now: the file may be edited during the run
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
@@ -228,7 +217,7 @@ class Trainer:
             "best_val_loss": self.best_val_loss if self.best_step is not None else None,
             "evaluated_step": self.evaluated_step,
             "config": dataclasses.asdict(self.config),
-            "script_sha256": self.script_sha256,
+            "script_sha256": huggingface.SCRIPT_SHA256,
             "tokenizer": self.corpus.tokenizer.document,
             "end_of_text": self.corpus.tokenizer.end_of_text,
             "corpus_sha256": self.corpus.sha256,
@@ -264,17 +253,12 @@ class Trainer:
         if self.is_main and (loaded := self.checkpoints.load_latest()) is not None:
             tensors, state = loaded
             check_resumable(state, self.state())
-            if state["step"] > self.config.max_steps:
-                raise ConfigError(
-                    f"the checkpoint is at step {state['step']}, past"
-                    f" max_steps={self.config.max_steps}; give a larger max_steps"
-                )
             self.metrics = state.pop("metrics")  # other ranks do not need them
             best = [name for name in tensors if name.startswith("best.")]
             self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
-            load_tensors(live, tensors)
+            huggingface.load_tensors(live, tensors)
         elif self.is_main and self.container.init_from is not None:
-            load_pretrained(self.model, self.container.init_from)
+            huggingface.load_pretrained(self.model, self.container.init_from)
             log(f"started from the weights in {self.container.init_from}")
         state = self.group.broadcast(state)
         self.group.broadcast_(list(live.values()))
@@ -285,7 +269,7 @@ class Trainer:
         if state["scaler"]:  # empty in other types
             self.scaler.load_state_dict(state["scaler"])
         ranks, ranks_before = self.group.world_size, state["world_size"]
-        same_script = state["script_sha256"] == self.script_sha256
+        same_script = state["script_sha256"] == huggingface.SCRIPT_SHA256
         if same_script and state["best_step"] is not None:
             self.best_step, self.best_val_loss = state["best_step"], state["best_val_loss"]
             self.evaluated_step = state["evaluated_step"]
@@ -507,10 +491,10 @@ class Trainer:
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
-        best = with_weights(self.config, len(self.corpus.tokenizer), self.best)
+        best = huggingface.with_weights(self.config, len(self.corpus.tokenizer), self.best)
         self.model.load_state_dict(best.state_dict())
         training = {
-            "script_sha256": self.script_sha256,
+            "script_sha256": huggingface.SCRIPT_SHA256,
             "step": self.best_step,
             "val_loss": self.best_val_loss,
             "metrics": self.metrics[-1],
@@ -520,7 +504,7 @@ class Trainer:
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
         with self.checkpoints.writing(model_dir):
-            why = write_artefact(model_dir, best, self.corpus.tokenizer, training)
+            why = huggingface.write_artefact(model_dir, best, self.corpus.tokenizer, training)
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")
@@ -549,13 +533,13 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
         saved = Checkpoints(Path(options.resume) / "checkpoints").latest_state()
         options = resumed_options(options, saved)
     elif options.init_from:
-        values = starting_values(Path(options.init_from), values)
+        values = huggingface.starting_values(Path(options.init_from), values)
     return make_config(values, options.preset or None, saved.get("config")), options
 
 
 def usage() -> str:
     """The text of --help."""
-    return f"{__doc__}\n{option_table()}{hyperparameter_table()}"
+    return f"{__doc__}\n{option_table()}"
 
 
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:

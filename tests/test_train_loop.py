@@ -624,7 +624,7 @@ def test_a_full_disk_at_the_end_names_the_directory(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     trainer = trainer_of(tmp_path)
-    monkeypatch.setattr("entry_point.train.write_artefact", full)
+    monkeypatch.setattr("entry_point.huggingface.write_artefact", full)
     said = r"cannot write .*/model: No space left on device"
     with pytest.raises(TrainingError, match=said):
         trainer.run()
