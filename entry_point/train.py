@@ -98,13 +98,7 @@ from entry_point.container import (
     read_container,
 )
 from entry_point.data import Batches, Corpus, bytes_per_token, evaluate, load_corpus
-from entry_point.distributed import (
-    Group,
-    Ranks,
-    end_with_parent,
-    read_ranks,
-    start_ranks,
-)
+from entry_point.distributed import Group, Ranks, end_with_parent, read_ranks, start_ranks
 from entry_point.errors import (
     ConfigError,
     DataError,
@@ -156,8 +150,8 @@ class Trainer:
         self.model.init_weights(config.seed)
         self.cached_angles = functools.cache(self.model.angles)  # by length of windows
         self.optimizer = Optimizer(self.model, config)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        pays = compiling_pays(config, device, parameters, group.world_size)
+        self.n_parameters = sum(p.numel() for p in self.model.parameters())
+        pays = compiling_pays(config, device, self.n_parameters, group.world_size)
         self.compiled = config.compile == "on" or (config.compile == "auto" and pays)
         # Evaluations use the uncompiled model: compiling it for them takes longer than they do.
         # One graph for all lengths of windows would break at each attention.
@@ -181,18 +175,16 @@ class Trainer:
         hosts = int(self.group.sum_(first_of_host))
         if not self.is_main:
             return
-        precision = str(self.model.compute_dtype).removeprefix("torch.")
-        if self.config.precision == "tf32":
-            precision = "tf32"
-        parameters = sum(p.numel() for p in self.model.parameters())
+        tf32 = self.config.precision == "tf32"
+        precision = "tf32" if tf32 else str(self.model.compute_dtype).removeprefix("torch.")
         log(machine_line(device, ranks, hosts))
         log(
             f"chosen: {precision}, {'compiled' if self.compiled else 'eager'},"
             f" {counted(self.config.passes(ranks.world_size), 'pass')} a step"
         )
         log(
-            f"{parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to train"
-            f" on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
+            f"{self.n_parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to"
+            f" train on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
         )
 
     # -- state ------------------------------------------------------------------------------------
