@@ -1,13 +1,11 @@
-"""The space that jobs take on this machine and on S3, and how to free it.
+"""Deletes jobs with their files on this machine and on S3.
 
-Called by the commands `delete` and `du`.
+Called by the command `delete`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from launcher import storage
 from launcher.errors import ServiceError
@@ -61,22 +59,3 @@ def delete(job_id: str, places: list[Place], settings: Settings) -> None:
     for place in places:
         storage.remove(place.uri, settings)
     backend.forget(job_id)
-
-
-def usage(settings: Settings) -> list[Place]:
-    """What each job, model and upload takes here, and in the store if that is on S3; the largest
-    first."""
-    roots = [str(settings.home)]
-    if settings.store:
-        roots.append(settings.store)
-    found = []
-    for root in roots:
-        files, size = Counter[str](), Counter[str]()
-        for name, n in storage.list_files(root, settings).items():
-            parts = Path(name).parts
-            depth = 3 if parts[0] == "store" else 2  # store/data/NAME, jobs/JOB-ID
-            key = storage.join(storage.to_uri(root), *parts[: min(depth, len(parts) - 1) or 1])
-            files[key] += 1
-            size[key] += n
-        found += [Place(key, files[key], n) for key, n in size.items()]
-    return sorted(found, key=lambda place: -place.size)

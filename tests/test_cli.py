@@ -97,7 +97,6 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
         "metrics {job}",
         "logs {job}",
         "wait {job}",
-        "du",
         "upload-data {text}",
     ],
 )

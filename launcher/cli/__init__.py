@@ -21,7 +21,7 @@ from typing import NoReturn
 import click
 
 from launcher.cli.doctor import doctor_command
-from launcher.cli.housekeeping import delete_command, du_command
+from launcher.cli.housekeeping import delete_command
 from launcher.cli.infra import infra_group
 from launcher.cli.jobs import (
     jobs_command,
@@ -56,7 +56,6 @@ COMMANDS = {
         wait_command,
         stop_command,
         delete_command,
-        du_command,
     ],
     "Models": [fetch_and_sample_command, play_command],
     "Reports": [report_command, track_command],

@@ -1,4 +1,4 @@
-"""The commands `delete` and `du`."""
+"""The command `delete`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import click
 
 from launcher.cli.options import (
     GROUP,
-    JSON,
     YES,
     Command,
     agree,
@@ -14,7 +13,7 @@ from launcher.cli.options import (
     complete_job,
     settings_of,
 )
-from launcher.cli.show import byte_progress, note, print_json, shown
+from launcher.cli.show import byte_progress, note
 from launcher.errors import InputError, ServiceError
 
 
@@ -44,7 +43,7 @@ def delete_command(
     """Delete jobs with their files and models.
 
     This covers their files here and on S3, their fetched models, and their entries in the list of
-    jobs. Uploaded text stays. `sm-nanogpt du` lists what takes space.
+    jobs. Uploaded text stays.
 
     \b
     Example:
@@ -99,27 +98,3 @@ def delete_command(
                 remove(mark, settings)
         for path in record_of("*", settings).parent.glob(f"{group}.*"):
             path.unlink()
-
-
-@click.command("du", cls=Command)
-@JSON
-@click.pass_context
-def du_command(context: click.Context, as_json: bool) -> None:
-    """Show how much space jobs, models and texts take.
-
-    This counts the files on this machine and in the store on S3.
-
-    \b
-    Example:
-      sm-nanogpt du
-    """
-    from launcher.housekeeping import usage
-
-    places = usage(settings_of(context))
-    if as_json:
-        print_json(places)
-        return
-    for place in places:
-        click.echo(shown(f"{in_units(place.size):>8}  {place.files:>6} files  {place.uri}"))
-    total = in_units(sum(place.size for place in places))
-    click.echo(f"{total:>8}  {sum(place.files for place in places):>6} files  in total")
