@@ -696,7 +696,7 @@ def test_main_exits_with_the_exit_code(home: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_meaning_of_zero_stands_beside_the_default(cli: Callable[..., Ran]) -> None:
     told = cli("hyperparameters").out
-    assert "(default: 0, which means 0.02 with muon, 0.001 with adamw)\n" in told
+    assert "(default: 0, which means 0.02 for muon, 0.001 for adamw)\n" in told
     assert "(0: all); a whole number, at least 0 (default: 512)\n" in told
 
 
@@ -706,5 +706,5 @@ def test_hyperparameters_lists_the_scripts_hyperparameters(
     names = {field.name for field in dataclasses.fields(Config)}
     listed = {line.split()[0] for line in cli("hyperparameters").out.splitlines() if "; " in line}
     assert listed == names
-    edited = launching.edited(tmp_path / "my", ('option("", "a set', 'option("", "one set'))
+    edited = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
     assert cli("hyperparameters", "--entry-point", str(edited)).code == 0
