@@ -182,14 +182,24 @@ def byte_characters() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return found
+
+
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of the model in a directory. Raises DataError."""
-    try:
-        document = json.loads((directory / "tokenizer.json").read_bytes())
-        end = json.loads((directory / "tokenizer_config.json").read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{directory}: its tokenizer cannot be read: {error}") from None
-    return Tokenizer(document, end["content"] if isinstance(end, dict) else end)
+    end = read_json(directory / "tokenizer_config.json").get("eos_token")
+    end = end["content"] if isinstance(end, dict) else end
+    return Tokenizer(read_json(directory / "tokenizer.json"), end)
 
 
 def character_tokenizer(vocabulary: str) -> dict[str, Any]:
@@ -339,11 +349,8 @@ def read_tokens(container: Container) -> Corpus:
     if container.validation is not None:
         raise DataError("the tokens hold their own validation text; leave out the other channel")
     try:
-        content = (directory / "meta.json").read_bytes()
-        meta = json.loads(content)
-        tokenizer = Tokenizer(
-            json.loads((directory / "tokenizer.json").read_bytes()), meta["end_of_text"]
-        )
+        meta = read_json(directory / "meta.json")
+        tokenizer = Tokenizer(read_json(directory / "tokenizer.json"), meta["end_of_text"])
         dtype = {"uint16": torch.int16, "uint32": torch.int32}[meta["dtype"]]
         parts = []
         for name in ("train", "val"):
@@ -362,13 +369,14 @@ def read_tokens(container: Container) -> Corpus:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(f"{directory / 'meta.json'} cannot be read: {error!r}") from None
-    return Corpus(tokenizer, parts[0], parts[1], hashlib.sha256(content).hexdigest())
+    sha256 = hashlib.sha256((directory / "meta.json").read_bytes()).hexdigest()
+    return Corpus(tokenizer, parts[0], parts[1], sha256)
 
 
 def plain_name(name: Any) -> str:
-    """The name of a file; raises ValueError if it may lie in another directory."""
+    """The name of a file. Raises DataError if it may lie in another directory."""
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(f"{name!r} is no plain name of a file")
+        raise DataError(f"{name!r} is no plain name of a file")
     return name
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, parse_value
-from .data import Tokenizer, plain_name
+from .data import Tokenizer, plain_name, read_json
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .model import GPT, NORM_EPS, activation_name
 
@@ -299,10 +299,8 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
     """
     try:
         shape, free = read_shape(directory)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{directory / 'config.json'} cannot be read: {error!r}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{directory / 'config.json'} is of another kind: {error!r}") from None
     fields = {f.name: f for f in dataclasses.fields(Config)}
     values = {name.replace("-", "_"): v for name, v in given.items() if v not in (None, "")}
     for name in values.keys() & shape.keys():
@@ -318,11 +316,12 @@ def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises:
         ConfigError: it has something that this script does not compute.
-        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: it is damaged.
+        DataError: it cannot be read.
+        KeyError, TypeError, AttributeError: something is missing, or is of another kind.
     """
-    found = json.loads((directory / "config.json").read_bytes())
+    found = read_json(directory / "config.json")
     ours = directory / "training.json"  # config.json cannot say that norms have no weights
-    training = json.loads(ours.read_bytes()) if ours.exists() else {"config": {}}
+    training = read_json(ours) if ours.exists() else {"config": {}}
     trained = training["config"]
     masks = {"mask_documents": trained.get("mask_documents", False)}
     if found.get("model_type") == EDITED:
@@ -374,24 +373,21 @@ def load_pretrained(model: GPT, directory: Path) -> None:
 
     Raises:
         TrainingError: they do not fit.
-        FormatError: a file is missing, damaged, or not safetensors.
+        DataError, FormatError: a file is missing, damaged, or not of its format.
     """
     tensors: dict[str, Tensor] = {}
-    index, files = directory / "model.safetensors.index.json", ["model.safetensors"]
-    try:
-        if index.exists():
-            named = json.loads(index.read_bytes())["weight_map"].values()
-            files = sorted(set(map(plain_name, named)))
-        for name in files:
+    index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists():
+        files = {plain_name(name) for name in read_json(index)["weight_map"].values()}
+    for name in sorted(files):
+        try:
             tensors |= read_safetensors(directory / name, largest=1 << 24)[0]
-    except OSError as error:
-        raise FormatError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{index} cannot be read: {error!r}") from None
+        except OSError as error:
+            raise FormatError(f"{error.filename}: {error.strerror}") from None
     if model.head is None:  # published files may hold the tied head too
         tensors.pop("lm_head.weight", None)
     live: Mapping[str, Tensor] = model.state_dict()
-    edited = json.loads((directory / "config.json").read_bytes()).get("model_type") == EDITED
+    edited = read_json(directory / "config.json").get("model_type") == EDITED
     if not edited:
         live = to_hugging_face(live, model.config)
     for name, tensor in tensors.items():

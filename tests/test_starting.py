@@ -16,7 +16,7 @@ from runs import SMALL, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import make_config
-from entry_point.errors import ConfigError, FormatError, TrainingError
+from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
@@ -178,7 +178,7 @@ def test_a_model_with_masked_documents_stays_so(tmp_path: Path, byte_pairs: toke
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+    with pytest.raises(DataError, match=r"config\.json: No such file"):
         starting_values(tmp_path, {})
 
 
