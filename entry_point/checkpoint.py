@@ -146,22 +146,6 @@ class Checkpoints:
             why = error
         raise ConfigError(f"--resume {self.directory.parent}: {why}")
 
-    def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors and the state of a checkpoint whose SHA-256 is right.
-
-        Raises:
-            FormatError, OSError: it is damaged or missing.
-        """
-        tensors, metadata = read_safetensors(self.path(step), sealed=True)
-        try:
-            state = json.loads(metadata["state"])
-            if state["step"] != step:
-                raise ValueError
-        except (KeyError, ValueError, TypeError):
-            name = self.path(step).name
-            raise FormatError(f"{name} is not a checkpoint of this script") from None
-        return tensors, state
-
     def load_latest(
         self, warn: Callable[[str], None] = log
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -173,9 +157,9 @@ class Checkpoints:
         why = ""
         for step in self.steps():
             try:
-                loaded = self.load(step)
+                tensors, metadata = read_safetensors(self.path(step), sealed=True)
                 self.kept = [step]
-                return loaded
+                return tensors, json.loads(metadata["state"])
             except (FormatError, OSError) as error:
                 why = why or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")

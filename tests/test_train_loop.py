@@ -365,7 +365,9 @@ def test_several_ranks_resume_an_11_mb_curve(tmp_path: Path, text: str) -> None:
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL, processes=2), cwd=tmp_path, env=env).status == 0
     checkpoints = Checkpoints(tmp_path / "algo-1/checkpoints")
-    tensors, state = checkpoints.load(10)
+    loaded = checkpoints.load_latest()
+    assert loaded is not None
+    tensors, state = loaded
     row = state["metrics"][-1]
     long = [{**row, "step": 1 + index // 10_000} for index in range(90_000)]  # 11 MB
     checkpoints.save(tensors, {**state, "metrics": [*long, row]})
