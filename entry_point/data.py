@@ -65,8 +65,13 @@ def gather_windows(
     windows = tokens[starts[:, None] + torch.arange(block_size + 1)]
     pinned = device.type == "cuda"  # then the host does not wait for the copy
     windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
-    windows = windows.long() if windows.dtype != torch.int16 else windows.long() & 0xFFFF
+    windows = unsigned(windows)
     return windows[:, :-1], windows[:, 1:]
+
+
+def unsigned(ids: Tensor) -> Tensor:
+    """The ids as int64; int16 stands for uint16."""
+    return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
 
 
 def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
@@ -360,10 +365,9 @@ def read_tokens(container: Container) -> Corpus:
                 shards.append(mapped(path, shard["tokens"], dtype))
                 if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
                     raise DataError(f"{path}: only the last shard may be shorter than the others")
-                if (found := largest_id(shards[-1])) >= len(tokenizer):
-                    raise DataError(
-                        f"{path} has the id {found}, and the tokenizer only {len(tokenizer)} tokens"
-                    )
+                # All of a large shard would have to come over the network.
+                if int(unsigned(shards[-1][: 1 << 20]).max()) >= len(tokenizer):
+                    raise DataError(f"{path} has ids beyond the {len(tokenizer)} of the tokenizer")
             parts.append(Shards(shards))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
@@ -378,14 +382,6 @@ def plain_name(name: Any) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise DataError(f"{name!r} is no plain name of a file")
     return name
-
-
-def largest_id(shard: Tensor) -> int:
-    """The largest id, without a sign; 0 of a large shard, which a host may read over a network."""
-    if shard.nbytes > 1 << 26:
-        return 0
-    sign = 1 << (8 * shard.itemsize - 1)
-    return int((shard ^ -sign).max()) + sign
 
 
 def read_text(container: Container, config: Config, start: Tokenizer | None) -> Corpus:
