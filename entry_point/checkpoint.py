@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,15 @@ class Checkpoints:
         """
         with self.writing(self.directory):
             self.claimed = os.open(self.directory, os.O_RDONLY)
-        with suppress(OSError):  # some file systems have no locks
-            try:
-                fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another run uses {self.directory.parent}; wait until it ends and"
-                    " resume it, or choose another directory"
-                ) from None
+        try:
+            fcntl.flock(self.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run uses {self.directory.parent}; wait until it ends and resume it, or"
+                " choose another directory"
+            ) from None
+        except OSError:
+            pass  # some file systems have no locks
         if fresh and self.steps():
             raise ConfigError(
                 f"{self.directory.parent} already holds a run; resume it with --resume, or"

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,21 +232,20 @@ def write_artefact(
     return why
 
 
+def sha256_sums(files: Iterable[Path]) -> str:
+    """What `sha256sum` prints of the files in their folder."""
+    return "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files)
+
+
 def write_sums(directory: Path) -> None:
-    """Writes SHA256SUMS, which `sha256sum -c` reads too, over the files of a model."""
-    lines = [
-        f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in MODEL_FILES
-    ]
+    """Writes SHA256SUMS over the files of a model."""
     with replacing(directory / "SHA256SUMS") as temporary:
-        temporary.write_text("".join(lines))
+        temporary.write_text(sha256_sums(directory / name for name in MODEL_FILES))
 
 
 def folder_sha256(folder: Path) -> str:
     """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale."""
-    files = sorted(folder.glob("*.py"))
-    sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
-    return hashlib.sha256("".join(sums).encode()).hexdigest()
+    return hashlib.sha256(sha256_sums(sorted(folder.glob("*.py"))).encode()).hexdigest()
 
 
 # It says which code made a model: that of the files when they were loaded.
