@@ -139,14 +139,7 @@ def hugging_face_config(
     """config.json; end is the id of the end of a document.
 
     The window and max_window_layers=0 make transformers' cache slide like ours.
-
-    Raises:
-        TrainingError: the activation is none that config.json can name.
     """
-    if not hasattr(F, activation := activation_name()):
-        raise TrainingError(
-            f"its activation, {activation}, is not a function of torch.nn.functional"
-        )
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -161,7 +154,7 @@ def hugging_face_config(
         "rms_norm_eps": NORM_EPS,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": activation,
+        "hidden_act": activation_name(),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": True,
