@@ -165,7 +165,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(
         command = gpu_checks.started(args, scratch, name, variant)[0].command
         runs.append(train.parse_argv(command[command.index("--data") :])[0])
         if name == "large":
-            raise measure.Failed("TrainingError: too large")
+            raise measure.Failed("TrainingError: set a larger gradient_accumulation_steps")
         return [dict(train_loss=loss, val_loss=loss, tokens_per_second=9) for loss in (4.0, 3.0)]
 
     def profiled(name: str, text: Path, out: Path, words: Any, steps: int, found: Any) -> None:

@@ -18,7 +18,6 @@ import time_to_loss
 from gpu_checks import (
     COMPILED,
     HALF,
-    PLAIN_NORMS,
     SHORT,
     Found,
     Variant,
@@ -48,7 +47,6 @@ def ladder(args: Namespace, scratch: Path, found: Found) -> None:
             ("no dropout", Variant({**half, **COMPILED, "dropout": 0.0})),
             ("eager", Variant(half)),
             ("eager, not cuDNN's attention", Variant(half, switches=no_cudnn)),
-            ("eager, plain norms", Variant(half, PLAIN_NORMS)),
             ("preset baby, eager", Variant(preset)),
             ("preset baby, compiled", Variant({**preset, **COMPILED})),
         ]
