@@ -161,7 +161,7 @@ class Checkpoints:
                 tensors, metadata = read_safetensors(self.path(step), sealed=True)
                 self.kept = [step]
                 return tensors, json.loads(metadata["state"])
-            except (FormatError, OSError) as error:
+            except (FormatError, OSError, KeyError, ValueError) as error:
                 why = why or str(error)
                 warn(f"checkpoint of step {step} is skipped: {error}")
         if why:

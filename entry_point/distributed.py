@@ -93,9 +93,16 @@ class Watchdog:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, host: str, hang_seconds: float
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        hang_seconds: float,
+        server: str,
     ) -> None:
         self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
+        self.server = f"{server}, which serves the store of the ranks, gave no sign of life"
         self.hang_seconds = hang_seconds
         self.heartbeats, self.timeout = 0, LONGEST_WAIT.total_seconds()
         self.ended = threading.Event()
@@ -114,9 +121,7 @@ class Watchdog:
         number = 0
         while not self.ended.is_set():
             number += 1
-            alarm = threading.Timer(
-                self.hang_seconds + 2, end_hung, ["the process that serves the ranks' store hangs"]
-            )
+            alarm = threading.Timer(self.hang_seconds + 2, end_hung, [self.server])
             alarm.daemon = True
             alarm.start()
             try:
@@ -145,12 +150,13 @@ class Watchdog:
         last = [rank for rank, report in enumerate(reports) if report[1] == fewest]
         if silent:
             hung = f"{', '.join(names[rank] for rank in silent)} gave no sign of life"
+            seconds = max(self.silent[rank] for rank in silent)
         elif all(self.still[r] > max(reports[r][2], self.hang_seconds) for r in last):
             hung = f"{', '.join(names[rank] for rank in last)} made no progress"
             hung += " while the others waited" * (len(last) < len(names))
+            seconds = max(self.still[rank] for rank in last)
         else:
             return ""
-        seconds = max(*self.silent, *self.still)
         return f"{hung} for {seconds} s (a larger hang_seconds allows more)"
 
     def end(self) -> None:
@@ -191,7 +197,8 @@ class Group:
         self.watchdog: Watchdog | None = None
         if ranks.world_size == 1:
             return
-        known = container.inside or "LOCAL_WORLD_SIZE" in os.environ  # else the size is a guess
+        sizes = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # else the size is a guess
+        known = container.inside or any(name in os.environ for name in sizes)
         one_host = known and ranks.local_world_size == ranks.world_size
         if interface := LOOPBACK if one_host else container.interface:
             # By default gloo takes the address of the host's name, which may lead nowhere.
@@ -205,6 +212,7 @@ class Group:
             store = connect(address, port, serve=ranks.rank == 0 and not served)
             self.store = store
             wait_for_all(store, ranks, host)
+            store.set_timeout(LONGEST_WAIT + timedelta(minutes=5))
             cuda = device.type == "cuda"
             dist.init_process_group(
                 # What is on the CPU travels by gloo, so that flags never wait for a GPU.
@@ -215,6 +223,7 @@ class Group:
                 timeout=LONGEST_WAIT + timedelta(minutes=5),  # the watchdog names a rank before
                 device_id=device if cuda else None,
             )
+            first_host = json.loads(store.get(report_keys(1)[0]))[3]
             # A connection of its own, since the main thread may wait on the other.
             store = connect(address, port, serve=False)
         except (RuntimeError, ValueError) as error:
@@ -224,7 +233,8 @@ class Group:
                 f" {address}:{port}: {cause} (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the"
                 " network interface to use)"
             ) from None
-        self.watchdog = Watchdog(store, ranks.rank, ranks.world_size, host, hang_seconds)
+        server = "the launcher of rank 0" if served else f"rank 0 on {first_host}"
+        self.watchdog = Watchdog(store, ranks.rank, ranks.world_size, host, hang_seconds, server)
 
     def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
@@ -343,7 +353,10 @@ def start_ranks(
     address = os.environ.get("MASTER_ADDR", container.hosts[0]) if n_hosts > 1 else "127.0.0.1"
     port = whole_number(os.environ, "MASTER_PORT", "7777") if n_hosts > 1 else 0
     if first == 0:
-        listener = socket.create_server((address if address.startswith("127.") else "", port))
+        try:
+            listener = socket.create_server((address if address.startswith("127.") else "", port))
+        except OSError as error:
+            raise TrainingError(f"port {port}: {error}; MASTER_PORT names another") from None
         port = listener.getsockname()[1]
     forks = sys.platform == "linux" and choose_device(config, container, n_local) == "cpu"
     if forks:
@@ -386,10 +399,12 @@ def start_ranks(
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
-    failed = None
-    while failed is None and (running := [r.sentinel for r in ranks if r.exitcode is None]):
-        connection.wait(running)
-        failed = next((i for i, rank in enumerate(ranks) if rank.exitcode), None)
+    while True:
+        codes = [rank.exitcode for rank in ranks]
+        failed = next((i for i, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            break
+        connection.wait([r.sentinel for r, code in zip(ranks, codes, strict=True) if code is None])
     if failed is None:
         return 0
     deadline = time.monotonic() + 2

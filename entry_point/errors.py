@@ -88,7 +88,7 @@ def nearest_multiples(value: int, of: int) -> str:
 
 def nearest_name(name: str, known: Sequence[str]) -> str:
     """', did you mean X?' for the known name most like `name`, or ', known are ...'."""
-    short = {"".join(word[0] for word in other.split("_")): other for other in known}
+    short = {"".join(word[:1] for word in other.split("_")): other for other in known}
     close = [short[name]] if name in short else difflib.get_close_matches(name, known, n=1)
     return f", did you mean {close[0]}?" if close else f", known are {', '.join(known)}"
 

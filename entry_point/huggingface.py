@@ -238,7 +238,7 @@ def write_sums(directory: Path) -> None:
 
 def folder_sha256(folder: Path) -> str:
     """What `sha256sum *.py | sha256sum` prints in a folder, in the C locale."""
-    return hashlib.sha256(sha256_sums(sorted(folder.glob("*.py"))).encode()).hexdigest()
+    return hashlib.sha256(sha256_sums(sorted(folder.glob("[!.]*.py"))).encode()).hexdigest()
 
 
 # It says which code made a model: that of the files when they were loaded.

@@ -245,7 +245,8 @@ class Trainer:
         if self.is_main and (loaded := self.checkpoints.load_latest()) is not None:
             tensors, state = loaded
             check_resumable(state, self.state())
-            self.metrics = state.pop("metrics")  # other ranks do not need them
+            self.metrics = state.pop("metrics")
+            del state["tokenizer"]  # other ranks need neither, and both may be large
             best = [name for name in tensors if name.startswith("best.")]
             self.best = {name.removeprefix("best."): tensors.pop(name) for name in best}
             huggingface.load_tensors(live, tensors)
@@ -626,6 +627,8 @@ def run(argv: Sequence[str]) -> NoReturn:
         status = main(argv)
     except SystemExit as end:
         status = int(end.code or 0)
+    except KeyboardInterrupt:  # before the training began
+        status = 128 + signal.SIGINT
     except BaseException as error:
         if dist.is_initialized() and isinstance(error, RuntimeError):
             # It may be an echo of another rank's failure, as torch's own errors are RuntimeErrors.

@@ -61,6 +61,18 @@ class Saved(Training):
     end_of_text: str | None
 
 
+def is_shaped_as(
+    found: Mapping[str, JsonValue], values: Mapping[str, Any], tokenizer: Tokenizer
+) -> bool:
+    """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
+    try:
+        config = known_config(values)
+    except (ValueError, ConfigError):
+        return False
+    expected = hugging_face_config(config, len(tokenizer), tokenizer.end)
+    return all(found.get(key) == value for key, value in expected.items())
+
+
 def known_config(values: Mapping[str, Any]) -> Config:
     """The packaged script's Config; drops hyperparameters that an edited script added."""
     known = {f.name for f in dataclasses.fields(Config)}
@@ -93,7 +105,8 @@ def load_artefact(
         source = Source.packaged()
         model = hashlib.sha256(source.files["model.py"]).hexdigest()
         qwen3 = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
-        if not qwen3 or training.model_sha256 != model or entry_point is not None:
+        same = training.model_sha256 == model and is_shaped_as(found, training.config, tokenizer)
+        if not qwen3 or not same or entry_point is not None:
             try:
                 source = find_source(sha256, settings, entry_point)
             except InputError:

@@ -63,7 +63,7 @@ class Source:
         if place.suffix == ".py" and place.name != "train.py":
             raise InputError(f"{place}: is one file, and a training folder is needed; {START}")
         try:
-            paths = sorted(path for path in directory.iterdir() if path.suffix == ".py")
+            paths = sorted(directory.glob("[!.]*.py"))  # as a shell, and without editors' files
             files = {path.name: read_file(path, LARGEST) for path in paths}
         except OSError as error:
             raise InputError(f"{error.filename or directory}: {error.strerror}") from None

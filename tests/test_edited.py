@@ -22,7 +22,7 @@ from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config
 from entry_point.data import Tokenizer, character_tokenizer
 from entry_point.errors import ConfigError
-from entry_point.huggingface import qwen3_logits, starting_values, write_artefact
+from entry_point.huggingface import folder_sha256, qwen3_logits, starting_values, write_artefact
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
 from launcher import InputError, fetch_model, load_model, sample
@@ -293,6 +293,25 @@ def test_an_edit_of_the_schedule_keeps_the_fast_sampler(
     model, _ = load_model(fetch_model(job.job_id))
     assert isinstance(model, GPT)
     assert "training folder" not in caplog.text and "packaged" not in caplog.text
+
+
+def test_a_width_edited_in_config_is_sampled_by_its_folder(
+    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
+) -> None:
+    """model.py reads it from the Config, so a model.py that was left alone is not enough."""
+    edit = ("self.n_hidden or 8 * round(self.n_embd / 3)", "self.n_hidden or 4 * self.n_embd")
+    job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
+    ran = cli("fetch-and-sample", job.job_id)
+    assert ran.code == 0, ran.err
+
+
+def test_hidden_files_do_not_belong_to_the_folder(tmp_path: Path) -> None:
+    folder = launching.edited(tmp_path / "mine")
+    before = Source.read(folder).sha256, folder_sha256(folder)
+    (folder / ".#model.py").symlink_to("an-editor's-lock")
+    (folder / "._model.py").write_bytes(b"\0macOS")
+    assert (Source.read(folder).sha256, folder_sha256(folder)) == before
+    assert before[0] == before[1]
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_an_unknown_variable_error_names_the_nearest_setting(
     assert "SM_NANOGPT_MAX_COST?" in ran.error
 
 
-@pytest.mark.parametrize("name", ["LAUNCHER", "LIFELINE"])
+@pytest.mark.parametrize("name", ["LAUNCHER"])
 def test_the_projects_internal_variables_are_ignored(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -584,6 +584,14 @@ def test_running_out_of_memory_is_one_line_with_advice(text_file: Path, tmp_path
     assert '  File "' not in end.output
 
 
+def test_a_port_in_use_is_one_line(tmp_path: Path, text: str) -> None:
+    env = make_hosts(tmp_path, text, n_hosts=2)[0]
+    with socket.create_server(("127.0.0.1", int(env["MASTER_PORT"]))):
+        end = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
+    assert end.status == 1
+    assert re.fullmatch(r"TrainingError: port \d+: .*; MASTER_PORT names another\n", end.output)
+
+
 # -- a rank that hangs -----------------------------------------------------------------------------
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
@@ -695,31 +703,28 @@ def test_the_watchdog_names_the_rank_that_hangs(
     monkeypatch: pytest.MonkeyPatch, seconds: list[Any], hung: str
 ) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    watchdog = Watchdog(dist.HashStore(), 0, 2, "here", hang_seconds=10.0)
+    watchdog = Watchdog(dist.HashStore(), 0, 2, "here", 10.0, "rank 0 on here")
     found = [words for reports in seconds if (words := watchdog.find_hung(reports))]
     assert "".join(found[:1]).startswith(hung)
     assert bool(found) is bool(hung)
 
 
 def test_a_store_that_does_not_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answered = threading.Event(), threading.Event()
+    ended = threading.Event()
+    found: list[str] = []
 
     def multi_get(keys: list[str]) -> list[str]:
-        asked.set()
-        answered.wait(10)
-        return ["[1, 1, 1, 0]"]
-
-    store = Mock(multi_get=multi_get)
+        ended.wait(10)
+        raise RuntimeError  # which ends the thread
 
     def end(why: str) -> None:
-        watchdog.ended.set()
-        answered.set()
+        found.append(why)
+        ended.set()
 
     monkeypatch.setattr("entry_point.distributed.end_hung", end)
-    watchdog = Watchdog(store, 0, 1, "here", hang_seconds=-1.9)
-    assert asked.wait(10)
-    assert answered.wait(10)
-    watchdog.ended.set()
+    watchdog = Watchdog(Mock(multi_get=multi_get), 1, 2, "there", -1.9, "rank 0 on here")
+    watchdog.thread.join(10)
+    assert [words.partition(",")[0] for words in found] == ["rank 0 on here"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
