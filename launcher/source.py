@@ -177,7 +177,10 @@ class Finder(MetaPathFinder):
         loader = self.loaders.get(package)
         if loader is None or (file and f"{file}.py" not in loader.source.files):
             return None
-        return importlib.util.spec_from_loader(name, loader, is_package=not file)
+        spec = importlib.util.spec_from_loader(name, loader, is_package=not file)
+        if spec is not None and not file:
+            spec.submodule_search_locations = []  # else Python would find the files on the disk
+        return spec
 
 
 FINDER = Finder()

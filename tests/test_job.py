@@ -254,6 +254,7 @@ def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
     config.write_text(config.read_text(encoding="utf-8").replace("'x'", "'y'"), encoding="utf-8")
     job.config(1)
     assert log.read_text() == "xy"
+    assert not (copy / "__pycache__").exists()  # what runs is what was read, not a file of the disk
 
 
 # -- what launch says to it -----------------------------------------------------------------------
