@@ -54,6 +54,7 @@ from entry_point.data import Corpus, evaluate, gather_windows
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
+from entry_point.trainer import Trainer
 from launcher.model import load_artefact
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
@@ -532,12 +533,12 @@ def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoint(tmp_path: Path, 
     assert [row["step"] for row in rows] == list(range(1, 21))
 
 
-def trainer_of(tmp_path: Path, **how: Any) -> train.Trainer:
+def trainer_of(tmp_path: Path, **how: Any) -> Trainer:
     container = read_container({}, Options(data="none", out=str(tmp_path)))
     group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
     tokens = torch.randint(7, (3000,), generator=torch.Generator().manual_seed(3))
     corpus = Corpus(tokenizer_of("abcdefg"), tokens[:1000], tokens[1000:], "")
-    return train.Trainer(Config(**{**SMALL, **how}), container, group, corpus)
+    return Trainer(Config(**{**SMALL, **how}), container, group, corpus)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +559,7 @@ def test_best_weights_are_exported_without_their_checkpoint(
         seen.append(model.embed.weight.detach().clone())
         return next(losses)
 
-    monkeypatch.setattr("entry_point.train.evaluate", evaluate)
+    monkeypatch.setattr("entry_point.trainer.evaluate", evaluate)
     trainer = trainer_of(tmp_path, max_steps=8, eval_interval=2, sample_length=0)
     written: list[int] = []
 
@@ -580,7 +581,7 @@ def test_a_resumed_run_exports_the_best_weights_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([2.0, 3.0, 4.0])
-    monkeypatch.setattr("entry_point.train.evaluate", lambda *_: next(losses))
+    monkeypatch.setattr("entry_point.trainer.evaluate", lambda *_: next(losses))
     first = trainer_of(tmp_path, max_steps=4, eval_interval=2)
     assert first.run()
     trainer = trainer_of(tmp_path, max_steps=6, eval_interval=2)
@@ -993,7 +994,7 @@ def test_a_long_run_says_how_long_it_takes(
 def test_a_long_run_logs_its_duration_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "LONG_RUN", 0.0)
+    monkeypatch.setattr("entry_point.trainer.LONG_RUN", 0.0)
     for steps in (5, 10):  # the second resumes
         assert trainer_of(tmp_path, max_steps=steps).run()
         assert capsys.readouterr().out.count(" s a step: about ") == 1

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
 from entry_point import model as model_module
-from entry_point import train
 from entry_point.config import Config, Options
 from entry_point.container import read_container
 from entry_point.data import Corpus
@@ -26,6 +25,7 @@ from entry_point.optim import (
     orthogonalize,
     window_length,
 )
+from entry_point.trainer import Trainer
 from launcher import engine
 
 # -- the forward pass ------------------------------------------------------------------------------
@@ -360,12 +360,12 @@ def alone() -> Group:
     return Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
 
 
-def trainer_of(config: Config, tmp_path: Path) -> train.Trainer:
+def trainer_of(config: Config, tmp_path: Path) -> Trainer:
     container = read_container({}, Options(data="none", out=str(tmp_path)))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY_SIZE, (1000,), generator=generator)
     corpus = Corpus(tokenizer_of("abcdefghijk"), tokens[:900], tokens[900:], "")
-    return train.Trainer(config, container, alone(), corpus)
+    return Trainer(config, container, alone(), corpus)
 
 
 def test_short_windows_double_up_to_the_block_size(tmp_path: Path) -> None:

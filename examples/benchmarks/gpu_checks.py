@@ -157,19 +157,19 @@ def small(args: Namespace) -> dict[str, Any]:
 
 
 def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
-    """A train.Trainer of one process."""
-    from entry_point import train
+    """A Trainer of one process."""
     from entry_point.config import Config, Options
     from entry_point.container import rank_device, read_container
     from entry_point.data import load_corpus
     from entry_point.distributed import Group, Ranks
+    from entry_point.trainer import Trainer
 
     config = Config(**words)
     container = read_container({}, Options(data=str(text), out=str(out)))
     ranks = Ranks(0, 1, 0, 1, "hand")
     group = Group(ranks, rank_device(config, container, ranks), container)
     corpus = load_corpus(container, config, group)
-    return train.Trainer(config, container, group, corpus)
+    return Trainer(config, container, group, corpus)
 
 
 def step(trainer: Any) -> None:
