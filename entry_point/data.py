@@ -282,16 +282,37 @@ def text_files(path: Path) -> list[Path]:
 
 
 def code_points(path: Path, content: bytes) -> Tensor:
-    """The characters of a text file, as int32 [n]. Raises DataError if it is not UTF-8."""
+    """The characters of a text file: uint8 [n] if all are ASCII, else int32 [n].
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
     if not content:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.uint8)
     if content.isascii():
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).int()
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
     try:
         codes = content.decode().encode("utf-32-le")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from None
     return torch.frombuffer(bytearray(codes), dtype=torch.int32)
+
+
+CHUNK = 1 << 22  # characters at once, as the steps in between take up to 8 bytes for each
+
+
+def distinct(codes: Tensor) -> Tensor:
+    """The different characters of a text, sorted: int64. torch.unique would sort the whole text."""
+    counts = (torch.bincount(chunk, minlength=1 << 7) for chunk in codes.split(CHUNK))
+    return torch.cat([count.nonzero().flatten() for count in counts]).unique()
+
+
+def look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table[codes], of the table's type."""
+    found = torch.empty(len(codes), dtype=table.dtype)
+    for into, chunk in zip(found.split(CHUNK), codes.split(CHUNK), strict=True):
+        torch.index_select(table, 0, chunk.int(), out=into)
+    return found
 
 
 def mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
@@ -407,7 +428,7 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
         if not len(parts[-1]):
             raise DataError(f"{channel}: no text in it")
         sha256.update(digest.hexdigest().encode())
-    seen = torch.cat([part.unique() for part in parts]).unique()
+    seen = torch.cat([distinct(part) for part in parts]).unique()
     known = seen if start is None else torch.tensor([ord(word.decode()) for word in start.words])
     if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
@@ -416,8 +437,8 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
         )
     dtype = torch.uint8 if len(known) <= 1 << 8 else torch.int32
     ids = torch.zeros(int(known.max()) + 1, dtype=dtype)
-    ids[known.long()] = torch.arange(len(known), dtype=dtype)
-    train, *rest = [ids.index_select(0, part) for part in parts]
+    ids[known] = torch.arange(len(known), dtype=dtype)
+    train, *rest = [look_up(ids, part) for part in parts]
     if not rest:
         n_train = int(len(train) * (1 - config.validation_fraction))
         train, rest = train[:n_train], [train[n_train:]]

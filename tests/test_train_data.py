@@ -46,6 +46,16 @@ def test_ids_decode_to_the_text(tmp_path: Path, text: str) -> None:
     assert text_of(corpus, corpus.train, corpus.val) == text * 200
 
 
+def test_a_text_longer_than_a_chunk_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("entry_point.data.CHUNK", 7)
+    corpus = corpus_of(
+        write(tmp_path / "a.txt", "abcdefgh" * 9), write(tmp_path / "b.txt", STRANGE)
+    )
+    assert text_of(corpus, corpus.train, corpus.val) == "abcdefgh" * 9 + STRANGE
+
+
 @pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int32)])
 def test_ids_have_the_smallest_type_that_fits_the_vocabulary(
     tmp_path: Path, n_characters: int, dtype: torch.dtype
