@@ -29,9 +29,9 @@ class Checkpoints:
     far and, as JSON, everything else that a resumed run needs, including its metrics. The last two
     are kept, so a damaged newest one is replaced by the one before.
 
-    metrics-START holds the whole curve as the start of that number knows it; the newest counts.
-    SageMaker copies the directory to each host at each start, and may upload what another host got
-    over what rank 0 wrote since.
+    metrics-N is the whole curve, as written since the N-th start of the run; the last start's file
+    is the one to read. Each start has its own file because SageMaker copies the directory to each
+    host, and another host's old copy may be uploaded over the file that rank 0 writes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -79,7 +79,7 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
-        """Makes the directory for a file; raises TrainingError where it cannot be written."""
+        """Makes the directory of the checkpoints. An OSError becomes a TrainingError for `path`."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             yield path
@@ -101,10 +101,10 @@ class Checkpoints:
         self.cost = time.monotonic() - self.saved_at
 
     def due(self, evaluates: bool, seconds: float) -> bool:
-        """Whether to write one after a step, which evaluates or not, by this rank's clock.
+        """Whether to write a checkpoint after this step, by this rank's clock.
 
-        Without a number of seconds they come with evaluations, or each minute, as far as they take
-        2 % of the time; a slow write may cost up to ten minutes of work.
+        If `seconds` is 0, evaluations write one, and so does each minute; but a checkpoint that
+        took long to write waits until writing takes 2 % of the time, or for ten minutes.
         """
         passed = time.monotonic() - self.saved_at
         cheap_after = min(50 * self.cost, 600)
@@ -198,6 +198,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in contents.items():
         offsets = [end, end := end + tensor.nbytes]
+        if tensor.dtype not in DTYPE_NAMES:  # of a buffer that an edit added
+            raise TrainingError(f"{name} is of {tensor.dtype}, which cannot be saved")
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     digest = header_digest(header, metadata)
@@ -278,7 +280,7 @@ def parse_header(encoded: bytes, size: int) -> tuple[dict[str, Any], dict[str, s
     Anybody may have written them, so all that memory is allocated by is checked.
 
     Raises:
-        ValueError, or whatever Python and torch raise for what is no header.
+        ValueError: the header is wrong. Python and torch may raise other errors for it.
     """
     header = json.loads(encoded)
     metadata = header.pop("__metadata__", {})

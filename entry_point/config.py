@@ -115,7 +115,7 @@ class Config:
     beta2: float = hyperparameter(0.95, "decay of AdamW's mean squared gradient", 0, 0.999999)
     short_windows: float = hyperparameter(
         0.0,
-        "fraction of the steps, from the first, on windows of block_size/8, then /4, then /2",
+        "fraction of the steps, at the start, with windows of block_size/8, then /4, then /2",
         0,
         1,
     )
@@ -405,11 +405,12 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        name = message.removeprefix("argument ").partition(":")[0].partition("/")[0]
+        raise ConfigError(f"{name}: its value is missing")  # all others are parsed later
 
 
 def read_words(argv: Sequence[str]) -> dict[str, str]:
-    """The values on a command line by name, which takes `-` or `_`; a bare `--flag` is True.
+    """The values on a command line, by name. Names take `-` or `_`; a bare `--flag` is True.
 
     Raises:
         ConfigError: a name is unknown, or its value is missing.
@@ -442,6 +443,8 @@ def read_options(argv: Sequence[str]) -> tuple[dict[str, str], Options]:
     if processes and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"processes={processes!r}: must be a whole number, at least 1")
     options = Options(**words, processes=int(processes or 0))
+    if options.resume and options.init_from:
+        raise ConfigError("--resume continues from a checkpoint: leave out --init-from")
     if options.resume and options.out:
         raise ConfigError(
             f"--out {options.out}: --resume continues in its own directory; to keep that"

@@ -74,7 +74,7 @@ def read_hosts(env: Mapping[str, str], config_file: Path) -> tuple[list[str], st
         raise TrainingError(
             f"cannot tell the hosts of this job: SM_HOSTS={env.get('SM_HOSTS')!r},"
             f" SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')!r}, and {config_file}"
-            f" {'does not settle it' if config_file.exists() else 'is missing'}"
+            f" {'names no other' if config_file.exists() else 'is missing'}"
         )
     return hosts, current_host, resources.get("network_interface_name")
 
@@ -230,8 +230,8 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_max = -1, -4  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
-        mallopt(trim_threshold, -1)  # never: taken as the largest size there is
-        mallopt(mmap_max, 0)  # no separate mapping for a block, which would end with it
+        mallopt(trim_threshold, -1)  # never return memory at the end of the heap
+        mallopt(mmap_max, 0)  # never map a block on its own: to free it would unmap it
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:

@@ -76,7 +76,7 @@ def read_ranks(env: Mapping[str, str], n_hosts: int) -> Ranks | None:
 
 JOIN_TIMEOUT = timedelta(minutes=10)  # for all ranks to come
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that compiles, evaluates or writes a large model
-STOP_SECONDS = 5.0  # takes the place of hang_seconds once a run is to stop
+STOP_SECONDS = 5.0  # replaces hang_seconds after a signal to stop
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -180,7 +180,7 @@ def end_hung(why: str) -> NoReturn:
 class Group:
     """The processes that train together, and their collective operations.
 
-    With one process, each method returns at once.
+    With one process, no method communicates.
     """
 
     def __init__(

@@ -53,12 +53,15 @@ def failure_report(error: BaseException) -> str:
 def report_failure(failure: str) -> None:
     """Prints a failure_report, and leaves its last line where SageMaker reads the reason.
 
-    The first rank to fail knows it; others may say that they were asked to stop.
+    Only the first rank to fail writes there; the others may fail because of it.
     """
     line = failure.rpartition("\n")[2]
     if "SM_CURRENT_HOST" in os.environ and re.match(r"\w+: ", line):
         base = Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-        with suppress(OSError), (base / "output/failure").open("x") as file:
+        with (
+            suppress(OSError),
+            (base / "output/failure").open("x", errors="backslashreplace") as file,
+        ):
             file.write(line)
     sys.stderr.write(failure + "\n")
     sys.stderr.flush()

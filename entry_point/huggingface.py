@@ -241,7 +241,7 @@ def folder_sha256(folder: Path) -> str:
     return hashlib.sha256(sha256_sums(sorted(folder.glob("[!.]*.py"))).encode()).hexdigest()
 
 
-# It says which code made a model: that of the files when they were loaded.
+# The code that made a model: the hash of these files when they were loaded.
 SCRIPT_SHA256 = folder_sha256(Path(__file__).resolve().parent)
 # A model from another recipe, but the same model.py, is computed by the same code.
 MODEL_SHA256 = hashlib.sha256(Path(__file__).with_name("model.py").read_bytes()).hexdigest()
@@ -370,7 +370,10 @@ def load_pretrained(model: GPT, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
     index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
-        files = {plain_name(name) for name in read_json(index)["weight_map"].values()}
+        try:
+            files = {plain_name(name) for name in read_json(index)["weight_map"].values()}
+        except (KeyError, AttributeError):
+            raise FormatError(f"{index}: its weight_map is missing") from None
     for name in sorted(files):
         try:
             tensors |= read_safetensors(directory / name, largest=1 << 24)[0]

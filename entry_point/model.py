@@ -328,8 +328,8 @@ class GPT(nn.Module):
 def sample(model: GPT, start: int, length: int, seed: int = 1337) -> list[int]:
     """`length` ids after the id `start`, each drawn after a forward pass over those before it.
 
-    The windows are padded at their end, at which no earlier position looks. So all passes have one
-    shape; for a new one, some kernels of GPUs take 20 ms or more to be planned.
+    Each window has the same length, since some GPU kernels need 20 ms or more to plan for a new
+    length. Its end is padding, which attention never reads: no position looks ahead.
     """
     size, device = min(model.config.block_size, length), model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)

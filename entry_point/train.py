@@ -58,7 +58,7 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # with a sixtieth, 24k and 10k with a hundredth. OpenMP reads this when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # A signal during the import of torch can get lost, or abort the process.
-unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     import torch
@@ -122,7 +122,6 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
     device = rank_device(config, container, ranks)
     config.check_world_size(ranks.world_size)
 
-    checkpoints = Checkpoints(container.checkpoint_dir)
     by_hand, restarted = not container.inside, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if by_hand and restarted != "0" and not (options.out or options.resume):
         raise ConfigError("torchrun restarted this run: only with --out DIRECTORY can it continue")
@@ -137,7 +136,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned
     trainer = Trainer(config, container, group, corpus)
     if trainer.is_main:
-        checkpoints.claim(fresh)
+        trainer.checkpoints.claim(fresh)
 
     def on_signal(signum: int, frame: Any) -> None:
         signals.append((signum, time.monotonic()))
@@ -207,8 +206,10 @@ def run(argv: Sequence[str]) -> NoReturn:
     """
     try:
         status = main(argv)
-    except SystemExit as end:
-        status = int(end.code or 0)
+    except SystemExit as end:  # from an edit; as Python does with its code
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            report_failure(end.code)
     except KeyboardInterrupt:  # before the training began
         status = 128 + signal.SIGINT
     except BaseException as error:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -24,7 +25,7 @@ from .config import Config, check_resumable, derive_seed, duration, metric_line
 from .container import Container, choose_precision, compiling_pays, machine_line, memory_line
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group, Ranks
-from .errors import TrainingError, counted, log
+from .errors import ConfigError, TrainingError, counted, log
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 
@@ -32,6 +33,20 @@ from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 NOTHING, CHECKPOINT, STOP = range(3)
 
 LONG_RUN = 60.0  # seconds: a run that takes longer says so
+
+
+def read_fault(text: str) -> tuple[int, int, str]:
+    """Rank, step, and action of NANOGPT_FAULT, such as 1:300:kill. Raises ConfigError.
+
+    Without one, the rank is -1, which no process has.
+    """
+    if not text:
+        return -1, -1, ""
+    if found := re.fullmatch(r"(\d+):(\d+):(raise|kill|hang)", text):
+        return int(found[1]), int(found[2]), found[3]
+    raise ConfigError(
+        f"NANOGPT_FAULT={text!r}: must be RANK:STEP:ACTION, whose action is raise, kill, or hang"
+    )
 
 
 class Trainer:
@@ -261,9 +276,10 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def fail_on_purpose(self, fault: str) -> None:
-        """Shows a failure if NANOGPT_FAULT is RANK:STEP:ACTION of this rank and step."""
-        match fault.removeprefix(f"{self.group.rank}:{self.step}:"):
+    def fail_on_purpose(self, fault: tuple[int, int, str]) -> None:
+        """Shows a failure if the fault is of this rank and step."""
+        rank, step, action = fault
+        match action if (rank, step) == (self.group.rank, self.step) else "":
             case "raise":
                 raise OSError("NANOGPT_FAULT asked for this error")
             case "kill":
@@ -286,8 +302,7 @@ class Trainer:
             self.log_sample("before training", config.sample_length // 3)
         if self.container.init_from is not None and self.step == 0:
             self.log_metrics(evaluates=True)  # of the model as it was
-        # A run that resumes is spared.
-        fault = os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else ""
+        fault = read_fault(os.environ.get("NANOGPT_FAULT", "") if self.step == 0 else "")
         steps_timed, started = 0, time.perf_counter()
         first_step, first_started = self.step, started
         while self.step < config.max_steps:

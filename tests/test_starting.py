@@ -198,6 +198,7 @@ def test_a_hyperparameter_unlike_the_models_is_refused(
         ("missing", "No such file"),
         ("damaged", "is damaged"),
         ("vast header", "its header has 16,777,217 bytes"),
+        ("no map", "its weight_map is missing"),
         ("elsewhere", "'../model.safetensors' is no plain name"),
         ("whole numbers", r"model\.norm\.weight is of torch\.int32"),
         (
@@ -219,6 +220,8 @@ def test_weights_that_do_not_fit_are_refused(
     elif damage == "vast header":
         length = (1 << 24) + 1
         file.write_bytes(length.to_bytes(8, "little") + b" " * length)
+    elif damage == "no map":
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
     elif damage == "elsewhere":
         index["weight_map"]["model.norm.weight"] = "../model.safetensors"
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

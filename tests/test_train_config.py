@@ -125,9 +125,14 @@ def test_a_value_without_a_name_is_an_error() -> None:
         config_of("input.txt")
 
 
+def test_a_resumed_run_starts_from_no_other_model() -> None:
+    with pytest.raises(ConfigError, match="leave out --init-from"):
+        parse_argv(["--resume", "run", "--init-from", "model"])
+
+
 def test_a_name_without_a_value_is_an_error() -> None:
     for argv in (("--n_layer",), ("--n_layer", "--n_head", "2")):
-        with pytest.raises(ConfigError, match=r"--n_layer.*: expected one argument$"):
+        with pytest.raises(ConfigError, match=r"^--n_layer: its value is missing$"):
             config_of(*argv)
 
 

@@ -87,6 +87,12 @@ def test_a_file_may_hold_no_tensors(tmp_path: Path) -> None:
     assert read_safetensors(tmp_path / "a.safetensors") == ({}, {})
 
 
+def test_a_type_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"^a is of torch\.complex128, which cannot be saved$"):
+        write_safetensors(tmp_path / "a", {"a": torch.ones(2, dtype=torch.complex128)}, {})
+    assert not list(tmp_path.iterdir())
+
+
 def header_length(content: bytes) -> int:
     return int.from_bytes(content[:8], "little")
 

@@ -54,7 +54,7 @@ from entry_point.data import Corpus, evaluate, gather_windows
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
-from entry_point.trainer import Trainer
+from entry_point.trainer import Trainer, read_fault
 from launcher.model import load_artefact
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
@@ -1109,9 +1109,9 @@ def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
 
 def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: Path) -> None:
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
-    code += "from launcher.model import load_artefact;"
+    code += "from launcher.model import load_artefact; from entry_point.model import sample;"
     code += "model, tokenizer = load_artefact(pathlib.Path('out/model'));"
-    code += "train.sample(model, tokenizer.start, 9);"
+    code += "sample(model, tokenizer.start, 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"
     arguments = words(**{**SMALL, "sample_length": 90}, processes=1, data=text_file, out="out")
     env = environment(PYTHONPATH=str(SCRIPT.parents[1]))
@@ -1178,6 +1178,27 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
     assert end.status == 1
     # rank 0 may log a step after it
     assert "OSError: NANOGPT_FAULT asked for this error" in end.output.splitlines()[-3:]
+
+
+@pytest.mark.parametrize("fault", ["kill", "1:kill", "0:4:explode", "-1:4:kill"])
+def test_an_impossible_fault_is_refused(fault: str) -> None:
+    with pytest.raises(ConfigError, match="must be RANK:STEP:ACTION"):
+        read_fault(fault)
+
+
+@pytest.mark.parametrize("code, status", [(None, 0), (3, 3), ("stop here", 1)])
+def test_an_exit_of_an_edit_keeps_its_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int | str | None,
+    status: int,
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr("entry_point.train.main", Mock(side_effect=SystemExit(code)))
+    train.run([])
+    assert ends == [status]
+    assert capsys.readouterr().err == ("stop here\n" if code == "stop here" else "")
 
 
 def test_what_may_be_an_echo_of_a_failure_is_reported_late(
