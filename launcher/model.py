@@ -134,7 +134,7 @@ def load_artefact(
         if not source.is_packaged:
             config = source.module("config").make_config(training.config)
         edited = found["model_type"] != "qwen3"
-        return fill(source, config, tensors, edited, len(tokenizer)), tokenizer
+        return build_model(source, config, tensors, edited, len(tokenizer)), tokenizer
 
 
 @lru_cache  # once, though a model is checked and then loaded
@@ -174,7 +174,7 @@ def errors_of(source: Source) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(
+def build_model(
     source: Source,
     config: Any,
     tensors: Mapping[str, Tensor],

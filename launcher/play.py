@@ -67,7 +67,7 @@ class Player:
 
 
 @checked(frozen=True)
-class Wish:
+class SamplingRequest:
     """What the page asks for; stream_samples checks the numbers' ranges."""
 
     prompt: str  # "": a new text
@@ -92,8 +92,8 @@ class Token:
     chosen: int = 0
 
 
-def stream_tokens(model: GPT, tokenizer: Tokenizer, wish: Wish) -> Iterator[Token]:
-    """Yield the tokens of one text. The text is that of stream_samples, up to wish.stop.
+def stream_tokens(model: GPT, tokenizer: Tokenizer, wanted: SamplingRequest) -> Iterator[Token]:
+    """Yield the tokens of one text. The text is that of stream_samples, up to wanted.stop.
 
     Raises:
         InputError: as stream_samples.
@@ -102,16 +102,16 @@ def stream_tokens(model: GPT, tokenizer: Tokenizer, wish: Wish) -> Iterator[Toke
     columns = stream_samples(
         model,
         tokenizer,
-        wish.prompt or None,
-        wish.max_new_tokens,
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        top_p=wish.top_p,
-        seed=wish.seed,
+        wanted.prompt or None,
+        wanted.max_new_tokens,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        seed=wanted.seed,
         watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), tokenizer)),
     )
     tokens = (Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns)
-    return until(tokens, wish.stop) if wish.stop else tokens
+    return until(tokens, wanted.stop) if wanted.stop else tokens
 
 
 def likely(
@@ -202,8 +202,8 @@ def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
     def generate(player: Player) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                wish = wish_of(await request.body())
-                tokens = stream_tokens(player.model, player.tokenizer, wish)
+                wanted = parse_request(await request.body())
+                tokens = stream_tokens(player.model, player.tokenizer, wanted)
             except InputError as error:
                 return PlainTextResponse(str(error), status_code=422)
 
@@ -225,11 +225,11 @@ def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
     return guarded(Starlette(routes=routes), port, token)
 
 
-def wish_of(body: bytes) -> Wish:
-    """Raises InputError, in one line, if the body is no Wish."""
+def parse_request(body: bytes) -> SamplingRequest:
+    """Raises InputError, in one line, if the body is no SamplingRequest."""
     try:
-        wish: Wish = adapter(Wish).validate_json(body)
-        return wish
+        wanted: SamplingRequest = adapter(SamplingRequest).validate_json(body)
+        return wanted
     except ValidationError as error:
         raise InputError(reason_of(error)) from None
 

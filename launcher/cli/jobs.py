@@ -250,7 +250,7 @@ def metrics_command(context: click.Context, job_id: str, as_csv: bool, as_json: 
 
 
 def billable_words(description: JobDescription) -> str | None:
-    """The seconds that SageMaker bills, and the share that spot capacity saved."""
+    """The seconds that SageMaker bills, and the fraction that spot capacity saved."""
     billable, trained = description.billable_seconds, description.training_seconds
     if billable is None:
         return None

@@ -57,7 +57,7 @@ def launch_sweep(
     if seeds > 1 and "seed" in values:
         raise InputError("--sweep seed and --seeds cannot be combined")
     if local and parallel > 1:
-        share_cores(parallel)
+        divide_cores(parallel)
         if job.processes_per_instance is None:
             job = job.model_copy(update={"processes_per_instance": 1})
     base = job.hyperparameters.get("seed", 1337)
@@ -120,7 +120,7 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
     if parallel:
         sweep = sweep.model_copy(update={"parallel": parallel})
     if sweep.job.instance == "local" and sweep.parallel > 1:
-        share_cores(sweep.parallel)
+        divide_cores(sweep.parallel)
     with alone(group, settings):
         if sweep.job.instance != "local":
             tries, every = find_sweep(group, settings)[1], []
@@ -137,8 +137,8 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
         run_sweep(group, sweep, settings)
 
 
-def share_cores(parallel: int) -> None:
-    """Give each local job its share of the cores."""
+def divide_cores(parallel: int) -> None:
+    """Give each local job an equal part of the cores."""
     from launcher.backends.cpu import cores
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
@@ -181,8 +181,8 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
                         reason = f" ({reason_of(d)})" if d.status == "Failed" else ""
                         note(f"{named} {d.status.lower()}{result}: {values}{reason}")
                 metrics = (d.metrics if d else None) or {}
-                share = metrics.get("step", 0) / (metrics.get("max_steps") or math.inf)
-                steps[number] = 1 if progress.ended or progress.limit else share
+                fraction = metrics.get("step", 0) / (metrics.get("max_steps") or math.inf)
+                steps[number] = 1 if progress.ended or progress.limit else fraction
                 bar.n = sum(steps.values())
                 bar.set_postfix_str(f"{sum(v == 1 for v in steps.values())}/{n} jobs ended")
     except KeyboardInterrupt as error:
