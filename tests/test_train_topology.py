@@ -534,12 +534,12 @@ def test_a_failed_ranks_reason_is_the_last_line(text_file: Path, tmp_path: Path,
     line = "        self.step += 1\n"
     failing = (
         f"        if self.step == 3 and self.group.rank == {rank}:\n"
-        "            raise DataError('the dog ate it')\n"
+        "            raise ConfigError('the dog ate it')\n"
     )
     command = edited_folder(tmp_path / "mine", (line, line + failing))
     end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
     assert end.status == 2
-    assert end.last_line == "DataError: the dog ate it"
+    assert end.last_line == "ConfigError: the dog ate it"
 
 
 @pytest.mark.parametrize("container", [True, False])
