@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,37 +282,48 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
-def code_points(path: Path, content: bytes) -> Tensor:
-    """The characters of a text file: uint8 [n] if all are ASCII, else int32 [n].
+PIECE = 1 << 22  # bytes of a text at a time, so that what is made of them stays in the cache
+
+
+def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
+    """Yield the characters of a text file in pieces: uint8 [n] if all are ASCII, else int32 [n].
+
+    The digest gets the bytes of the file.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: it cannot be read, or is not UTF-8.
     """
-    if not content:
-        return torch.empty(0, dtype=torch.uint8)
-    if content.isascii():
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    decoder, position, content = codecs.getincrementaldecoder("utf-8")(), 0, b" "
     try:
-        codes = content.decode().encode("utf-32-le")
+        with path.open("rb") as file:
+            while content:
+                content = file.read(PIECE)
+                digest.update(content)
+                position += len(content)
+                text = decoder.decode(content, final=not content)
+                if text:
+                    ascii_only = text.isascii()
+                    codes = bytearray(text, "ascii" if ascii_only else "utf-32-le")
+                    yield torch.frombuffer(codes, dtype=torch.uint8 if ascii_only else torch.int32)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    return torch.frombuffer(bytearray(codes), dtype=torch.int32)
+        byte = position - len(error.object) + error.start
+        raise DataError(f"{path}: not UTF-8 text (byte {byte})") from None
+    digest.update(position.to_bytes(8, "little"))  # the ends of files count too
 
 
-CHUNK = 1 << 22  # characters at once, as the steps in between take up to 8 bytes for each
-
-
-def distinct(codes: Tensor) -> Tensor:
+def distinct(pieces: Sequence[Tensor]) -> Tensor:
     """The different characters of a text, sorted: int64. torch.unique would sort the whole text."""
-    counts = (torch.bincount(chunk, minlength=1 << 7) for chunk in codes.split(CHUNK))
+    counts = (torch.bincount(piece, minlength=1 << 7) for piece in pieces)
     return torch.cat([count.nonzero().flatten() for count in counts]).unique()
 
 
-def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """table[codes], of the table's type."""
-    found = torch.empty(len(codes), dtype=table.dtype)
-    for into, chunk in zip(found.split(CHUNK), codes.split(CHUNK), strict=True):
-        torch.index_select(table, 0, chunk.int(), out=into)
+def look_up(table: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """table[codes] of all pieces, one after the other."""
+    found = torch.empty(sum(map(len, pieces)), dtype=table.dtype)
+    for into, piece in zip(found.split([len(piece) for piece in pieces]), pieces, strict=True):
+        torch.index_select(table, 0, piece.int(), out=into)
     return found
 
 
@@ -415,17 +427,9 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
     for channel in (container.training, container.validation):
         if channel is None:
             continue
-        digest, texts = hashlib.sha256(), []
-        for path in text_files(channel):
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise DataError(f"{path}: {error.strerror}") from None
-            digest.update(content)
-            digest.update(len(content).to_bytes(8, "little"))  # the ends of files count too
-            texts.append(code_points(path, content))
-        parts.append(torch.cat(texts))
-        if not len(parts[-1]):
+        digest = hashlib.sha256()
+        parts.append([piece for path in text_files(channel) for piece in code_points(path, digest)])
+        if not parts[-1]:
             raise DataError(f"{channel}: no text in it")
         sha256.update(digest.hexdigest().encode())
     seen = torch.cat([distinct(part) for part in parts]).unique()

@@ -46,14 +46,25 @@ def test_ids_decode_to_the_text(tmp_path: Path, text: str) -> None:
     assert text_of(corpus, corpus.train, corpus.val) == text * 200
 
 
-def test_a_text_longer_than_a_chunk_is_read(
+def test_a_text_longer_than_a_piece_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("entry_point.data.CHUNK", 7)
+    monkeypatch.setattr("entry_point.data.PIECE", 7)
     corpus = corpus_of(
         write(tmp_path / "a.txt", "abcdefgh" * 9), write(tmp_path / "b.txt", STRANGE)
     )
     assert text_of(corpus, corpus.train, corpus.val) == "abcdefgh" * 9 + STRANGE
+
+
+@pytest.mark.parametrize("rest", [b"\xff", "é".encode()[:1]])
+def test_a_byte_that_is_not_utf_8_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    monkeypatch.setattr("entry_point.data.PIECE", 7)
+    path = tmp_path / "a.txt"
+    path.write_bytes("abcde漢字漢字".encode() + rest)
+    with pytest.raises(DataError, match=r"not UTF-8 text \(byte 17\)"):
+        corpus_of(path)
 
 
 @pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int32)])
@@ -267,6 +278,6 @@ def test_a_failed_read_of_text_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.txt", STRANGE)
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "no answer")))
+    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "no answer")))
     with pytest.raises(DataError, match=f"{path}: no answer"):
         corpus_of(path)
