@@ -72,15 +72,15 @@ def fetch_described(
     if description.is_running:
         raise ServiceError(
             f"job {job_id} is still {description.status}:"
-            f" `{settings.command(f'logs {job_id} --follow')}` shows its progress,"
-            f" `{settings.command(f'stop {job_id}')}` stops it"
+            f" `sm-nanogpt logs {job_id} --follow` shows its progress,"
+            f" `sm-nanogpt stop {job_id}` stops it"
         )
     if description.checkpoint_uri is not None:
         return fetch_checkpoint(description, settings, progress, entry_point)
     reason = f": {description.failure_reason}" if description.failure_reason else ""
     raise ServiceError(
         f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
-        f" `{settings.command(f'logs {job_id}')}` shows what happened"
+        f" `sm-nanogpt logs {job_id}` shows what happened"
     )
 
 
@@ -108,8 +108,10 @@ def another_model(description: JobDescription, settings: Settings) -> str:
     """What to do if the model of a completed job is unusable."""
     if description.checkpoint_uri is None:
         return "train again"
-    command = settings.command(f"launch --resume {description.job_id} --set max_steps=N")
-    return f"`{command}`, N above {description.checkpoint_step}, trains another from its checkpoint"
+    return (
+        f"`sm-nanogpt launch --resume {description.job_id} --set max_steps=N`, N above"
+        f" {description.checkpoint_step}, trains another from its checkpoint"
+    )
 
 
 def fetch_checkpoint(

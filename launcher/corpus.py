@@ -41,6 +41,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 CORPORA = ("shakespeare", "python-docs")
 
 VOCAB_SIZE = 16384
+NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
 TOKENS_VERSION = 1  # of what launcher.tokens writes
 
 # The shortest context of any preset. Shorter text cannot fill one window for training and one in
@@ -333,7 +334,7 @@ def last_upload(
     elif offline and storage.local_path(settings.data_store) is None:
         raise InputError(
             f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" the store: {again(settings)}"
+            f" the store: {NO_UPLOAD}"
         )
     else:
         theirs = last_of_store(settings)
@@ -343,9 +344,7 @@ def last_upload(
                 f" {settings.data_store}: choose one with --data"
             )
         if not theirs and not mine:
-            raise InputError(
-                f"nothing was uploaded to {settings.data_store} yet: {again(settings)}"
-            )
+            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {NO_UPLOAD}")
         uri = theirs or mine[-1]
     asks = not offline or storage.local_path(uri) is not None
     try:
@@ -357,13 +356,8 @@ def last_upload(
         uri = noted[here]
         whole = find_upload(uri, settings) is not None
     if not whole:
-        raise InputError(f"the last upload, {uri}, is incomplete: {again(settings)}")
+        raise InputError(f"the last upload, {uri}, is incomplete: {NO_UPLOAD}")
     return uri
-
-
-def again(settings: Settings) -> str:
-    """What to do if there is no upload to use."""
-    return f"run `{settings.command('upload-data FILE')}`, or name the text with --data"
 
 
 def last_of_store(settings: Settings) -> str | None:
@@ -372,7 +366,7 @@ def last_of_store(settings: Settings) -> str | None:
         latest = storage.read_document(latest_uri(settings), Latest, settings)
         return None if latest is None else latest.uri
     except Damaged:
-        raise InputError(f"{latest_uri(settings)} cannot be read: {again(settings)}") from None
+        raise InputError(f"{latest_uri(settings)} cannot be read: {NO_UPLOAD}") from None
 
 
 def is_plain_text(path: Path) -> bool:

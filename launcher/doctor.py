@@ -270,13 +270,9 @@ def check_stack(patient: Patient) -> str:
     if stack is None:
         if configured:
             return "none, and none is needed: store and role are set"
-        raise Doubt(
-            f"none: `{patient.settings.command('infra deploy')}` creates a bucket and a role"
-        )
+        raise Doubt("none: `sm-nanogpt infra deploy` creates a bucket and a role")
     if not is_whole(stack.status):
-        raise Doubt(
-            f"{stack.name} is {stack.status}: `{patient.settings.command('infra show')}` shows why"
-        )
+        raise Doubt(f"{stack.name} is {stack.status}: `sm-nanogpt infra show` shows why")
     return f"{stack.name} is {stack.status}"
 
 
@@ -288,8 +284,9 @@ def check_role(patient: Patient) -> str:
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
     patient.role = patient.role or notebook_role(patient.client)
     if not patient.role:
-        deploy = patient.settings.command("infra deploy")
-        raise InputError(f"no execution role: create one with `{deploy}`, or set --role")
+        raise InputError(
+            "no execution role: create one with `sm-nanogpt infra deploy`, or set --role"
+        )
     name = patient.role.rsplit("/", 1)[-1]
     role = patient.ask("iam", "get_role", RoleName=name)["Role"]
     job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
@@ -345,7 +342,7 @@ def check_store(patient: Patient) -> str:
     patient.store = patient.settings.store or (patient.stack.store if patient.stack else "")
     if not patient.store:
         raise InputError(
-            f"no store: create one with `{patient.settings.command('infra deploy')}`, or set"
+            "no store: create one with `sm-nanogpt infra deploy`, or set"
             " --store or SM_NANOGPT_STORE to s3://bucket/prefix"
         )
     bucket, prefix = bucket_and_prefix(patient.store)
@@ -423,7 +420,7 @@ def check_permissions(patient: Patient) -> str:
         # The role of an older stack may lack new permissions.
         own = stack and (patient.role, patient.store) == (stack.role, stack.store)
         words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
-        deploy = f"update it with `{patient.settings.command(words)}`"
+        deploy = f"update it with `sm-nanogpt {words}`"
         remedy = deploy if own else "change its policies"
         raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
     if undecided:

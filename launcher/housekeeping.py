@@ -36,8 +36,9 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
     """
     backend, description = find(job_id, settings)
     if description.is_running:
-        stop = settings.command(f"stop {job_id}")
-        raise ServiceError(f"job {job_id} is {description.status}; stop it first: `{stop}`")
+        raise ServiceError(
+            f"job {job_id} is {description.status}; stop it first: `sm-nanogpt stop {job_id}`"
+        )
     if description.has_open_pool:  # AWS would refuse to delete the job, after its files are gone
         raise ServiceError(
             f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"

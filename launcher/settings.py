@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -35,16 +34,6 @@ def config_file() -> Path:
 PREFIX = "SM_NANOGPT_"
 # Variables that the runner sets for the training script.
 NO_SETTINGS = {"SM_NANOGPT_LAUNCHER"}
-
-# The options before a command, and the commands that use them; () means all. Region and profile
-# are enough to find a job by its id.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "store": ("upload-data", "launch", "doctor"),
-    "region": (),
-    "profile": (),
-    "role": ("launch", "doctor"),
-    "stack": ("upload-data", "launch", "doctor", "infra"),
-}
 
 # Locations that do not depend on the current directory.
 ABSOLUTE = re.compile(r"/|~|s3:|file:|arn:|[\w.+-]+://")
@@ -88,8 +77,6 @@ class Settings(BaseSettings):
     encrypt_traffic: bool = False
     tags: dict[str, str] = Field(default_factory=dict)
 
-    _given: dict[str, str] = PrivateAttr(default_factory=dict)  # options given before the command
-
     @field_validator("store")
     @classmethod
     def _one_place(cls, store: str) -> str:
@@ -128,20 +115,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         values = read_toml(config_file(), tables=["tags"]) if config_file().exists() else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, values)
-
-    def command(self, words: str) -> str:
-        """A command for the user to copy, with the options that were given and that it needs.
-
-        Without --region, for example, it would look for a job in another place.
-        """
-        name = words.partition(" ")[0]
-        options = [
-            word
-            for option, matters in OPTIONS.items()
-            if option in self._given and (not matters or name in matters)
-            for word in (f"--{option}", self._given[option])
-        ]
-        return " ".join(["sm-nanogpt", *map(shlex.quote, options), words])
 
     @property
     def aws_region(self) -> str:
@@ -242,7 +215,6 @@ def load_settings(**given: str | None) -> Settings:
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
         settings = Settings(**words)  # type: ignore[arg-type]
-        settings._given = words
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
         first = error.errors()[0]

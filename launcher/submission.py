@@ -47,7 +47,7 @@ def launch(job: TrainingJob, settings: Settings | None = None) -> str:
     ready = prepare(job, settings or load_settings())
     ready.upload()
     job_id = new_job_id()
-    with naming(job_id, ready.settings):
+    with naming(job_id):
         ready.submit(job_id)
     return job_id
 
@@ -106,13 +106,13 @@ def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
         region = "" if backend.session.region_name else ", and --region or AWS_REGION to a region"
         raise InputError(
             f"a dry run does not ask AWS, and no stack is known here yet: {how}{region}; or, if you"
-            f" have a stack, run `{settings.command('infra show')}` once"
+            f" have a stack, run `sm-nanogpt infra show` once"
         )
     bucket = backend.default_bucket()
     if bucket is None:
         raise InputError(
             "no store is set, and the account has no default bucket: create one with"
-            f" `{settings.command('infra deploy')}`, or {how}"
+            f" `sm-nanogpt infra deploy`, or {how}"
         )
     store = f"s3://{bucket}/sm-nanogpt"
     logger.info(f"store: {store} (the account's default SageMaker bucket)")
@@ -238,8 +238,7 @@ def ready_to_resume(
     """
     if earlier.is_running:
         raise ServiceError(
-            f"job {job.resume} is {earlier.status}; stop it first:"
-            f" `{settings.command(f'stop {job.resume}')}`"
+            f"job {job.resume} is {earlier.status}; stop it first: `sm-nanogpt stop {job.resume}`"
         )
     if earlier.checkpoint_uri is None:
         raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
@@ -429,14 +428,14 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
 
 
 @contextmanager
-def naming(job_id: str, settings: Settings) -> Iterator[None]:
+def naming(job_id: str) -> Iterator[None]:
     """Name the job when its submission is interrupted: it may run, and cost money."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"`{settings.command(f'status {job_id}')}` shows whether the job was submitted;"
-            f" `{settings.command(f'stop {job_id}')}` stops it"
+            f"`sm-nanogpt status {job_id}` shows whether the job was submitted;"
+            f" `sm-nanogpt stop {job_id}` stops it"
         ) from None
 
 

@@ -145,7 +145,7 @@ def alone(group: str, settings: Settings) -> Iterator[None]:
         except BlockingIOError:
             raise ServiceError(
                 f"another command runs sweep {group}: let it end, or stop it with"
-                f" `{settings.command(f'stop --group {group}')}`"
+                f" `sm-nanogpt stop --group {group}`"
             ) from None
         yield
 
@@ -272,7 +272,7 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
         ServiceError: the store or the service failed. The jobs that run keep running.
     """
     backend = backend_for(sweep.job.instance, settings)
-    again = settings.command(f"launch --resume {group}")
+    again = f"sm-nanogpt launch --resume {group}"
     found = tries_of(backend.list(), group)
     mark, stopped, running = "", False, dict[int, str]()
     if found:
@@ -301,7 +301,7 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
                 continue
             ready.upload()
             job_id = next_id(group, number, tries)
-            with naming(job_id, settings):
+            with naming(job_id):
                 ready.submit(job_id)
             running[number] = job_id
             mark = mark or stop_mark(job_id, group, backend, settings)

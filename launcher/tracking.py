@@ -69,7 +69,7 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
         InputError: the job is not on this machine, and SageMaker cannot be asked.
         ServiceError: there is no such job.
     """
-    known = f"`{settings.command('jobs')}` lists the jobs"
+    known = "`sm-nanogpt jobs` lists the jobs"
     if not JOB_ID.fullmatch(job_id):
         raise ServiceError(
             f"there is no job {job_id!r}: an id has at most 63 letters, digits and dashes; {known}"
@@ -266,22 +266,21 @@ def wait(
         time.sleep(backend.poll_seconds)
         ask = partial(backend.describe, job_id)
         local = description.instance == "local"
-        again = settings.command(f"logs {job_id} --follow")
+        again = f"sm-nanogpt logs {job_id} --follow"
         now = ask() if local else patiently(ask, again, deadline)
         if now is None:
             raise ServiceError(
-                f"job {job_id} was deleted before it ended; `{settings.command('jobs')}` lists the"
-                " jobs"
+                f"job {job_id} was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
             )
         description = now
     return description
 
 
-def explain(description: JobDescription, settings: Settings) -> str:
+def explain(description: JobDescription) -> str:
     """How a job ended, why, and what to do next, in one line."""
     reason = reason_of(description)
     outcome = f"job {description.job_id} {description.status.lower()}"
-    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
+    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description)}"
 
 
 def reason_of(description: JobDescription) -> str | None:
@@ -293,12 +292,14 @@ def reason_of(description: JobDescription) -> str | None:
     return reason
 
 
-def next_step(description: JobDescription, settings: Settings) -> str:
+def next_step(description: JobDescription) -> str:
     """The likely next command for a job that has ended."""
     job_id = description.job_id
     if description.status == "Completed":
-        return f"next: {settings.command(f'fetch-and-sample {job_id}')}"
+        return f"next: sm-nanogpt fetch-and-sample {job_id}"
     if description.checkpoint_uri is not None:
-        resume = settings.command(f"launch --resume {job_id}")
-        return f"resume from its checkpoint of step {description.checkpoint_step}: `{resume}`"
-    return f"it left no checkpoint; read its log: `{settings.command(f'logs {job_id}')}`"
+        return (
+            f"resume from its checkpoint of step {description.checkpoint_step}:"
+            f" `sm-nanogpt launch --resume {job_id}`"
+        )
+    return f"it left no checkpoint; read its log: `sm-nanogpt logs {job_id}`"

@@ -31,7 +31,7 @@ import launcher
 from entry_point.config import Config, make_config
 from launcher import ServiceError, TrainingJob, storage
 from launcher import cli as commands
-from launcher.cli.show import byte_progress
+from launcher.cli.show import byte_progress, with_options
 from launcher.job import LOCAL_FIELDS, option
 
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}
@@ -708,3 +708,25 @@ def test_hyperparameters_lists_the_scripts_hyperparameters(
     assert listed == names
     edited = launching.edited(tmp_path / "my", ('"a set of hyper', '"one set of hyper'))
     assert cli("hyperparameters", "--entry-point", str(edited)).code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("status ID", "--region us-east-1 --profile 'of mine'"),
+        ("upload-data", "--store s3://words --region us-east-1 --profile 'of mine' --stack other"),
+        ("infra show", "--region us-east-1 --profile 'of mine' --stack other"),
+    ],
+)
+def test_a_suggested_command_repeats_the_options_it_needs(command: str, said: str) -> None:
+    words = {
+        "stack": "other",
+        "profile": "of mine",
+        "region": "us-east-1",
+        "store": "s3://words",
+        "role": "",
+    }
+    with click.Context(commands.cli, obj=words):
+        assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {said} {command}`"
+    with click.Context(commands.cli, obj={}):
+        assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {command}`"

@@ -221,7 +221,7 @@ def test_the_cost_of_earlier_jobs_lowers_the_ceiling() -> None:
 def test_advice_after_a_time_limit_names_the_ceiling() -> None:
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
     stopped = description(status="Stopped", failure_reason="MaxRuntimeExceeded")
-    told = explain(stopped, Settings())
+    told = explain(stopped)
     assert "--max-run" in told
     assert "--max-cost" in told
 

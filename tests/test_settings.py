@@ -75,29 +75,6 @@ def test_the_command_line_overrides_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("status ID", "--region us-east-1 --profile 'of mine'"),
-        ("upload-data", "--store s3://words --region us-east-1 --profile 'of mine' --stack other"),
-        ("infra show", "--region us-east-1 --profile 'of mine' --stack other"),
-    ],
-)
-def test_a_suggested_command_repeats_the_options_it_needs(
-    home: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
-) -> None:
-    words = {
-        "stack": "other",
-        "profile": "of mine",
-        "region": "us-east-1",
-        "store": "s3://words",
-        "role": "",
-    }
-    assert load_settings(**words).command(command) == f"sm-nanogpt {said} {command}"
-    monkeypatch.setenv("SM_NANOGPT_REGION", "us-east-1")  # which holds for the next command too
-    assert load_settings().command(command) == f"sm-nanogpt {command}"
-
-
-@pytest.mark.parametrize(
     ("text", "named"),
     [
         ("store = 3", "store"),

@@ -100,9 +100,7 @@ class Deployment:
         """
         there = self.changeable()
         if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
-            raise ServiceError(
-                f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there, self.settings)}"
-            )
+            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
         raw = None if there is None or there["StackStatus"] == REVIEW else there
         known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
         given = {
@@ -145,7 +143,7 @@ class Deployment:
         if not is_our_stack(raw):
             raise InputError(not_ours(raw))
         if raw["StackStatus"].endswith("_IN_PROGRESS"):
-            then = remedy(raw, self.settings)
+            then = remedy(raw)
             raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {then}")
         return raw
 
@@ -335,8 +333,9 @@ class Deployment:
                     return str(status)
                 time.sleep(POLL_SECONDS)
         except (KeyboardInterrupt, ServiceError):
-            how = self.settings.command("infra show")
-            logger.info(f"CloudFormation continues by itself; `{how}` shows its progress")
+            logger.info(
+                "CloudFormation continues by itself; `sm-nanogpt infra show` shows its progress"
+            )
             raise
 
     def failure(self, stack_id: str) -> str:

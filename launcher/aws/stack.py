@@ -105,8 +105,9 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
 
 
 def no_stack(settings: Settings, region: str) -> Missing:
-    deploy = settings.command("infra deploy")
-    return Missing(f"there is no stack {settings.stack} in {region}: `{deploy}` creates it")
+    return Missing(
+        f"there is no stack {settings.stack} in {region}: `sm-nanogpt infra deploy` creates it"
+    )
 
 
 def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
@@ -131,7 +132,7 @@ def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
     if not is_our_stack(raw):
         raise ServiceError(not_ours(raw))
     if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
-        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw, settings)}")
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
     return Stack(
         name=name,
         status=status,
@@ -168,15 +169,14 @@ def not_ours(raw: dict[str, Any]) -> str:
     )
 
 
-def remedy(raw: dict[str, Any], settings: Settings) -> str:
+def remedy(raw: dict[str, Any]) -> str:
     """What to do about a stack that cannot be used or changed now."""
     name, status = raw["StackName"], raw["StackStatus"]
     if status.endswith("_IN_PROGRESS"):
         return "try again when that has ended"
     if status == "UPDATE_ROLLBACK_FAILED":
         return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
-    deploy = settings.command("infra deploy")
-    return f"`{deploy}` deletes it and creates it again"
+    return "`sm-nanogpt infra deploy` deletes it and creates it again"
 
 
 def remember(settings: Settings, region: str, stack: Stack | None) -> None:

@@ -181,7 +181,7 @@ class SageMakerBackend:
             )
         if not self.settings.role and not dry_run:
             raise InputError(
-                f"no execution role: `{self.settings.command('infra deploy')}` creates one, or set"
+                "no execution role: `sm-nanogpt infra deploy` creates one, or set"
                 " --role or SM_NANOGPT_ROLE to its ARN (SageMaker uses this role to read and write"
                 " the store and to delete checkpoints there)"
             )
@@ -189,7 +189,7 @@ class SageMakerBackend:
         if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
             raise InputError(
                 f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
-                f" VPC: allow it with `{self.settings.command('infra deploy --vpc')}`, or set"
+                f" VPC: allow it with `sm-nanogpt infra deploy --vpc`, or set"
                 " another --role"
             )
         return Plan(
@@ -270,8 +270,9 @@ class SageMakerBackend:
                 except ServiceError:
                     refused = False
             if not refused:
-                show = self.settings.command(f"status {job_id}")
-                raise ServiceError(f"{error}; `{show}` shows whether the job exists") from None
+                raise ServiceError(
+                    f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
+                ) from None
             if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
                 self.remove_files(job_id, plan)
             raise
@@ -413,7 +414,7 @@ class SageMakerBackend:
             yield from ((stream, message) for _, stream, message in events)
             return
         seen = {}
-        again = self.settings.command(f"logs {job_id} --follow")
+        again = f"sm-nanogpt logs {job_id} --follow"
         heard, ended, pending = time.monotonic(), False, False
         while True:
             raw, events, seen = patiently(partial(self.news, job_id, seen), again)

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import click
@@ -120,6 +120,7 @@ def run(arguments: list[str] | None = None) -> int:
         return complete(instruction)
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words  # wherever it stands
+    root: click.Context | None = None
     try:
         if sys.stdout is None:  # as `>&-` leaves it
             raise InputError(
@@ -132,11 +133,9 @@ def run(arguments: list[str] | None = None) -> int:
         with (
             signals_as_ctrl_c(),
             logs_shown(),
-            cli.make_context(
-                "sm-nanogpt", [word for word in words if word != "--debug"]
-            ) as context,
+            cli.make_context("sm-nanogpt", [word for word in words if word != "--debug"]) as root,
         ):
-            cli.invoke(context)
+            cli.invoke(root)
         sys.stdout.flush()
         return 0
     except click.exceptions.Exit as error:
@@ -145,7 +144,8 @@ def run(arguments: list[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except (KeyboardInterrupt, click.Abort) as error:
-        note(": ".join(["interrupted", *map(str, error.args)]))
+        with root or nullcontext():
+            note(": ".join(["interrupted", *map(str, error.args)]))
         return 1
     except BrokenPipeError:
         silence(sys.stdout)  # `| head` is not a failure
@@ -153,7 +153,8 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if debug and not isinstance(error, click.ClickException):
             traceback.print_exc()
-        note(f"error: {' '.join(message_of(error).splitlines())}")
+        with root or nullcontext():
+            note(f"error: {' '.join(message_of(error).splitlines())}")
         return 2 if isinstance(error, (InputError, click.ClickException)) else 1
 
 

@@ -8,7 +8,7 @@ import sys
 import click
 
 from launcher.cli.options import JSON, Command, settings_of
-from launcher.cli.show import note, print_json, shown
+from launcher.cli.show import note, print_json, shown, with_options
 from launcher.errors import ServiceError
 
 
@@ -38,7 +38,7 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
     check_instance(instance)
 
     def show(result: str, check: str, text: str) -> None:
-        click.echo(shown(f"{result:<8} {check + ':':<15} {text}"))
+        click.echo(shown(f"{result:<8} {check + ':':<15} {with_options(text)}"))
         sys.stdout.flush()
 
     findings, left_out = [], []
@@ -56,6 +56,6 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
         show(WARNING, "not checked", f"{', '.join(left_out)} (needs a check that failed)")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
     if failed and instance != "local" and not settings.reaches_aws:
-        note(f"`{settings.command('doctor --instance local')}` checks only this machine")
+        note("`sm-nanogpt doctor --instance local` checks only this machine")
     if failed:
         raise ServiceError(f"failed: {', '.join(failed)}")

@@ -89,7 +89,7 @@ def infra_deploy_command(
     made = deployment.execute(planned)
     print_stack(made)
     note(f"to let others launch jobs, attach the policy {made.policy}")
-    note(f"next: {deployment.settings.command('upload-data')}")
+    note("next: sm-nanogpt upload-data")
 
 
 @infra_group.command("show")

@@ -96,7 +96,7 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
     from launcher.aws.money import usd
 
     if not found:
-        note(f"no jobs yet: {settings.command('launch --instance local')}")
+        note("no jobs yet: sm-nanogpt launch --instance local")
         return
     heads = "JOB-ID,STATE,INSTANCE,STEP,BEST LOSS,BITS/BYTE,COST,DATA,SETTINGS"
     rows = [heads.split(",")]
@@ -192,7 +192,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     else:
         note(f"no curve: {trouble}")
     if not d.is_running:
-        note(next_step(d, settings))
+        note(next_step(d))
     last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
     if last:
         click.echo("last lines of its log:")
@@ -334,7 +334,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the job keeps running") from None
     if description.status != "Completed":
-        raise ServiceError(explain(description, settings))
+        raise ServiceError(explain(description))
     note(f"job {job_id} completed")
 
 
@@ -367,13 +367,12 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
         for description in stop_all(group, tries, settings):
             note(f"stopping {description.job_id}")
             wait(description.job_id, settings)
-        again = settings.command(f"launch --resume {group}")
-        note(f"sweep {group} is stopped; `{again}` continues it")
+        note(f"sweep {group} is stopped; `sm-nanogpt launch --resume {group}` continues it")
         return
     assert job_id is not None
     local = stop(job_id, settings).instance == "local"
     note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
     description = wait(job_id, settings)
     if description.status == "Failed":
-        raise ServiceError(explain(description, settings))
-    note(explain(description, settings))
+        raise ServiceError(explain(description))
+    note(explain(description))

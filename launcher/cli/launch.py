@@ -250,7 +250,7 @@ def launch_command(
     if "resume" not in given:
         if "instance" not in given and not aws_session(settings).region_name:
             raise InputError(
-                f"no region: `{settings.command('launch --instance local')}` trains on this"
+                "no region: `sm-nanogpt launch --instance local` trains on this"
                 " machine; for SageMaker, set --region, SM_NANOGPT_REGION or AWS_REGION"
             )
         given.setdefault("instance", "ml.g5.12xlarge")
@@ -284,7 +284,7 @@ def launch_command(
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     with byte_progress("upload") as progress:
         ready.upload(progress)
-    with naming(job_id, settings):
+    with naming(job_id):
         ready.submit(job_id)
         try:
             click.echo(job_id)
@@ -293,19 +293,20 @@ def launch_command(
             silence(sys.stdout)  # else the flush at exit fails too
             raise ServiceError(
                 f"{error.strerror or error}: cannot print the job id, {job_id};"
-                f" `{settings.command(f'stop {job_id}')}` stops it"
+                f" `sm-nanogpt stop {job_id}` stops it"
             ) from None
     if link := ready.backend.console_link(job_id):
         note(f"console: {link}")
     if follow or (follow is None and local):
         follow_job(job_id, settings, stops=local)
     else:
-        fetch = settings.command(f"fetch-and-sample {job_id}")
-        note(f"{how_to_follow(job_id, settings)}; when it has completed: {fetch}")
+        note(
+            f"{how_to_follow(job_id)}; when it has completed: sm-nanogpt fetch-and-sample {job_id}"
+        )
 
 
-def how_to_follow(job_id: str, settings: Settings) -> str:
-    return f"`{settings.command(f'logs {job_id} --follow')}` follows it"
+def how_to_follow(job_id: str) -> str:
+    return f"`sm-nanogpt logs {job_id} --follow` follows it"
 
 
 def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
@@ -325,7 +326,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not interrupted:
             silence(sys.stderr)
         if not stops:
-            note(f"the job keeps running; {how_to_follow(job_id, settings)}")
+            note(f"the job keeps running; {how_to_follow(job_id)}")
             return
         if describe(job_id, settings).is_running:
             stop(job_id, settings)
@@ -338,10 +339,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
                 stop(job_id, settings)
     description = wait(job_id, settings)
     if description.status == "Stopped" and interrupted:
-        raise KeyboardInterrupt(explain(description, settings))
+        raise KeyboardInterrupt(explain(description))
     if description.status != "Completed":
-        raise ServiceError(explain(description, settings))
-    note(next_step(description, settings))
+        raise ServiceError(explain(description))
+    note(next_step(description))
 
 
 @click.command("hyperparameters", cls=Command)
@@ -361,8 +362,7 @@ def hyperparameters_command(entry_point: str | None) -> None:
 
 @click.command("copy-script", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default="my_gpt")
-@click.pass_context
-def copy_script_command(context: click.Context, directory: Path) -> None:
+def copy_script_command(directory: Path) -> None:
     """Copy the training folder to DIR (default: my_gpt). Edit the model or the recipe there.
 
     \b
@@ -379,5 +379,7 @@ def copy_script_command(context: click.Context, directory: Path) -> None:
     except OSError as error:
         raise InputError(f"{directory}: {error.strerror}") from None
     click.echo(directory)
-    launch = settings_of(context).command(f"launch --instance local --entry-point {directory}")
-    note(f"next: edit a file in {directory}, then run {launch}")
+    note(
+        f"next: edit a file in {directory}, then run"
+        f" sm-nanogpt launch --instance local --entry-point {directory}"
+    )

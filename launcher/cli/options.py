@@ -19,7 +19,8 @@ def settings_of(context: click.Context, **given: str | None) -> Settings:
     """The settings; a command's own options override those before the command."""
     from launcher.settings import load_settings
 
-    return load_settings(**{**context.obj, **{name: v for name, v in given.items() if v}})
+    context.obj |= {name: value for name, value in given.items() if value}
+    return load_settings(**context.obj)
 
 
 class Command(click.Command):
@@ -75,8 +76,11 @@ class Command(click.Command):
         for each in ids:
             if record_of(each, settings).exists():
                 takes = any(parameter.name == "group" for parameter in self.params)
-                group = settings.command(f"{self.name if takes else 'jobs'} --group {each}")
-                raise InputError(f"{each} is a sweep: use `{group}`, or one of its jobs, {each}-1")
+                name = self.name if takes else "jobs"
+                raise InputError(
+                    f"{each} is a sweep: use `sm-nanogpt {name} --group {each}`, or one of its"
+                    f" jobs, {each}-1"
+                )
 
 
 class Group(Command, click.Group):

@@ -55,8 +55,10 @@ def report_command(
         drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
         job_ids = tuple(d.job_id for d in drawn)
         if not job_ids:
-            jobs = settings.command(f"jobs --group {group}")
-            raise ServiceError(f"no job of this sweep has a curve yet; `{jobs}` lists them")
+            raise ServiceError(
+                f"no job of this sweep has a curve yet; `sm-nanogpt jobs --group {group}` lists"
+                " them"
+            )
         for d in found:
             if d not in drawn:
                 note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")

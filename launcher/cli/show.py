@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -27,6 +29,16 @@ if TYPE_CHECKING:
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 LONGEST = 1000  # characters of one message
 
+# The options before a command, and the commands that use them; () means all. Region and profile
+# are enough to find a job by its id.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "store": ("upload-data", "launch", "doctor"),
+    "region": (),
+    "profile": (),
+    "role": ("launch", "doctor"),
+    "stack": ("upload-data", "launch", "doctor", "infra"),
+}
+
 
 def shown(text: str) -> str:
     """Escape the control characters of a text and cut the middle of a long one.
@@ -39,9 +51,32 @@ def shown(text: str) -> str:
     return text
 
 
+def with_options(text: str) -> str:
+    """Add to the commands that a message names the options that the user gave before the command.
+
+    Without --region, for example, they would look for a job in another place.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return text
+    root = context.find_root()
+    given = {name: value for name, value in (root.obj or {}).items() if value}
+    if "://" not in given.get("store", "://"):
+        given["store"] = str(Path(given["store"]).expanduser().absolute())
+
+    def add(found: re.Match[str]) -> str:
+        command = found[1]
+        used = [name for name, users in OPTIONS.items() if not users or command in users]
+        words = [word for name in used if name in given for word in (f"--{name}", given[name])]
+        return " ".join(["sm-nanogpt", *map(shlex.quote, words), command])
+
+    commands = "|".join(getattr(root.command, "commands", ()))
+    return re.sub(rf"\bsm-nanogpt ({commands})\b", add, text)
+
+
 def note(text: str) -> None:
     """Print a message to stderr."""
-    click.echo(shown(text), err=True)
+    click.echo(shown(with_options(text)), err=True)
 
 
 class Screen(logging.Handler):

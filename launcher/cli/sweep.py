@@ -158,7 +158,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
     steps: dict[int, float] = {}
     newest: dict[int, JobDescription] = {}  # which SageMaker's list may not know yet
     limited = ""
-    again = settings.command(f"launch --resume {group}")
+    again = f"sm-nanogpt launch --resume {group}"
     bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {postfix}", disable=None)
     try:
         with bar:

@@ -106,4 +106,4 @@ def state(
 
     if job_id not in backends or (settings.jobs_dir / job_id).exists():
         return ask()
-    return patiently(ask, settings.command(f"logs {job_id} --follow"))
+    return patiently(ask, f"sm-nanogpt logs {job_id} --follow")

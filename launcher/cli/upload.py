@@ -72,7 +72,7 @@ def upload_data_command(
         if not source.exists():
             raise InputError(
                 f"{path}: no such file or directory; without a PATH,"
-                f" `{settings.command('upload-data')}` downloads tiny Shakespeare"
+                f" `sm-nanogpt upload-data` downloads tiny Shakespeare"
             )
     wanted = is_plain_text
     if tokenizer:
@@ -99,7 +99,7 @@ def upload_data_command(
     else:
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
-    note(f"next: {settings.command('launch --instance local' if near else 'launch')}")
+    note(f"next: sm-nanogpt launch{' --instance local' * near}")
 
 
 def built_in_text(corpus: str | None, settings: Settings) -> Path:
