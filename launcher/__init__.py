@@ -1,9 +1,9 @@
 """Train a GPT of your own in three calls, on Amazon SageMaker or on this machine.
 
-    from launcher import TrainingJob, launch, sample, upload_data, wait
+    from launcher import Request, launch, sample, upload_data, wait
 
     data = upload_data("input.txt")
-    job_id = launch(TrainingJob(instance="local", data=data.uri, preset="cpu"))
+    job_id = launch(Request(instance="local", data=data.uri, preset="cpu"))
     wait(job_id)
     print(sample(job_id, prompt="ROMEO:")[0])
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from launcher.artefacts import fetch_model
     from launcher.corpus import Upload, upload_data
     from launcher.errors import InputError, ServiceError
-    from launcher.job import JobDescription, TrainingJob
+    from launcher.job import JobDescription, Request
     from launcher.sampling import load_model, sample, stream_samples
     from launcher.settings import Settings
     from launcher.submission import launch
@@ -55,7 +55,7 @@ _MODULE = {
     "InputError": "errors",
     "ServiceError": "errors",
     "JobDescription": "job",
-    "TrainingJob": "job",
+    "Request": "job",
     "load_model": "sampling",
     "sample": "sampling",
     "stream_samples": "sampling",
@@ -72,9 +72,9 @@ _MODULE = {
 __all__ = [
     "InputError",
     "JobDescription",
+    "Request",
     "ServiceError",
     "Settings",
-    "TrainingJob",
     "Upload",
     "describe",
     "fetch_model",

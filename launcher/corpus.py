@@ -151,12 +151,8 @@ def place(store: str) -> str:
     return storage.to_uri(store).rstrip("/")
 
 
-def survey(
-    path: str | Path, settings: Settings, offline: bool = False
-) -> tuple[Upload, list[Path]]:
+def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
     """Read text and return the data set that it makes, and its local files. Sends nothing.
-
-    offline does not ask the store whether the data set is there.
 
     Raises:
         InputError: as upload_data.
@@ -168,7 +164,7 @@ def survey(
     upload = Upload(
         uri=uri,
         files=tuple(name for name, _ in files),
-        uploaded=offline or find_upload(uri, settings) is None,
+        uploaded=not is_there(uri, settings),
         vocabulary_size=len(text.vocabulary),
         **asdict(text),
     )
@@ -300,6 +296,11 @@ def find_upload(uri: str, settings: Settings) -> Upload | None:
     return upload if complete else None
 
 
+def is_there(uri: str, settings: Settings) -> bool:
+    """Whether a data set is complete at a URI. A dry run does not ask, and takes it as missing."""
+    return not settings.offline and find_upload(uri, settings) is not None
+
+
 def read_manifest(uri: str, settings: Settings) -> Upload | None:
     """What was uploaded to a URI, whether or not it is still complete."""
     if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
@@ -310,22 +311,18 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
         return None
 
 
-def last_upload(
-    settings: Settings,
-    offline: bool = False,
-    local: bool = False,
-) -> str:
+def last_upload(settings: Settings, local: bool = False) -> str:
     """The URI of the data set that a launch without --data uses.
 
     This is the last upload from this machine: to the store that is set, or kept here because AWS
     could not be asked; to any store if none is set. Without one, it is the last upload to the store
     by anyone. A local job uses the text on this machine if the choice is unclear, or if S3 cannot
-    be asked. Offline, no remote store is asked.
+    be asked. A dry run asks no remote store.
 
     Raises:
         InputError: nothing was uploaded, it is incomplete, or the choice is unclear.
     """
-    here, there = place(settings.local_store), place(settings.data_store)
+    here, there, offline = place(settings.local_store), place(settings.data_store), settings.offline
     noted = read_noted(settings)
     places = (there, here) if storage.local_path(settings.data_store) is None else (there,)
     mine = [uri for store, uri in noted.items() if not settings.store or store in places]

@@ -43,7 +43,7 @@ from launcher.backends.request import sdk_version
 from launcher.backends.sagemaker import LOG_GROUP, machines_of, notebook_role, search_jobs
 from launcher.corpus import last_upload
 from launcher.errors import InputError, ServiceError
-from launcher.job import TrainingJob
+from launcher.job import Request
 from launcher.settings import Settings
 from launcher.submission import launch
 from launcher.tracking import wait
@@ -194,7 +194,7 @@ def check_training(patient: Patient) -> str:
         text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")
         settings = patient.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
-        job_id = launch(TrainingJob(data=str(text), hyperparameters=tiny), settings)
+        job_id = launch(Request(data=str(text), hyperparameters=tiny), settings)
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:

@@ -1,4 +1,5 @@
-"""A job as validated data: TrainingJob says what to run, JobDescription how it stands.
+"""A job as validated data: Request says what a user asks for, TrainingJob what runs, and
+JobDescription how it stands.
 
 How and where a job runs is up to `backends`. Used by submission, tracking and the backends.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_RUN = 3600  # seconds
 DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 # Fields that local jobs have; the others are for SageMaker only.
@@ -59,12 +61,21 @@ def option(name: str) -> str:
 
 # -- what to run -----------------------------------------------------------------------------------
 
+Instances = Annotated[int, Field(ge=1, le=100)]
+Processes = Annotated[int, Field(ge=1, le=1024)]
+Seconds = Annotated[int, Field(ge=60, le=LONGEST_RUN)]
+Dollars = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Gibibytes = Annotated[int, Field(ge=1, le=16_384)]
+Launcher = Literal["pytorchddp", "torchrun"]
+InputMode = Literal["File", "FastFile"]
 
-class TrainingJob(BaseModel):
-    """One run: what to train, on which text, and where.
 
-    hyperparameters override the preset. `config()` validates both with the training script's own
-    Config, so that a launch and the container report the same errors.
+class Request(BaseModel):
+    """What a user asks for: what to train, on which text, and where.
+
+    None is a field that is left out, which `launch` chooses. hyperparameters override the preset.
+    `config()` validates both with the training folder's own Config, so that a launch and the
+    container report the same errors.
 
     Raises:
         InputError: a field is invalid, or AWS would refuse the job.
@@ -72,44 +83,37 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str = "local"  # or SageMaker types; default with `resume`: the earlier job's
-    instance_count: int = Field(default=1, ge=1, le=100)
-    processes_per_instance: int | None = Field(default=None, ge=1, le=1024)
+    instance: str | None = None  # SageMaker types; None: as before with `resume`, else "local"
+    instance_count: Instances | None = None
+    processes_per_instance: Processes | None = None
     data: str | None = None  # URI or path; None: the last upload
     validation: str | None = None
     preset: str | None = None
     hyperparameters: dict[str, Scalar] = Field(default_factory=dict)
     entry_point: Path | None = None  # training folder; None: that of this package
-    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")  # set at launch
-    init_from: str | None = None  # model to start from: job id, directory or URI; a URI at launch
+    init_from: str | None = None  # model to start from: job id, directory or URI
     resume: str | None = None  # id of the job whose checkpoints to continue from
 
     # For SageMaker only. Times are in seconds.
-    launcher: Literal["pytorchddp", "torchrun"] = "pytorchddp"
-    pytorch_version: str = DEFAULT_VERSION
+    launcher: Launcher | None = None
+    pytorch_version: str | None = None
     image_uri: str | None = None  # None: AWS's image of that version
-    max_cost: float | None = Field(
-        default=None, gt=0, le=1e9, allow_inf_nan=False
-    )  # USD, including the earlier jobs of `resume`
-    max_run: int = Field(default=3600, ge=60, le=LONGEST_RUN)
-    affordable_run: int | None = Field(default=None, ge=60)  # set at launch, from the cost ceiling
-    worst_cost: float | None = None  # USD, set at launch; None: no known price
-    spot: bool = False
-    max_wait: int | None = Field(
-        default=None, ge=60, le=LONGEST_RUN
-    )  # None: twice max_run, up to 28 days
-    keep_alive: int | None = Field(default=None, ge=1, le=3600)
-    volume_size: int = Field(default=50, ge=1, le=16_384)  # GiB
-    input_mode: Literal["File", "FastFile"] = "File"  # of the text; a model is always copied
+    max_cost: Dollars | None = None  # USD, including the earlier jobs of `resume`
+    max_run: Seconds | None = None  # None: an hour, or what the cost ceiling allows
+    spot: bool | None = None
+    max_wait: Seconds | None = None  # None: twice the time limit, up to 28 days
+    keep_alive: Annotated[int, Field(ge=1, le=3600)] | None = None
+    volume_size: Gibibytes | None = None
+    input_mode: InputMode | None = None  # of the text; a model is always copied
     environment: dict[str, str] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     kms_key: str | None = None
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
-    network_isolation: bool = False
-    encrypt_traffic: bool = False  # between hosts
+    network_isolation: bool | None = None
+    encrypt_traffic: bool | None = None  # between hosts
 
-    _taken_over: frozenset[str] = PrivateAttr(default=frozenset())  # fields from the resumed job
+    _inherited: frozenset[str] = PrivateAttr(default=frozenset())  # fields of the resumed job
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -119,20 +123,23 @@ class TrainingJob(BaseModel):
             name, *inner = (str(part) for part in first["loc"])
             if name == "hyperparameters" and inner:
                 name = inner[0]
+            if first["type"] == "missing":
+                raise InputError(f"{name} is missing") from None
             unknown = first["type"] == "extra_forbidden"
             problem = "there is no such field" if unknown else must_be(first["msg"])
             raise InputError(f"{name}={first['input']!r}: {problem}") from None
 
     @model_validator(mode="after")
-    def _refuse_what_aws_refuses(self) -> TrainingJob:
+    def _refuse_what_aws_refuses(self) -> Self:
         check_instances(self.instances)
-        local = self.instance == "local"
-        given = {name for name in self.model_fields_set if getattr(self, name) is not False}
-        cloud = given - LOCAL_FIELDS  # a False needs nothing of SageMaker
+        given = self.given()
+        cloud = {name for name in given if given[name] is not False} - LOCAL_FIELDS
+        open_instance = self.instance is None and self.resume is not None
+        run = self.max_run or (None if self.max_cost else DEFAULT_RUN)
         problem = None
-        if local and cloud and not self.instance_is_open:
+        if self.is_local and cloud and not open_instance:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
-        elif not local and self.processes_per_instance is not None:
+        elif not self.is_local and self.processes_per_instance is not None:
             problem = (
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
             )
@@ -144,8 +151,8 @@ class TrainingJob(BaseModel):
             problem = "--spot takes one --instance type; use --on-demand for several"
         elif self.max_wait is not None and not self.spot:
             problem = "--max-wait is for --spot jobs"
-        elif self.max_wait is not None and self.max_wait < self.max_run and not self.limit_is_open:
-            problem = f"--max-wait {self.max_wait} must be at least --max-run {self.max_run}"
+        elif self.max_wait is not None and run is not None and self.max_wait < run:
+            problem = f"--max-wait {self.max_wait} must be at least --max-run {run}"
         elif self.spot and self.keep_alive is not None:
             problem = "--keep-alive and --spot cannot be combined"
         elif bool(self.subnets) != bool(self.security_group_ids):
@@ -160,31 +167,29 @@ class TrainingJob(BaseModel):
             raise InputError(problem)
         return self
 
+    def given(self) -> dict[str, Any]:
+        """The fields that are not left out."""
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return {name: value for name, value in values.items() if value not in (None, (), {})}
+
+    def replaced(self, **values: Any) -> Self:
+        """This with other values, validated together."""
+        new = type(self)(**{**self.given(), **values})
+        new._inherited = self._inherited
+        return new
+
+    @property
+    def is_local(self) -> bool:
+        return self.instance in (None, "local")
+
     @property
     def instances(self) -> tuple[str, ...]:
         """The instance types; the job runs on the first that has capacity."""
-        return types_of(self.instance)
-
-    @property
-    def instance_is_open(self) -> bool:
-        """Whether the instance type is to come from the job that this one resumes."""
-        return self.resume is not None and "instance" not in self.model_fields_set
-
-    @property
-    def limit_is_open(self) -> bool:
-        """Whether the cost ceiling is to set the time limit."""
-        return self.max_cost is not None and "max_run" not in self.model_fields_set
+        return types_of(self.instance or "local")
 
     def origin(self, name: str) -> str:
         """A suffix for messages: which job a field was taken over from."""
-        return f" of job {self.resume}" if name in self._taken_over else ""
-
-    @property
-    def time_limit(self) -> int:
-        """Seconds that the job may run: the smallest of its limits."""
-        own = DAY if self.limit_is_open else self.max_run
-        limits = (own, self.affordable_run, self.max_wait)
-        return min(limit for limit in limits if limit is not None)
+        return f" of job {self.resume}" if name in self._inherited else ""
 
     @property
     def source(self) -> Source:
@@ -224,7 +229,7 @@ class TrainingJob(BaseModel):
         return {name: getattr(config, name) for name in {**preset, **given}}
 
     def config(self, world_size: int, base: Mapping[str, Scalar] | None = None) -> Any:
-        """The script's Config of this job; base replaces the defaults.
+        """The script's Config; base replaces the defaults.
 
         Raises:
             InputError: a hyperparameter is unknown or invalid, or world_size processes cannot
@@ -239,7 +244,32 @@ class TrainingJob(BaseModel):
             raise InputError(f"{error}{of_launch}") from None
         return config
 
-    def check_resumable(self, before: TrainingJob, earlier: JobDescription) -> None:
+
+class TrainingJob(Request):
+    """What runs: a Request with every choice made, as job.json keeps it."""
+
+    instance: str = "local"
+    instance_count: Instances = 1
+    data: str  # URI, as are validation and init_from
+    source_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    launcher: Launcher = "pytorchddp"
+    pytorch_version: str = DEFAULT_VERSION
+    affordable_run: Annotated[int, Field(ge=60)] | None = None  # seconds, by the cost ceiling
+    worst_cost: float | None = None  # USD; None: no known price
+    spot: bool = False
+    volume_size: Gibibytes = 50
+    input_mode: InputMode = "File"
+    network_isolation: bool = False
+    encrypt_traffic: bool = False
+
+    @property
+    def time_limit(self) -> int:
+        """Seconds that the job may run: the smallest of its limits."""
+        own = self.max_run or (DAY if self.max_cost else DEFAULT_RUN)
+        limits = (own, self.affordable_run, self.max_wait)
+        return min(limit for limit in limits if limit is not None)
+
+    def check_resumable(self, before: Request, earlier: JobDescription) -> None:
         """Raise InputError unless this job can continue from `before`, described by `earlier`.
 
         A job that reached its last step without writing a model may be resumed to write it.

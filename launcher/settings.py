@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -77,6 +77,8 @@ class Settings(BaseSettings):
     encrypt_traffic: bool = False
     tags: dict[str, str] = Field(default_factory=dict)
 
+    _offline: bool = PrivateAttr(default=False)
+
     @field_validator("store")
     @classmethod
     def _one_place(cls, store: str) -> str:
@@ -115,6 +117,17 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         values = read_toml(config_file(), tables=["tags"]) if config_file().exists() else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, values)
+
+    def for_a_dry_run(self) -> Settings:
+        """These settings, with which nothing asks AWS what it could only confirm."""
+        offline = self.model_copy()
+        offline._offline = True
+        return offline
+
+    @property
+    def offline(self) -> bool:
+        """Whether these are for a dry run."""
+        return self._offline
 
     @property
     def aws_region(self) -> str:

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from launcher.aws.instances import GPU_MEMORY, GPUS
-from launcher.job import TrainingJob
+from launcher.job import Request, TrainingJob
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +65,16 @@ def check_readings(job: TrainingJob, tokens: int) -> None:
         )
 
 
-def fitted(job: TrainingJob, tokens: int, vocabulary_size: int) -> TrainingJob:
-    """The job with the largest preset that so many tokens of text can fill, and as many steps.
+def fitted(request: Request, tokens: int, vocabulary_size: int) -> Request:
+    """The request with the largest preset that so many tokens of text can fill, and as many steps.
 
     The smallest preset for the machine keeps at least the steps that it has.
     """
-    names = FITTING[job.instance != "local" and job.instances[0] in GPUS]
+    names = FITTING[request.instances[0] in GPUS]
     readable = READINGS * tokens
 
-    def sized(name: str) -> TrainingJob:
-        return job.model_copy(update={"preset": name})
+    def sized(name: str) -> Request:
+        return request.model_copy(update={"preset": name})
 
     def worth(name: str) -> int:
         return TOKENS_PER_PARAMETER * count_parameters(sized(name).config(1), vocabulary_size)
@@ -84,11 +84,11 @@ def fitted(job: TrainingJob, tokens: int, vocabulary_size: int) -> TrainingJob:
     step = config.batch_size * config.block_size
     steps = min(worth(chosen), readable) // step
     steps = max(steps, config.max_steps) if chosen == names[0] else max(1, steps)
-    values = {"max_steps": steps, **job.hyperparameters}
-    job = sized(chosen).model_copy(update={"hyperparameters": values})
+    values = {"max_steps": steps, **request.hyperparameters}
+    request = sized(chosen).model_copy(update={"hyperparameters": values})
     parameters = count_parameters(config, vocabulary_size)
     logger.info(
         f"preset: {chosen}, {parameters / 1e6:.1f} M parameters for {tokens / 1e6:.1f} M tokens of"
         f" text; {values['max_steps']} steps of {step} tokens"
     )
-    return job
+    return request

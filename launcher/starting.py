@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launcher import corpus, storage
 from launcher.documents import check_regular
 from launcher.errors import InputError
-from launcher.job import TrainingJob
+from launcher.job import Request
 from launcher.settings import Settings
 
 if TYPE_CHECKING:  # it imports torch
@@ -67,9 +67,7 @@ def files_of(directory: Path) -> list[Path]:
     )
 
 
-def survey(
-    named: str, directory: Path, settings: Settings, offline: bool
-) -> tuple[corpus.Upload, list[Path]]:
+def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[Path]]:
     """What `corpus.send` puts into the store, and the files here."""
     sources = files_of(directory)
     sha256 = corpus.digest_of([(path.name, path) for path in sources])
@@ -81,25 +79,25 @@ def survey(
         vocabulary_size=0,
         sha256=sha256,
         files=tuple(path.name for path in sources),
-        uploaded=offline or corpus.find_upload(uri, settings) is None,
+        uploaded=not corpus.is_there(uri, settings),
     )
     return upload, sources
 
 
-def with_values(job: TrainingJob, directory: Path) -> tuple[TrainingJob, Tokenizer]:
-    """The job with the hyperparameters that the model prescribes, and the model's tokenizer.
+def with_values(request: Request, directory: Path) -> tuple[Request, Tokenizer]:
+    """The request with the hyperparameters that the model prescribes, and the model's tokenizer.
 
     Raises:
         InputError: the script does not compute this model, or a hyperparameter differs from it.
     """
-    source = job.source
+    source = request.source
     try:
-        values = source.module("huggingface").starting_values(directory, job.hyperparameters)
+        values = source.module("huggingface").starting_values(directory, request.hyperparameters)
         tokenizer: Tokenizer = source.module("data").read_tokenizer(directory)
     except source.module("errors").TrainingError as error:
         words = str(error).replace("use that script", "name it with --entry-point DIR")
-        raise InputError(f"--init-from {job.init_from}: {words}") from None
-    return job.model_copy(update={"hyperparameters": values}), tokenizer
+        raise InputError(f"--init-from {request.init_from}: {words}") from None
+    return request.model_copy(update={"hyperparameters": values}), tokenizer
 
 
 def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Complete, check and submit a job: from a TrainingJob to a running one.
+"""Complete, check and submit a job: from a Request to a TrainingJob that runs.
 
 Called by `launch` of the command line, by the Python API and by `doctor`.
 """
@@ -13,52 +13,56 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import corpus, sizing, starting, storage
 from launcher.aws.images import TORCHRUN_ALONE, default_launcher
-from launcher.aws.instances import has_local_storage, log_instance, looks_like_gpu
+from launcher.aws.instances import has_local_storage, log_instance, looks_like_gpu, types_of
 from launcher.aws.stack import with_stack
 from launcher.backends import Backend
 from launcher.backends.sagemaker import SageMakerBackend
 from launcher.documents import check_regular
 from launcher.errors import InputError, ServiceError
-from launcher.job import JobDescription, TrainingJob
+from launcher.job import JobDescription, Request, TrainingJob
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source, keep
 from launcher.tracking import backend_for, find
 
+if TYPE_CHECKING:  # it imports torch
+    from entry_point.data import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
+NEW = {"resume", "preset", "hyperparameters"}  # what a job does not take over as it is
 
 
-def launch(job: TrainingJob, settings: Settings | None = None) -> str:
+def launch(request: Request, settings: Settings | None = None) -> str:
     """Start a training job and return its id at once.
 
     A local path as data is uploaded first; without data, the job uses the last upload. With
-    `resume`, fields that the job leaves out come from the earlier job.
+    `resume`, fields that the request leaves out come from the earlier job.
 
     Raises:
         InputError: the job cannot run; nothing was started.
         ServiceError: the store or the service failed.
         KeyboardInterrupt: names the job if it may have been submitted.
     """
-    ready = prepare(job, settings or load_settings())
+    ready = prepare(request, settings or load_settings(), new_job_id())
     ready.upload()
-    job_id = new_job_id()
-    with naming(job_id):
-        ready.submit(job_id)
-    return job_id
+    with naming(ready.job_id):
+        ready.submit()
+    return ready.job_id
 
 
 @dataclass(frozen=True)
 class Ready:
     """A job that can be submitted, complete and checked, once its texts are uploaded.
 
-    settings have the store and role that the job uses.
+    plan is what the backend decided; settings have the store and role that the job uses.
     """
 
+    job_id: str
     job: TrainingJob
     plan: Any
     channels: list[Channel]
@@ -67,24 +71,63 @@ class Ready:
 
     def upload(self, progress: storage.Progress = lambda n: None) -> None:
         """Put the texts where the job reads them."""
-        local = self.job.instance == "local"
         for channel in self.channels:
             if channel.upload is not None:
-                if channel.upload.uploaded and not local:
+                if channel.upload.uploaded and not self.job.is_local:
                     logger.info(f"upload: {channel.named} to {channel.uri}")
-                corpus.send(channel.upload, channel.sources, near(self.settings, local), progress)
+                corpus.send(channel.upload, channel.sources, self.settings, progress)
 
-    def submit(self, job_id: str) -> None:
+    def submit(self) -> None:
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
-        self.backend.submit(job_id, self.job, self.plan)
-
-    def request(self, job_id: str) -> dict[str, Any]:
-        """What `submit` would send to SageMaker."""
-        return self.backend.request(job_id, self.job, self.plan)
+        self.backend.submit(self.job_id, self.job, self.plan)
 
 
-def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
+def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
+    """Make a Request into a job that is complete and checked. Changes nothing in the store.
+
+    Raises:
+        InputError, ServiceError: as launch.
+    """
+    asked, before = request, None
+    if earlier := find_earlier(request, settings):
+        request, before = resumed(request, earlier, settings)
+    if request.is_local and settings.offline:
+        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
+    if not request.is_local:
+        settings = cloud_settings(settings)
+        request = prescribed(request, settings)
+    request = with_folder(request)
+    # The texts of a local job stay on this machine.
+    near = settings.model_copy(update={"store": ""}) if request.is_local else settings
+    model = tokenizer = None
+    if asked.init_from is not None:
+        request, model, tokenizer = started(request, asked.init_from, near)
+    if request.preset is None and not (asked.resume or asked.init_from):
+        request = with_default_preset(request)
+    if request.preset != "auto":
+        request.config(1)  # tells of a mistake before a long text is read
+    data = request.data or corpus.last_upload(settings, request.is_local)
+    texts = find_texts(data, request.validation, near)
+    if request.preset == "auto":
+        request = sizing.fitted(request, *size_of(texts["data"], near))
+    job = complete(request, texts)
+    check_device(job, "device" in asked.hyperparameters, earlier)
+    backend = backend_for(job.instance, settings)
+    job, plan = backend.plan(job_id, job)
+    if earlier is not None and before is not None:
+        job.check_resumable(before, earlier.description)
+    if tokenizer is not None:
+        for text in texts.values():
+            starting.check_known(text.named, text.upload, tokenizer, asked.init_from or "")
+    check_texts(texts, job.config(1))
+    check_size(job, texts["data"])
+    log_choices(asked, job, texts["data"])
+    channels = [*texts.values(), *([model] if model else [])]
+    return Ready(job_id, job, plan, channels, backend, near)
+
+
+def cloud_settings(settings: Settings) -> Settings:
     """The settings with a store that SageMaker can read and an execution role.
 
     They come from the settings, else the stack, else the role of the SageMaker notebook that this
@@ -94,19 +137,19 @@ def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
         InputError: there is no store.
         ServiceError: AWS cannot be asked.
     """
-    settings = with_stack(settings, offline=dry_run)
+    settings = with_stack(settings)
     backend = SageMakerBackend(settings)
-    if not settings.role and not dry_run and (role := backend.notebook_role()):
+    if not settings.role and not settings.offline and (role := backend.notebook_role()):
         logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
     if settings.store:
         return settings
     how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
-    if dry_run:
+    if settings.offline:
         region = "" if backend.session.region_name else ", and --region or AWS_REGION to a region"
         raise InputError(
             f"a dry run does not ask AWS, and no stack is known here yet: {how}{region}; or, if you"
-            f" have a stack, run `sm-nanogpt infra show` once"
+            " have a stack, run `sm-nanogpt infra show` once"
         )
     bucket = backend.default_bucket()
     if bucket is None:
@@ -119,186 +162,183 @@ def cloud_settings(settings: Settings, dry_run: bool = False) -> Settings:
     return settings.model_copy(update={"store": store})
 
 
-def near(settings: Settings, local: bool) -> Settings:
-    """The settings whose store holds a job's texts. Those of a local job stay on this machine."""
-    return settings.model_copy(update={"store": ""}) if local else settings
-
-
-def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Ready:
-    """Complete and check a job, without a change to the store.
-
-    A dry run does not ask the store what is there already.
-
-    Raises:
-        InputError, ServiceError: as launch.
-    """
-    asked = job
-    if job.resume is not None and job.preset == "auto":
-        raise InputError("--preset auto is for a new run; leave it out with --resume")
-    if job.resume is not None and job.init_from is not None:
-        raise InputError("--init-from starts a new run; leave it out with --resume")
-    if job.resume is not None:
-        home, earlier = find(job.resume, settings)
-        job = ready_to_resume(job, home, earlier, settings)
-    local = job.instance == "local"
-    if not local:
-        settings = cloud_settings(settings, dry_run)
-    backend = backend_for(job.instance, settings)
-    if not local:
-        for instance in job.instances:
-            log_instance(instance)
-    if job.resume is not None:
-        job, before = take_over(job, home, earlier, settings)
-    if not local:
-        job = with_prescribed(job, settings)
-    if job.entry_point is not None:
-        place = storage.path_of(job.entry_point).absolute()
-        source = Source.read(place)
-        source.check()
-        job = job.model_copy(update={"entry_point": source.directory})
-    model = tokenizer = None
-    if asked.init_from is not None:
-        job, model, tokenizer = start_from(job, asked.init_from, near(settings, local), dry_run)
-    elif job.preset is None and job.resume is None and looks_like_gpu(job.instance):
-        job = job.model_copy(update={"preset": "baby"})
-    channels: dict[str, Channel] = {}
-    if job.preset == "auto":
-        channels = find_channels(job, settings, dry_run)
-        n_tokens, vocabulary_size = size_of(channels["data"], dry_run)
-        job = sizing.fitted(job, n_tokens, vocabulary_size)
-    moves = job.resume is not None and not looks_like_gpu(earlier.instance)
-    asks = "device" in (asked if moves else job).hyperparameters
-    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu" and not asks:
-        what = f"--preset {job.preset}" if job.preset else "the job"
-        raise InputError(
-            f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
-            " `--set device=cpu` if you mean it"
-        )
-    launcher = default_launcher(job.instance)
-    if "launcher" not in job.model_fields_set and job.launcher != launcher:
-        job = job.model_copy(update={"launcher": launcher})
-        logger.info(
-            f"launcher: {launcher}, since the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}"
-        )
-    plan = backend.check(job, dry_run)
-    job = backend.afford(job, dry_run)
-    channels = channels or find_channels(job, settings, dry_run)
-    if tokenizer is not None:
-        for channel in channels.values():
-            starting.check_known(channel.named, channel.upload, tokenizer, asked.init_from or "")
-    check_texts(channels, job.config(1))
-    if channels["data"].upload is not None:
-        sizing.check_readings(job, size_of(channels["data"])[0])
-    known = channels["data"].upload
-    sizing.check_memory(job, known.vocabulary_size if known else 0)
-    places = {name: channel.uri for name, channel in channels.items()}
-    job = job.model_copy(update={**places, "source_sha256": job.source.sha256})
-    if job.resume is not None:
-        job.check_resumable(before, earlier)
-    if not local:  # before anything is uploaded
-        backend.request(f"{new_job_id()}-100-10", job, plan)
-    named, last = channels["data"].named, asked.data is None and asked.resume is None
-    origin = f" (the last upload{f', {named}' * (named != job.data)})" if last else ""
-    logger.info(f"data: {job.data}{origin}")
-    if job.preset and not asked.preset:
-        logger.info(f"preset: {job.preset}")
-    every = [*channels.values(), *([model] if model else [])]
-    return Ready(job, plan, every, backend, settings)
-
-
-def with_prescribed(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """The job with defaults from the settings, such as subnets; tags are merged.
+def prescribed(request: Request, settings: Settings) -> Request:
+    """The request with defaults from the settings, such as subnets; tags are merged.
 
     Raises:
         InputError: the settings hold something that no job may have.
     """
-    prescribed = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
-    given = {name: getattr(job, name) for name in job.model_fields_set}
-    added = sorted(prescribed.keys() - given.keys() | prescribed.keys() & {"tags"})
+    values = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
+    added = sorted(values.keys() - request.given().keys() | values.keys() & {"tags"})
     if not added:
-        return job
+        return request
     logger.info(f"configured: {', '.join(added)}")
-    tags = {**settings.tags, **job.tags}
+    tags = {**settings.tags, **request.tags}
     try:
-        ready = TrainingJob(**{**prescribed, **given, "tags": tags})
+        return request.replaced(**{**values, **request.given(), "tags": tags})
     except InputError as error:
         raise InputError(f"from the settings: {error}") from None
-    ready._taken_over = job._taken_over
-    return ready
 
 
-def ready_to_resume(
-    job: TrainingJob, home: Backend, earlier: JobDescription, settings: Settings
-) -> TrainingJob:
-    """The job with the instance types of the job that it resumes, unless it names some.
+@dataclass(frozen=True)
+class Earlier:
+    """A job that another one resumes: as it was submitted, and how it stands."""
+
+    job: TrainingJob
+    description: JobDescription
+
+
+def find_earlier(request: Request, settings: Settings) -> Earlier | None:
+    """The job that a request resumes.
 
     Raises:
-        InputError: one job is local and the other on SageMaker.
+        InputError: the request also asks for what only a new run has.
         ServiceError: the earlier job still runs, or left no checkpoint.
     """
-    if earlier.is_running:
+    if request.resume is None:
+        return None
+    if request.preset == "auto":
+        raise InputError("--preset auto is for a new run; leave it out with --resume")
+    if request.init_from is not None:
+        raise InputError("--init-from starts a new run; leave it out with --resume")
+    backend, description = find(request.resume, settings)
+    if description.is_running:
         raise ServiceError(
-            f"job {job.resume} is {earlier.status}; stop it first: `sm-nanogpt stop {job.resume}`"
+            f"job {request.resume} is {description.status}; stop it first:"
+            f" `sm-nanogpt stop {request.resume}`"
         )
-    if earlier.checkpoint_uri is None:
-        raise ServiceError(f"job {job.resume} ({earlier.status}) left no checkpoint to resume from")
-    if job.instance_is_open:
-        # A new TrainingJob, so that it is validated for this instance; with all types that the
-        # earlier job named, not only the one that it ran on.
-        given = {name: getattr(job, name) for name in job.model_fields_set}
-        return TrainingJob(**given, instance=home.job(earlier.job_id).instance)
-    if (earlier.instance == "local") != (job.instance == "local"):
-        raise InputError(
-            f"job {job.resume} ran on {earlier.instance}, and --instance {job.instance} cannot read"
-            " its checkpoints"
+    if description.checkpoint_uri is None:
+        raise ServiceError(
+            f"job {request.resume} ({description.status}) left no checkpoint to resume from"
         )
-    return job
+    return Earlier(backend.job(request.resume), description)
 
 
-def take_over(
-    job: TrainingJob, home: Backend, earlier: JobDescription, settings: Settings
-) -> tuple[TrainingJob, TrainingJob]:
-    """Fill the fields that a job leaves out from the job that it resumes.
+def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, TrainingJob]:
+    """Fill the fields that a request leaves out from the job that it resumes.
 
     Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
     that this folder does not have.
 
     Returns:
-        The job, and the earlier job, which ran at `home`.
+        The request, and the earlier job as this folder computes it.
+
+    Raises:
+        InputError: one job is local and the other on SageMaker.
     """
-    assert job.resume is not None
-    before = home.job(job.resume)
-    given = {
-        name: getattr(job, name) for name in job.model_fields_set if getattr(job, name) is not None
-    }
-    if job.entry_point is None and before.entry_point is not None:
+    before, description, given = earlier.job, earlier.description, request.given()
+    given.setdefault("instance", before.instance)
+    if (description.instance == "local") != (given["instance"] == "local"):
+        raise InputError(
+            f"job {request.resume} ran on {description.instance}, and --instance"
+            f" {given['instance']} cannot read its checkpoints"
+        )
+    if request.entry_point is None and before.entry_point is not None:
         source = find_source(before.source_sha256 or "", settings)
-        job = job.model_copy(update={"entry_point": source.directory})
-    sent, known = earlier.hyperparameters, job.hyperparameter_names()
+        given["entry_point"] = source.directory
+        request = request.model_copy(update={"entry_point": source.directory})
+    sent, known = description.hyperparameters, request.hyperparameter_names()
     if unknown := sorted(sent.keys() - known):
         logger.info(
-            f"{job.source.directory} has no {', '.join(unknown)};"
+            f"{request.source.directory} has no {', '.join(unknown)};"
             " the earlier job's values are left out"
         )
     sent = {name: value for name, value in sent.items() if name in known}
     before = before.model_copy(
-        update={"preset": None, "hyperparameters": sent, "entry_point": job.entry_point}
+        update={"preset": None, "hyperparameters": sent, "entry_point": request.entry_point}
     )
-    hyperparameters = {**sent, **job.explicit_hyperparameters(asdict(before.config(1)))}
-    own = {"resume", "preset", "hyperparameters", "affordable_run", "worst_cost", "source_sha256"}
-    kept = before.model_dump(exclude=own, exclude_defaults=True)
+    hyperparameters = {**sent, **request.explicit_hyperparameters(asdict(before.config(1)))}
+    kept = before.model_dump(include=set(Request.model_fields) - NEW, exclude_defaults=True)
     if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
         kept.pop("max_wait" if before.spot else "keep_alive", None)
-    if any(map(has_local_storage, job.instances)):
+    if any(map(has_local_storage, types_of(given["instance"]))):
         kept.pop("volume_size", None)
     for name, other in permutations(("image_uri", "pytorch_version")):
         if name in given:
             kept.pop(other, None)
     for name in given.keys() & kept.keys() & {"environment", "tags"}:
         given[name] = {**kept[name], **given[name]}
-    after = TrainingJob(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
-    after._taken_over = frozenset(kept) - frozenset(given)
+    after = Request(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
+    after._inherited = frozenset(kept) - frozenset(given)
     return after, before
+
+
+def with_folder(request: Request) -> Request:
+    """The request with the absolute path of its training folder. Raises InputError if it has
+    none."""
+    if request.entry_point is None:
+        return request
+    source = Source.read(storage.path_of(request.entry_point).absolute())
+    source.check()
+    return request.model_copy(update={"entry_point": source.directory})
+
+
+def started(request: Request, named: str, settings: Settings) -> tuple[Request, Channel, Tokenizer]:
+    """The request with the shape of the model that it starts from, the model, its tokenizer."""
+    with starting.opened(named, settings) as (directory, uri):
+        request, tokenizer = starting.with_values(request, directory)
+        if uri is not None:
+            channel = Channel(named, uri, None, [])
+        elif storage.local_path(settings.data_store) is not None:
+            channel = Channel(named, storage.to_uri(directory), None, [])
+        else:
+            upload, sources = starting.survey(named, directory, settings)
+            channel = Channel(named, upload.uri, upload, sources)
+    return request.model_copy(update={"init_from": channel.uri}), channel, tokenizer
+
+
+def with_default_preset(request: Request) -> Request:
+    gpu = looks_like_gpu(request.instance or "local")
+    return request.model_copy(update={"preset": "baby"}) if gpu else request
+
+
+def complete(request: Request, texts: Mapping[str, Channel]) -> TrainingJob:
+    """The job with the places of its texts, and with the launcher for its instance type."""
+    places = {name: text.uri for name, text in texts.items()}
+    chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
+    if not request.is_local:
+        for instance in request.instances:
+            log_instance(instance)
+        default = default_launcher(request.instance or "")
+        if chosen.setdefault("launcher", default) == default != "pytorchddp":
+            logger.info(
+                f"launcher: {default}, since the SageMaker SDK refuses pytorchddp on"
+                f" {TORCHRUN_ALONE}"
+            )
+    job = TrainingJob(**chosen)
+    job._inherited = request._inherited
+    return job
+
+
+def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:
+    """Raise InputError for a job that would leave its GPUs idle, unless the user asked for that.
+
+    The device of an earlier job on the CPU is not asked for.
+    """
+    stays = earlier is not None and looks_like_gpu(earlier.description.instance)
+    if asked or (stays and "device" in job.hyperparameters):
+        return
+    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
+        what = f"--preset {job.preset}" if job.preset else "the job"
+        raise InputError(
+            f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
+            " `--set device=cpu` if you mean it"
+        )
+
+
+def check_size(job: TrainingJob, text: Channel) -> None:
+    """Warn of a text that is read too often, and of a model that the memory cannot hold."""
+    if text.upload is not None:
+        sizing.check_readings(job, n_training(text.upload))
+    sizing.check_memory(job, text.upload.vocabulary_size if text.upload else 0)
+
+
+def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:
+    last = asked.data is None and asked.resume is None
+    origin = f" (the last upload{f', {text.named}' * (text.named != job.data)})" if last else ""
+    logger.info(f"data: {job.data}{origin}")
+    if job.preset and not asked.preset:
+        logger.info(f"preset: {job.preset}")
 
 
 @dataclass(frozen=True)
@@ -314,10 +354,10 @@ class Channel:
     sources: list[Path]
 
 
-def find_channel(location: str, settings: Settings, offline: bool = False) -> Channel:
+def find_channel(location: str, settings: Settings) -> Channel:
     """Find where the job reads a text; survey a local one for its upload."""
     uri, path = storage.to_uri(location), storage.local_path(location)
-    if path is None and offline:
+    if path is None and settings.offline:
         return Channel(location, uri, None, [])
     known = corpus.find_upload(uri, settings)
     if known is None and corpus.read_manifest(uri, settings) is not None:
@@ -335,54 +375,39 @@ def find_channel(location: str, settings: Settings, offline: bool = False) -> Ch
     if known is not None and known.train_tokens:  # made here, before there was a store on S3
         sources = [path / name for name in known.files]
         uri = storage.join(settings.data_store, "data", path.name)
-        upload = replace(known, uri=uri, uploaded=offline or not corpus.find_upload(uri, settings))
+        upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path, settings, offline)
+        upload, sources = corpus.survey(path, settings)
     return Channel(location, upload.uri, upload, sources)
 
 
-def start_from(
-    job: TrainingJob, named: str, settings: Settings, offline: bool
-) -> tuple[TrainingJob, Channel, Any]:
-    """The job with the shape of the model that it starts from, the model, and its tokenizer."""
-    with starting.opened(named, settings) as (directory, uri):
-        job, tokenizer = starting.with_values(job, directory)
-        if uri is not None:
-            channel = Channel(named, uri, None, [])
-        elif storage.local_path(settings.data_store) is not None:
-            channel = Channel(named, storage.to_uri(directory), None, [])
-        else:
-            upload, sources = starting.survey(named, directory, settings, offline)
-            channel = Channel(named, upload.uri, upload, sources)
-    return job.model_copy(update={"init_from": channel.uri}), channel, tokenizer
-
-
-def find_channels(job: TrainingJob, settings: Settings, offline: bool) -> dict[str, Channel]:
+def find_texts(data: str, validation: str | None, settings: Settings) -> dict[str, Channel]:
     """Where the job reads its texts, by the job's fields."""
-    local = job.instance == "local"
-    data = job.data if job.data is not None else corpus.last_upload(settings, offline, local)
-    named = {"data": data, "validation": job.validation}
-    near_by = near(settings, local)
-    return {name: find_channel(text, near_by, offline) for name, text in named.items() if text}
+    named = {"data": data, "validation": validation}
+    return {name: find_channel(text, settings) for name, text in named.items() if text}
 
 
-def size_of(channel: Channel, offline: bool = False) -> tuple[int, int]:
+def n_training(upload: corpus.Upload) -> int:
+    """The tokens to train on, or characters."""
+    return upload.train_tokens or int(0.9 * upload.characters)
+
+
+def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
     """The tokens to train on, or characters, and how many different ones there are.
 
     Raises:
         InputError: `upload-data` did not put the text there.
     """
-    if channel.upload is None and offline:
+    if channel.upload is not None:
+        return n_training(channel.upload), channel.upload.vocabulary_size
+    if settings.offline:
         raise InputError(
             f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
             " ask S3; name a preset, or a local text"
         )
-    if channel.upload is None:
-        raise InputError(
-            f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
-        )
-    n = channel.upload.train_tokens or int(0.9 * channel.upload.characters)
-    return n, channel.upload.vocabulary_size
+    raise InputError(
+        f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
+    )
 
 
 def check_texts(channels: Mapping[str, Channel], config: Any) -> None:

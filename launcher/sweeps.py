@@ -30,7 +30,7 @@ from launcher.aws.session import patiently
 from launcher.backends import Backend
 from launcher.documents import Count, Document, Scalar
 from launcher.errors import InputError, ServiceError
-from launcher.job import JobDescription, TrainingJob, UnreadableJob
+from launcher.job import JobDescription, Request, UnreadableJob
 from launcher.settings import Settings
 from launcher.submission import Ready, naming, prepare
 from launcher.tracking import backend_for, list_jobs, with_costs
@@ -45,7 +45,7 @@ Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number
 class Sweep(Document):
     """job is what all jobs of the sweep share, members what each has of its own."""
 
-    job: TrainingJob
+    job: Request
     members: list[dict[str, Scalar]]
     parallel: Annotated[Count, Field(ge=1)]
 
@@ -53,7 +53,7 @@ class Sweep(Document):
         self,
         number: int,
         settings: Settings,
-        dry_run: bool = False,
+        job_id: str,
         tries: Sequence[JobDescription] = (),
     ) -> Ready:
         """The member's next job, checked. It continues the last try if that left a checkpoint.
@@ -63,11 +63,11 @@ class Sweep(Document):
         Raises:
             CeilingTooLow: its tries have used up its share.
         """
-        given = said(self.job)
+        given = self.job.given()
         given["hyperparameters"] = {**self.job.hyperparameters, **self.members[number - 1]}
         continued: list[str] = []  # whose cost `prepare` counts
         if tries:
-            backend = backend_for(self.job.instance, settings)
+            backend = backend_for(self.job.instance or "local", settings)
             last = backend.describe(tries[-1].job_id)
             if last is not None and last.checkpoint_uri:
                 given = {"resume": last.job_id}
@@ -82,12 +82,7 @@ class Sweep(Document):
             if share <= spent:
                 raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
             given["max_cost"] = share - spent
-        return prepare(TrainingJob(**given), settings, dry_run)
-
-
-def said(job: TrainingJob) -> dict[str, Any]:
-    """The fields that the user gave."""
-    return {name: getattr(job, name) for name in job.model_fields_set}
+        return prepare(Request(**given), settings, job_id)
 
 
 @contextmanager
@@ -218,7 +213,7 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
             logger.info(f"job {job.job_id} is left out: {job.error}")
     group, tries = matches[0], tries_of(found, matches[0])
     sweep = None if tries else read_record(group, settings)
-    instance = sweep.job.instance if sweep else next(iter(tries.values()))[0].instance
+    instance = (sweep.job.instance or "local") if sweep else next(iter(tries.values()))[0].instance
     if instance != "local":
         if failure is not None:
             raise failure
@@ -271,7 +266,7 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
         InputError: `prepare` refuses a job.
         ServiceError: the store or the service failed. The jobs that run keep running.
     """
-    backend = backend_for(sweep.job.instance, settings)
+    backend = backend_for(sweep.job.instance or "local", settings)
     again = f"sm-nanogpt launch --resume {group}"
     found = tries_of(backend.list(), group)
     mark, stopped, running = "", False, dict[int, str]()
@@ -292,17 +287,17 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
             if tries and (tries[-1].is_running or tries[-1].status == "Completed"):
                 continue
             try:
+                job_id = next_id(group, number, tries)
                 with quietly():
-                    ready = sweep.ready(number, settings, tries=tries)
+                    ready = sweep.ready(number, settings, job_id, tries)
             except CeilingTooLow as limit:
                 if not tries:
                     raise
                 yield Progress(number, tries[-1].job_id, limit=limit)
                 continue
             ready.upload()
-            job_id = next_id(group, number, tries)
             with naming(job_id):
-                ready.submit(job_id)
+                ready.submit()
             running[number] = job_id
             mark = mark or stop_mark(job_id, group, backend, settings)
             yield Progress(number, job_id, continued=ready.job.resume)

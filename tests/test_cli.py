@@ -29,7 +29,7 @@ from launching import Finished, Ran
 
 import launcher
 from entry_point.config import Config, make_config
-from launcher import ServiceError, TrainingJob, storage
+from launcher import Request, ServiceError, storage
 from launcher import cli as commands
 from launcher.cli.show import byte_progress, with_options
 from launcher.job import LOCAL_FIELDS, option
@@ -172,8 +172,7 @@ def test_the_help_groups_the_commands(cli: Callable[..., Ran]) -> None:
 
 def test_the_help_of_launch_groups_sagemaker_options(cli: Callable[..., Ran]) -> None:
     _, _, told = cli("launch", "--help").out.partition("Options for SageMaker only:\n")
-    found_at_launch = {"affordable_run", "worst_cost"}
-    fields = TrainingJob.model_fields.keys() - LOCAL_FIELDS - found_at_launch
+    fields = Request.model_fields.keys() - LOCAL_FIELDS
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
 
@@ -631,7 +630,7 @@ def test_a_shell_completes(
 def test_hyperparameters_are_read_without_torch() -> None:
     code = (
         "import sys, launcher.cli.options as o; o.presets_and_defaults();"
-        "from launcher import TrainingJob; TrainingJob(preset='baby').config(1);"
+        "from launcher import Request; Request(preset='baby').config(1);"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -350,14 +350,14 @@ def test_a_shared_stores_last_upload_is_this_machines_own_first(
     store = f"s3://{s3.bucket}/shared"
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
-    assert last_upload(mine) == last_upload(mine, offline=True) == stayed
+    assert last_upload(mine) == last_upload(mine.for_a_dry_run()) == stayed
     theirs = upload_data(source, other).uri
     with pytest.raises(InputError, match=f"{stayed} .* {theirs} .*choose one with --data"):
         last_upload(mine)
     assert last_upload(mine, local=True) == stayed
     ours = upload_data(text_file, mine).uri
     upload_data(source, other)
-    assert last_upload(mine) == last_upload(mine, offline=True) == ours
+    assert last_upload(mine) == last_upload(mine.for_a_dry_run()) == ours
     assert last_upload(other) == theirs
 
 
@@ -402,9 +402,9 @@ def test_an_upload_to_another_directory_is_not_taken(
     """Text stays in this machine's own store only where S3 cannot be asked."""
     upload_data(text_file, Settings(home=home))
     other = Settings(home=home, store=str(tmp_path / "other"))
-    for offline in (False, True):
+    for settings in (other, other.for_a_dry_run()):
         with pytest.raises(InputError, match=r"nothing was uploaded to .*other yet"):
-            last_upload(other, offline=offline, local=True)
+            last_upload(settings, local=True)
 
 
 def test_all_spellings_of_a_store_mean_the_same_store(

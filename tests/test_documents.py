@@ -25,7 +25,7 @@ from models import SMALL, lively, tokenizer_of
 from entry_point.checkpoint import Checkpoints, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
-from launcher import InputError, ServiceError, TrainingJob, corpus, storage
+from launcher import InputError, Request, ServiceError, corpus, storage
 from launcher.aws import money
 from launcher.aws.prices import Prices
 from launcher.aws.quotas import Listed
@@ -34,6 +34,7 @@ from launcher.backends.local import LocalBackend
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.documents import LARGEST, open_file, parse, read_toml
+from launcher.job import TrainingJob
 from launcher.model import export_checkpoint, load_artefact
 from launcher.settings import load_settings
 from launcher.source import Source
@@ -261,7 +262,7 @@ def test_hostile_hyperparameters_in_a_file_are_refused(tmp_path: Path) -> None:
     def look(value: str) -> None:
         (tmp_path / "config.toml").write_text(f"n_layer = {value}\n")
         with our_errors():
-            TrainingJob(hyperparameters=read_toml(tmp_path / "config.toml")).config(1)
+            Request(hyperparameters=read_toml(tmp_path / "config.toml")).config(1)
 
     quickly(given(st.sampled_from(TOML) | st.text(max_size=9))(look))()
 

@@ -12,7 +12,7 @@ import pytest
 from emulator import Emulator
 from launching import Finished, Ran, tree
 
-from launcher import Settings, TrainingJob, storage
+from launcher import Request, Settings, storage
 from launcher.sweeps import Sweep, record_of, write_record
 
 
@@ -40,7 +40,7 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(
     for name in ("1", "1-try2", "2"):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
-    write_record(group, Sweep(job=TrainingJob(), members=[{}, {}], parallel=1), settings)
+    write_record(group, Sweep(job=Request(), members=[{}, {}], parallel=1), settings)
     assert cli("delete", "--group", "abcdef", "--yes").code == 0
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
     assert not record_of(group, settings).exists()

@@ -15,7 +15,7 @@ from launching import launching as launch_words
 
 from entry_point.config import make_config
 from entry_point.errors import ConfigError
-from launcher import InputError, TrainingJob
+from launcher import InputError, Request
 from launcher.backends.local_runner import command_line
 from launcher.backends.sagemaker import sendable_hyperparameters
 from launcher.cli.options import pairs
@@ -26,7 +26,7 @@ from launcher.source import Source
 def refusal(**values: object) -> str:
     """Why a job cannot be."""
     with pytest.raises(InputError) as caught:
-        TrainingJob(**values).config(1)
+        Request(**values).config(1)
     return str(caught.value)
 
 
@@ -43,18 +43,18 @@ def test_a_job_refuses_values_in_the_scripts_words(values: dict[str, object]) ->
 
 
 def test_given_hyperparameters_override_the_preset() -> None:
-    job = TrainingJob(preset="baby", hyperparameters={"n_layer": "2"})
+    job = Request(preset="baby", hyperparameters={"n_layer": "2"})
     config = job.config(1)
     assert (config.n_layer, config.n_embd) == (2, 384)
 
 
 def test_explicit_hyperparameters_omit_the_empty_ones() -> None:
-    job = TrainingJob(hyperparameters={"n-layer": 2, "dropout": ""})
+    job = Request(hyperparameters={"n-layer": 2, "dropout": ""})
     assert job.explicit_hyperparameters() == {"n_layer": 2}
 
 
 def test_every_hyperparameter_is_sent() -> None:
-    sent = sendable_hyperparameters(TrainingJob(preset="baby", hyperparameters={"n_layer": 2}))
+    sent = sendable_hyperparameters(Request(preset="baby", hyperparameters={"n_layer": 2}))
     assert sent == asdict(make_config({"n_layer": 2}, "baby"))
 
 
@@ -64,7 +64,7 @@ def test_a_default_that_cannot_be_sent_is_left_to_the_script(
     place = "    device: str = hyper"
     motto = '    motto: str = hyperparameter("a b", "", group="report")\n'
     script = launching.edited(tmp_path / "mine", (place, motto + place))
-    job = TrainingJob(entry_point=script)
+    job = Request(entry_point=script)
     assert job.all_hyperparameters()["motto"] == "a b"
     assert "motto" not in sendable_hyperparameters(job)
 
@@ -74,7 +74,7 @@ def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: st
     place = "    device: str = hyper"
     field = '    motto: str = hyperparameter("ab", "", group="report")\n'
     script = launching.edited(tmp_path / "mine", (place, field + place))
-    job = TrainingJob(entry_point=script, hyperparameters={"motto": motto})
+    job = Request(entry_point=script, hyperparameters={"motto": motto})
     with pytest.raises(InputError, match="motto="):
         sendable_hyperparameters(job)
 
@@ -84,7 +84,7 @@ def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None
     more = "".join(f'    x{i}: int = hyperparameter(1, "", group="report")\n' for i in range(80))
     script = launching.edited(tmp_path / "mine", (place, more + place))
     with pytest.raises(InputError, match="AWS allows 80"):
-        sendable_hyperparameters(TrainingJob(entry_point=script))
+        sendable_hyperparameters(Request(entry_point=script))
 
 
 def test_the_nearest_preset_is_named() -> None:
@@ -119,7 +119,7 @@ def test_hyperparameters_are_read_from_toml(tmp_path: Path) -> None:
 
 
 def test_a_new_field_is_for_sagemaker_by_default() -> None:
-    class Later(TrainingJob):
+    class Later(Request):
         field_of_tomorrow: int = 0
 
     with pytest.raises(InputError, match=r"--field-of-tomorrow is for SageMaker"):
@@ -128,7 +128,7 @@ def test_a_new_field_is_for_sagemaker_by_default() -> None:
 
 
 def test_a_local_job_may_turn_sagemaker_options_off() -> None:
-    job = TrainingJob(instance="local", spot=False, network_isolation=False)
+    job = Request(instance="local", spot=False, network_isolation=False)
     assert not job.spot
 
 
@@ -171,7 +171,7 @@ def test_an_invalid_instance_is_refused_first(
 
 
 def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
-    job = TrainingJob(hyperparameters={"batch_size": 9})
+    job = Request(hyperparameters={"batch_size": 9})
     with pytest.raises(InputError, match="batch_size=8 or 12"):
         job.config(4)
 
@@ -230,7 +230,7 @@ def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None
         (seed, extra + seed),
         (preset, '    "mine": dict(extra=5),\n' + preset),
     )
-    assert TrainingJob(entry_point=copy, preset="mine").config(1).extra == 5
+    assert Request(entry_point=copy, preset="mine").config(1).extra == 5
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
 
@@ -238,7 +238,7 @@ def test_output_of_an_imported_copy_stays_off_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", "print('loading')\nPRESETS: dict"))
-    TrainingJob(entry_point=copy).config(1)
+    Request(entry_point=copy).config(1)
     assert capsys.readouterr().out == ""
 
 
@@ -246,7 +246,7 @@ def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     logging = f"open({str(log)!r}, 'a').write('x')\n"
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", f"{logging}PRESETS: dict"))
-    job = TrainingJob(entry_point=copy, preset="cpu")
+    job = Request(entry_point=copy, preset="cpu")
     job.config(1)
     job.model_copy(update={"preset": None}).explicit_hyperparameters()
     assert log.read_text() == "x"

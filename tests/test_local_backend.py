@@ -31,13 +31,12 @@ from launching import ENDLESS, Finished, Ran
 
 import launcher
 from entry_point.config import make_config
-from launcher import Settings, TrainingJob, describe, jobs, logs, wait
+from launcher import Request, Settings, describe, jobs, logs, wait
 from launcher.backends.local import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
 from launcher.backends.local_runner import Host, LocalRun
-from launcher.job import LOCAL_FIELDS
+from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.source import Source
-from launcher.submission import take_over
-from launcher.tracking import find
+from launcher.submission import find_earlier, resumed
 
 MAIN = 'if __name__ == "__main__":\n'
 START = "    device = rank_device(config, container, ranks)\n"
@@ -1095,6 +1094,12 @@ def test_a_resumed_job_keeps_its_data_and_hyperparameters(
     assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()
 
 
+def taken_over(asked: Request, settings: Settings) -> tuple[Request, TrainingJob]:
+    earlier = find_earlier(asked, settings)
+    assert earlier is not None
+    return resumed(asked, earlier, settings)
+
+
 def test_a_resumed_job_keeps_the_defaults_of_its_launch(
     job: Finished,
 ) -> None:
@@ -1102,9 +1107,9 @@ def test_a_resumed_job_keeps_the_defaults_of_its_launch(
     record = json.loads(file.read_text())
     record["hyperparameters"]["momentum"] = 0.5
     file.write_text(json.dumps(record))
-    asked = TrainingJob(instance="local", resume=job.job_id)
+    asked = Request(instance="local", resume=job.job_id)
     settings = launching.settings_of(job.home)
-    taken, _ = take_over(asked, *find(job.job_id, settings), settings)
+    taken, _ = taken_over(asked, settings)
     assert taken.hyperparameters["momentum"] == 0.5
 
 
@@ -1113,9 +1118,9 @@ def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job: Finished) -> Non
     record = json.loads(file.read_text())
     record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
     file.write_text(json.dumps(record))
-    asked = TrainingJob(instance="local", resume=job.job_id, preset="baby")
+    asked = Request(instance="local", resume=job.job_id, preset="baby")
     settings = launching.settings_of(job.home)
-    taken, _ = take_over(asked, *find(job.job_id, settings), settings)
+    taken, _ = taken_over(asked, settings)
     assert taken.hyperparameters["learning_rate"] == 0.002
 
 
@@ -1128,11 +1133,9 @@ def test_resuming_drops_unknown_hyperparameters_and_says_so(
     record["hyperparameters"]["gone"] = 1
     file.write_text(json.dumps(record))
     caplog.set_level("INFO", "launcher")
-    asked = TrainingJob(resume=job.job_id, hyperparameters={"max_steps": 15})
+    asked = Request(resume=job.job_id, hyperparameters={"max_steps": 15})
     settings = launching.settings_of(job.home)
-    home, earlier = find(job.job_id, settings)
-    taken, before = take_over(asked, home, earlier, settings)
-    taken.check_resumable(before, earlier)
+    taken_over(asked, settings)
     (line,) = caplog.messages
     assert "has no gone;" in line
 
@@ -1279,7 +1282,7 @@ def test_each_gpu_gets_one_process_and_hosts_share_them(
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     monkeypatch.setattr("launcher.backends.cpu.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert plan_processes(TrainingJob(**words)) == expected
+    assert plan_processes(TrainingJob(data="/data", **words)) == expected
 
 
 @pytest.mark.parametrize(
@@ -1311,7 +1314,7 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(InputError, match="device=cpu"):
-        plan_processes(TrainingJob(**words))
+        plan_processes(TrainingJob(data="/data", **words))
 
 
 def test_a_job_runs_the_folder_of_this_package(finished: Finished) -> None:

@@ -16,7 +16,7 @@ from emulator import Emulator
 from launching import Ran, sets
 from money_service import TODAY, MoneyService
 
-from launcher import InputError, JobDescription, ServiceError, Settings, TrainingJob, describe
+from launcher import InputError, JobDescription, ServiceError, Settings, describe
 from launcher.aws.money import (
     AROUND_SECONDS,
     Ceiling,
@@ -32,6 +32,7 @@ from launcher.aws.money import (
 from launcher.aws.prices import Price, Prices
 from launcher.aws.quotas import read_quota
 from launcher.aws.session import aws_session
+from launcher.job import TrainingJob
 from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -41,7 +42,7 @@ CPU = Price(0.23, "")  # of ml.m5.xlarge
 
 
 def job(**values: Any) -> TrainingJob:
-    return TrainingJob(**{"instance": "ml.g5.12xlarge", **values})
+    return TrainingJob(**{"instance": "ml.g5.12xlarge", "data": "s3://bucket/text", **values})
 
 
 def description(**values: Any) -> JobDescription:

@@ -18,9 +18,8 @@ import pytest
 from launching import Finished, Ran
 from test_curves import file_rows
 
-from launcher import TrainingJob
 from launcher.curves import Curve
-from launcher.job import JobDescription
+from launcher.job import JobDescription, TrainingJob
 from launcher.report import Report, Run, compare
 from launcher.report_page import page
 
@@ -174,12 +173,13 @@ def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
 def test_the_command_repeats_the_job_without_its_secrets() -> None:
     job = TrainingJob(
         instance="ml.g5.xlarge",
+        data="/data",
         environment={"KEY": "secret"},
         spot=True,
         hyperparameters={"max_steps": 5},
     )
     command = replace(made_up("a", "characters", 1, 1), job=job).command
-    options = "--instance ml.g5.xlarge --spot --environment KEY=... --set max_steps=5"
+    options = "--instance ml.g5.xlarge --data /data --spot --environment KEY=... --set max_steps=5"
     assert " ".join(command.replace("\\", "").split()) == f"sm-nanogpt launch {options}"
 
 

@@ -44,7 +44,7 @@ from launching import Finished, Ran
 
 from entry_point import train
 from entry_point.config import metric_definitions
-from launcher import InputError, ServiceError, Settings, TrainingJob, jobs, launch, storage, wait
+from launcher import InputError, Request, ServiceError, Settings, jobs, launch, storage, wait
 from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image, find_image, training_image
 from launcher.aws.instances import (
     GPUS,
@@ -65,6 +65,7 @@ from launcher.backends.sagemaker import (
     source_archive,
 )
 from launcher.backends.toolkit import script_lines
+from launcher.job import TrainingJob
 from launcher.settings import load_settings
 from launcher.source import Source
 from launcher.storage import local_path
@@ -286,7 +287,7 @@ def test_a_list_in_a_variable_is_json(
 
 def test_a_local_job_ignores_the_prescribed_options(home: Path, text_file: Path) -> None:
     settings = Settings(home=home, network_isolation=True)
-    ready = prepare(TrainingJob(data=str(text_file)), settings)
+    ready = prepare(Request(data=str(text_file)), settings, "a-job")
     assert not ready.job.network_isolation
 
 
@@ -1632,7 +1633,8 @@ def test_code_from_the_store_does_not_run_on_this_machine(
     archive = source_archive(Source(tmp_path, {"train.py": evil}), "torchrun")
     s3.put_object(Bucket=s3.bucket, Key=key, Body=archive)
     (tmp_path / "fetched.py").write_bytes(evil)  # a path from the store is not taken either
-    record = json.dumps({"instance": "ml.g5.12xlarge", "entry_point": str(tmp_path / "fetched.py")})
+    places = {"data": "s3://bucket/text", "entry_point": str(tmp_path / "fetched.py")}
+    record = json.dumps({"instance": "ml.g5.12xlarge", **places})
     s3.put_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{first}/job.json", Body=record.encode())
     assert cli("launch", "--resume", first).code == 2
     assert cli("launch", "--resume", first, "--dry-run").code == 2
@@ -1852,7 +1854,7 @@ def test_the_library_resumes_a_job_on_its_instance_type(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     earlier = stopped(s3, cli, text_file)
-    resumed = launch(TrainingJob(resume=earlier, spot=True))
+    resumed = launch(Request(resume=earlier, spot=True))
     request = cloud.sagemaker.jobs[resumed].request
     assert request["ResourceConfig"]["InstanceType"] == "ml.g5.12xlarge"
     assert request["EnableManagedSpotTraining"]
@@ -1861,7 +1863,7 @@ def test_the_library_resumes_a_job_on_its_instance_type(
 def test_resuming_a_local_job_refuses_sagemaker_options(job: Finished) -> None:
     more = {"max_steps": 12}
     with pytest.raises(InputError, match="--spot is for SageMaker"):
-        launch(TrainingJob(resume=job.job_id, hyperparameters=more, spot=True))
+        launch(Request(resume=job.job_id, hyperparameters=more, spot=True))
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
@@ -2142,7 +2144,10 @@ def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path: Path, home: Path)
     assert edited != source
     (folder / "config.py").write_text(edited, encoding="utf-8")
     job = TrainingJob(
-        instance="ml.g5.xlarge", entry_point=folder, hyperparameters={"compile": "$(reboot)"}
+        instance="ml.g5.xlarge",
+        data="s3://b/d",
+        entry_point=folder,
+        hyperparameters={"compile": "$(reboot)"},
     )
     with pytest.raises(InputError, match=r"compile='\$\(reboot\)'"):
         sendable_hyperparameters(job)
@@ -2217,8 +2222,8 @@ def test_a_named_profile_overrides_a_missing_one(
     monkeypatch.setenv(name, "gone")
     job = TrainingJob(instance="ml.g5.xlarge", data="s3://bucket/text/")
     settings = Settings(home=home, profile="me", store="s3://bucket/some/prefix")
-    backend = SageMakerBackend(settings)
-    request = backend.request("a-job", job, backend.check(job, dry_run=True))
+    backend = SageMakerBackend(settings.for_a_dry_run())
+    request = backend.request("a-job", job, backend.check(job))
     assert request["TrainingJobName"] == "a-job"
     assert os.environ[name] == "gone"
 

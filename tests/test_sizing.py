@@ -9,12 +9,13 @@ import torch
 
 from entry_point.config import Config, make_config
 from entry_point.model import GPT
-from launcher import TrainingJob, sizing
+from launcher import sizing
 from launcher.aws.instances import GPU_MEMORY, GPUS
+from launcher.job import TrainingJob
 
 
 def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: Any) -> TrainingJob:
-    return TrainingJob(instance=instance, preset=preset, hyperparameters=values)
+    return TrainingJob(instance=instance, data="/data", preset=preset, hyperparameters=values)
 
 
 @pytest.mark.parametrize("values", [{}, {"tie_embeddings": True}, {"n_kv_head": 1, "head_dim": 32}])

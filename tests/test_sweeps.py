@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from launcher import Settings, sweeps
 from launcher.aws.money import CeilingTooLow
 from launcher.backends.local import LocalBackend
 from launcher.errors import ServiceError
-from launcher.job import JobDescription, TrainingJob
+from launcher.job import JobDescription, Request
 from launcher.sweeps import Sweep, find_sweep, grid, ranking, stop_all, tries_of
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
@@ -58,8 +59,8 @@ class Fake:
         self.stopped.append(job_id)
         self.jobs[job_id] = described(job_id, "Stopping")
 
-    def job(self, job_id: str) -> TrainingJob:
-        return TrainingJob()
+    def job(self, job_id: str) -> Request:
+        return Request()
 
     def places(self, job_id: str) -> list[str]:
         return [f"file:///{job_id}"]
@@ -83,32 +84,31 @@ class Fake:
 
 
 @pytest.fixture
-def ran(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Fake, list[TrainingJob]]]:
+def ran(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Fake, list[Request]]]:
     """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
 
     def run(
         *jobs: JobDescription,
         stop_at: str = "",
-        job: TrainingJob | None = None,
+        job: Request | None = None,
         used_up: tuple[str, ...] = (),
         sleep: Callable[[float], None] = lambda seconds: None,
-    ) -> tuple[Fake, list[TrainingJob]]:
-        fake, prepared = Fake(*jobs), list[TrainingJob]()
+    ) -> tuple[Fake, list[Request]]:
+        fake, prepared = Fake(*jobs), list[Request]()
 
-        def prepare(job: TrainingJob, settings: Settings, dry_run: bool = False) -> Any:
+        def prepare(job: Request, settings: Settings, job_id: str) -> Any:
             prepared.append(job)
             if job.resume in used_up:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            return SimpleNamespace(job=job, upload=lambda: None, submit=fake.submit)
+            submit = partial(fake.submit, job_id)
+            return SimpleNamespace(job=job, upload=lambda: None, submit=submit)
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
         monkeypatch.setattr(sweeps, "backend_for", lambda instance, settings: fake)
         monkeypatch.setattr(sweeps.time, "sleep", sleep)
         settings = Settings(home=home)
         sweep = Sweep(
-            job=job or TrainingJob(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
+            job=job or Request(data="x"), members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2
         )
         sweeps.write_record(GROUP, sweep, settings)
         for progress in sweeps.run(GROUP, sweep, settings):
@@ -129,7 +129,7 @@ def test_a_grid_has_each_combination_with_each_seed() -> None:
     ]
 
 
-def test_no_more_jobs_run_than_asked(ran: Callable[..., tuple[Fake, list[TrainingJob]]]) -> None:
+def test_no_more_jobs_run_than_asked(ran: Callable[..., tuple[Fake, list[Request]]]) -> None:
     fake, prepared = ran()
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
     assert fake.most == 2
@@ -137,7 +137,7 @@ def test_no_more_jobs_run_than_asked(ran: Callable[..., tuple[Fake, list[Trainin
 
 
 def test_a_sweep_continues_where_it_was(
-    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
+    ran: Callable[..., tuple[Fake, list[Request]]],
 ) -> None:
     stopped = described(f"{GROUP}-2", "Stopped")
     object.__setattr__(stopped, "checkpoint_uri", "file:///x")
@@ -152,14 +152,14 @@ def test_a_sweep_continues_where_it_was(
 
 
 def test_a_failed_trys_cost_lowers_the_next_ceiling(
-    ran: Callable[..., tuple[Fake, list[TrainingJob]]], monkeypatch: pytest.MonkeyPatch
+    ran: Callable[..., tuple[Fake, list[Request]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
         return [replace(description, cost=0.25) for description in found]
 
     monkeypatch.setattr(sweeps, "with_costs", with_costs)
     failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-try2")]
-    job = TrainingJob(instance="ml.g5.xlarge", data="x", max_cost=4)
+    job = Request(instance="ml.g5.xlarge", data="x", max_cost=4)
     fake, prepared = ran(*failed, described(f"{GROUP}-11", "Failed"), job=job)
     assert [each.max_cost for each in prepared] == [0.5, 1, 1, 1]
     assert f"{GROUP}-1-try3" in fake.jobs
@@ -173,13 +173,13 @@ def test_a_resumed_try_has_the_share_that_others_left(
         sweeps, "with_costs", lambda found, settings: [replace(job, cost=0.25) for job in found]
     )
     stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
-    job = TrainingJob(instance="ml.g5.xlarge", data="x", max_cost=4)
+    job = Request(instance="ml.g5.xlarge", data="x", max_cost=4)
     _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, job=job)
     assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 0.75)
 
 
 def test_a_job_that_runs_is_not_started_again(
-    ran: Callable[..., tuple[Fake, list[TrainingJob]]],
+    ran: Callable[..., tuple[Fake, list[Request]]],
 ) -> None:
     fake, prepared = ran(described(f"{GROUP}-1", "InProgress"))
     assert len(prepared) == 3
@@ -228,7 +228,7 @@ def test_a_sweep_is_run_by_one_command(home: Path) -> None:
 
 def test_a_record_runs_at_least_one_job_at_a_time(home: Path) -> None:
     settings = Settings(home=home)
-    sweeps.write_record(GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), settings)
+    sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), settings)
     record = sweeps.record_of(GROUP, settings)
     record.write_text(record.read_text().replace('"parallel": 1', '"parallel": 0'))
     with pytest.raises(ServiceError, match="parallel"):
@@ -236,7 +236,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(home: Path) -> None:
 
 
 def test_a_record_keeps_what_was_said(home: Path) -> None:
-    job = TrainingJob(instance="ml.g5.xlarge", max_cost=3, hyperparameters={"n_layer": 2})
+    job = Request(instance="ml.g5.xlarge", max_cost=3, hyperparameters={"n_layer": 2})
     sweep = Sweep(job=job, members=[{"seed": 1}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
     read = sweeps.read_record(GROUP, Settings(home=home))
@@ -354,9 +354,7 @@ def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(
 def test_a_sweep_continues_only_as_it_was_launched(
     words: tuple[str, ...], named: str, home: Path, cli: Callable[..., Ran]
 ) -> None:
-    sweeps.write_record(
-        GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), Settings(home=home)
-    )
+    sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), Settings(home=home))
     ran = cli("launch", "--resume", GROUP, *words)
     assert (ran.code, ran.error.rpartition(": ")[2]) == (2, f"leave out {named}")
     assert not (home / "jobs").exists()
@@ -381,7 +379,7 @@ def test_a_continued_sweep_takes_a_larger_ceiling(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path, home: Path
 ) -> None:
     settings = Settings(home=home)
-    job = TrainingJob(instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
+    job = Request(instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
     sweeps.write_record(
         GROUP, Sweep(job=job, members=grid({"n_layer": ["2"]}, 1, 0), parallel=1), settings
     )
@@ -507,7 +505,7 @@ def test_the_end_of_a_sweep_is_known_before_search_knows_it(
 def test_no_sweep_out_of_reach_is_stopped_or_deleted(
     cloud: Emulator, cli: Callable[..., Ran], home: Path, words: str
 ) -> None:
-    sweep = Sweep(job=TrainingJob(instance="ml.g5.xlarge"), members=[{}], parallel=1)
+    sweep = Sweep(job=Request(instance="ml.g5.xlarge"), members=[{}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
     ran = cli(*words.split(), "--group", GROUP)
@@ -517,7 +515,7 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(
 
 
 def test_a_sweep_without_jobs_is_not_called_stopped(cli: Callable[..., Ran], home: Path) -> None:
-    sweep = Sweep(job=TrainingJob(instance="local"), members=[{}], parallel=1)
+    sweep = Sweep(job=Request(instance="local"), members=[{}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
     ran = cli("stop", "--group", GROUP)
     assert (ran.code, ran.error.partition(":")[0]) == (1, f"sweep {GROUP} has started no job yet")
@@ -540,9 +538,7 @@ def test_a_sweep_starts_from_the_model_that_was_the_latest(
 def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(
     command: str, home: Path, cli: Callable[..., Ran]
 ) -> None:
-    sweeps.write_record(
-        GROUP, Sweep(job=TrainingJob(), members=[{}], parallel=1), Settings(home=home)
-    )
+    sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), Settings(home=home))
     ran = cli(command, GROUP)
     takes = command if command in ("stop", "delete") else "jobs"
     assert ran.code == 2
@@ -554,7 +550,7 @@ def test_an_interrupted_sweep_is_shown_whole_and_resumed(
 ) -> None:
     shutil.rmtree(job.directory)
     members = grid({"n_embd": ["32", "48", "64"]}, 1, 0)
-    sweep = Sweep(job=TrainingJob(instance="local"), members=members, parallel=1)
+    sweep = Sweep(job=Request(instance="local"), members=members, parallel=1)
     sweeps.write_record(swept, sweep, Settings(home=job.home))
     table = cli("jobs", "--group", "latest").out.splitlines()
     assert "n_embd" in table[0]

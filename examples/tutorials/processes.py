@@ -26,7 +26,7 @@ from measure import ROOT, Failed, Report, note
 
 sys.path.insert(0, str(ROOT))
 
-from launcher import Settings, TrainingJob, launch, metrics, stop, wait
+from launcher import Request, Settings, launch, metrics, stop, wait
 from launcher.curves import Curve
 
 WAYS = {
@@ -46,8 +46,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     values = {"batch_size": 12, "max_steps": steps, "sample_length": 150, **small, **args.ours}
     values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
 
-    def job(hosts: int, processes: int, **more: Any) -> TrainingJob:
-        return TrainingJob(
+    def job(hosts: int, processes: int, **more: Any) -> Request:
+        return Request(
             instance_count=hosts,
             processes_per_instance=processes,
             data=str(args.text),
@@ -65,7 +65,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         time.sleep(0.05)
     stop(first, settings)
     wait(first, settings)
-    again = TrainingJob(resume=first, processes_per_instance=2)
+    again = Request(resume=first, processes_per_instance=2)
     curves[RESUMED] = finished(launch(again, settings), settings)
 
     alone, report, config = curves["1 process"], Report(), job(1, 1).config(1)

@@ -115,7 +115,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
         )
     if longest >= job.time_limit:
         return job
-    if "max_run" in job.model_fields_set and job.max_cost is None:
+    if job.max_run is not None and job.max_cost is None:
         worst = spent + worst_case(per_hour, job.max_run, keep_alive)
         raise InputError(
             f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with"
@@ -185,9 +185,10 @@ def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
     if job.time_limit == job.affordable_run:
         return money
     if job.time_limit == job.max_run:
-        explicit = "max_run" in job.model_fields_set
-        return f"--max-run{job.origin('max_run')}, within {money}" if explicit else ""
-    return f"--max-wait{job.origin('max_wait')}, within {money}"
+        return f"--max-run{job.origin('max_run')}, within {money}"
+    if job.time_limit == job.max_wait:
+        return f"--max-wait{job.origin('max_wait')}, within {money}"
+    return ""
 
 
 def counted(job: TrainingJob, earlier: float) -> list[str]:

@@ -47,11 +47,10 @@ Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by known_as
 def with_stack(
     settings: Settings,
     names: tuple[str, ...] = ("store", "role", "kms_key"),
-    offline: bool = False,
 ) -> Settings:
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 
-    Does not call AWS if store and role are set, or if offline, which uses the stack as last seen.
+    Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
     With a role, and no stack seen before, an error of AWS is logged and the stack is not used.
 
     Raises:
@@ -64,7 +63,7 @@ def with_stack(
     region = session.region_name
     known = remembered(settings, region)
     try:
-        stack = known if offline else find_stack(settings, session)
+        stack = known if settings.offline else find_stack(settings, session)
     except ServiceError as error:
         missing = isinstance(error, Missing)
         if known or missing or not settings.role or "role" not in names:
@@ -81,7 +80,7 @@ def with_stack(
         for name in names
         if getattr(stack, name) and not getattr(settings, name)
     }
-    source = f"stack {stack.name}{', as last seen' if offline else ''}"
+    source = f"stack {stack.name}{', as last seen' if settings.offline else ''}"
     for name, value in found.items():
         logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
     return settings.model_copy(update=found)

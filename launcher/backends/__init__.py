@@ -23,22 +23,18 @@ class Backend(Protocol):
     def poll_seconds(self) -> float:
         """Seconds between questions about a job that a command waits for."""
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Any:
-        """Decide what the job leaves open, for `submit` and `request`.
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
+        """Check a job and limit it to its cost ceiling; log what it may cost.
+
+        Returns:
+            The job, and what `submit` needs besides.
 
         Raises:
-            InputError: this backend cannot run the job.
-        """
-
-    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
-        """Limit the job to its cost ceiling; log what it may cost.
-
-        Raises:
-            InputError: the ceiling is too low, or a quota of the account is.
+            InputError: this backend cannot run the job, or the ceiling is too low.
         """
 
     def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
-        """Start a job whose data is a URI; plan comes from `check`."""
+        """Start a job, as `plan` returned it."""
 
     def describe(self, job_id: str) -> JobDescription | None:
         """Describe a job; None if it is not here."""
@@ -57,9 +53,6 @@ class Backend(Protocol):
 
     def forget(self, job_id: str) -> None:
         """Remove a job whose files are deleted from the list of jobs."""
-
-    def request(self, job_id: str, job: TrainingJob, plan: Any) -> dict[str, Any]:
-        """What `submit` would send. Raises InputError if this backend sends nothing."""
 
     def console_link(self, job_id: str) -> str | None:
         """URL of the job in a web console, if there is one."""

@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from launcher import storage
 from launcher.curves import LARGEST_CURVE, Row, rows_of_file
@@ -91,13 +91,6 @@ class Record(Document):
     max_steps: Count
     resume_from: str | None
 
-    @field_validator("job")
-    @classmethod
-    def _of_data(cls, job: TrainingJob) -> TrainingJob:
-        if job.data is None:
-            raise ValueError("names no data")
-        return job
-
 
 class State(Document):
     """state.json. given: the checkpoints that the job resumes from, with their times in ns."""
@@ -120,16 +113,11 @@ class LocalBackend:
         self.jobs_dir = settings.jobs_dir
         self.settings = settings
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> tuple[int, int]:
-        """Processes and GPUs of each host."""
-        if dry_run:
-            self.request("", job, (0, 0))  # which is refused
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, tuple[int, int]]:
+        """The job, and the processes and GPUs of each host."""
         processes, gpus = plan_processes(job)
         job.config(job.instance_count * processes)
-        return processes, gpus
-
-    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
-        return job
+        return job, (processes, gpus)
 
     def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
         processes, gpus = plan
@@ -266,9 +254,6 @@ class LocalBackend:
 
     def forget(self, job_id: str) -> None:
         pass  # the files were all there was
-
-    def request(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> dict[str, Any]:
-        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
 
     def console_link(self, job_id: str) -> str | None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Plan:
     hyperparameters: Mapping[str, Any]
     kms_key: str | None
     volume_kms_key: str | None
+    request: Mapping[str, Any] = field(default_factory=dict)  # of CreateTrainingJob, once made
 
     def file_uri(self, job_id: str, *parts: str) -> str:
         return storage.join(self.store, "jobs", job_id, *parts)
@@ -140,9 +141,10 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     if job.network_isolation:
         channels.append(input_channel("code", plan.source_uri(job_id), None))
 
-    resources: dict[str, Any] = {"InstanceCount": job.instance_count}
-    if job.volume_size is not None:
-        resources["VolumeSizeInGB"] = job.volume_size
+    resources: dict[str, Any] = {
+        "InstanceCount": job.instance_count,
+        "VolumeSizeInGB": job.volume_size,
+    }
     if len(job.instances) == 1:
         resources["InstanceType"] = job.instances[0]
     else:

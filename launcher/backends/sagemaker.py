@@ -22,6 +22,7 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -52,6 +53,7 @@ from launcher.job import (
     TAG_KEY,
     TAG_VALUE,
     JobDescription,
+    Request,
     Scalar,
     TrainingJob,
     log_pending,
@@ -132,7 +134,12 @@ class SageMakerBackend:
         """The role of the SageMaker notebook that this runs in, or ''."""
         return notebook_role(self.client)
 
-    def check(self, job: TrainingJob, dry_run: bool = False) -> Plan:
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Plan]:
+        plan = self.check(job)
+        job = self.afford(job)
+        return job, replace(plan, request=self.request(job_id, job, plan))
+
+    def check(self, job: TrainingJob) -> Plan:
         """The role, image and keys of a job.
 
         Raises:
@@ -140,7 +147,7 @@ class SageMakerBackend:
         """
         store = self.settings.data_store
         for instance in job.instances:
-            if "volume_size" in job.model_fields_set and has_local_storage(instance):
+            if "volume_size" in job.given() and has_local_storage(instance):
                 raise InputError(
                     f"--volume-size: {instance} has local disks and takes no volume; leave"
                     " --volume-size out, or use a larger --instance"
@@ -179,7 +186,7 @@ class SageMakerBackend:
                 "--environment NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for"
                 " torchrun; --launcher pytorchddp keeps it"
             )
-        if not self.settings.role and not dry_run:
+        if not self.settings.role and not self.settings.offline:
             raise InputError(
                 "no execution role: `sm-nanogpt infra deploy` creates one, or set"
                 " --role or SM_NANOGPT_ROLE to its ARN (SageMaker uses this role to read and write"
@@ -222,11 +229,12 @@ class SageMakerBackend:
         check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
         return request
 
-    def afford(self, job: TrainingJob, dry_run: bool) -> TrainingJob:
-        prices = Prices(self.settings, self.region, None if dry_run else self.session)
+    def afford(self, job: TrainingJob) -> TrainingJob:
+        offline = self.settings.offline
+        prices = Prices(self.settings, self.region, None if offline else self.session)
         ready = money.afford(job, self.settings, prices, lambda: self.spent(job, prices))
         check_checkpoints(ready)
-        if not dry_run:
+        if not offline:
             check_quotas(ready, self.settings, self.session)
         return ready
 
@@ -249,7 +257,6 @@ class SageMakerBackend:
         return total
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
-        request = self.request(job_id, job, plan)
         storage.write_text(str(self.settings.last_launched), job_id)
         try:
             self.send_files(job_id, job, plan)
@@ -258,7 +265,7 @@ class SageMakerBackend:
             raise
         try:
             with service_errors("CreateTrainingJob"):
-                self.client("sagemaker").create_training_job(**request)
+                self.client("sagemaker").create_training_job(**plan.request)
         except ServiceError as error:
             answer = getattr(error.__context__, "response", None) or {}
             metadata = answer.get("ResponseMetadata", {})
@@ -474,7 +481,7 @@ class SageMakerBackend:
                     break
 
 
-def sendable_hyperparameters(job: TrainingJob) -> dict[str, Scalar]:
+def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
     """The hyperparameters to send to SageMaker.
 
     Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so

@@ -241,7 +241,7 @@ def launch_command(
     import launcher.cli.sweep as sweeping
     from launcher.aws.session import aws_session
     from launcher.documents import read_toml
-    from launcher.job import TrainingJob
+    from launcher.job import Request
     from launcher.submission import naming, new_job_id, prepare
 
     from_file = read_toml(Path(config_file)) if config_file else {}
@@ -263,29 +263,31 @@ def launch_command(
         given |= {name: value for name, value in others.items() if value}
         sweeping.go_on(given, settings, parallel, yes)
         return
-    job = TrainingJob(**given, hyperparameters={**from_file, **assignments})
+    request = Request(**given, hyperparameters={**from_file, **assignments})
+    if dry_run:
+        settings = settings.for_a_dry_run()
     if sweep or seeds > 1:
         if follow is not None:
             raise InputError(
                 "--follow and --detach are not for sweeps: this command runs until all jobs ended"
             )
-        sweeping.launch_sweep(job, settings, sweep, seeds, parallel or 1, dry_run, yes)
+        sweeping.launch_sweep(request, settings, sweep, seeds, parallel or 1, yes)
         return
     if parallel:
         raise InputError("--parallel is for jobs of a sweep; add --sweep or --seeds")
-    ready = prepare(job, settings, dry_run)
-    job, settings = ready.job, ready.settings
-    local, job_id = job.instance == "local", new_job_id()
+    job_id = new_job_id()
+    ready = prepare(request, settings, job_id)
+    job = ready.job
     if dry_run:
-        print_json(ready.request(job_id))
+        print_json(ready.plan.request)
         return
-    if not local:
+    if not job.is_local:
         # A ceiling that comes from the store, by --resume, was given by nobody here.
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     with byte_progress("upload") as progress:
         ready.upload(progress)
     with naming(job_id):
-        ready.submit(job_id)
+        ready.submit()
         try:
             click.echo(job_id)
             sys.stdout.flush()
@@ -297,8 +299,8 @@ def launch_command(
             ) from None
     if link := ready.backend.console_link(job_id):
         note(f"console: {link}")
-    if follow or (follow is None and local):
-        follow_job(job_id, settings, stops=local)
+    if follow or (follow is None and job.is_local):
+        follow_job(job_id, settings, stops=job.is_local)
     else:
         note(
             f"{how_to_follow(job_id)}; when it has completed: sm-nanogpt fetch-and-sample {job_id}"
@@ -354,10 +356,10 @@ def hyperparameters_command(entry_point: str | None) -> None:
     Example:
       sm-nanogpt hyperparameters
     """
-    from launcher.job import TrainingJob
+    from launcher.source import Source
 
-    job = TrainingJob(entry_point=Path(entry_point)) if entry_point else TrainingJob()
-    click.echo(job.module.hyperparameter_table().strip("\n").replace("  --", "  "))
+    source = Source.read(Path(entry_point)) if entry_point else Source.packaged()
+    click.echo(source.module("config").hyperparameter_table().strip("\n").replace("  --", "  "))
 
 
 @click.command("copy-script", cls=Command)

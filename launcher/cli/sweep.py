@@ -16,7 +16,7 @@ from launcher.cli.show import note, print_json, print_table
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.job import JobDescription, TrainingJob
+    from launcher.job import JobDescription, Request
     from launcher.settings import Settings
     from launcher.submission import Ready
     from launcher.sweeps import Sweep, Tries
@@ -29,12 +29,11 @@ def is_sweep(word: str, settings: Settings) -> bool:
 
 
 def launch_sweep(
-    job: TrainingJob,
+    job: Request,
     settings: Settings,
     values: dict[str, list[str]],
     seeds: int,
     parallel: int,
-    dry_run: bool,
     yes: bool,
 ) -> None:
     """Check all jobs of a sweep, print its id, and run it.
@@ -51,7 +50,7 @@ def launch_sweep(
             "--resume continues one job; to start the jobs of a sweep from its weights, use"
             f" --init-from {job.resume}"
         )
-    local = job.instance == "local"
+    local = job.is_local
     if both := values.keys() & job.hyperparameters.keys():
         raise InputError(f"--sweep {min(both)}: --set or --config gives it too; leave one out")
     if seeds > 1 and "seed" in values:
@@ -63,12 +62,13 @@ def launch_sweep(
     base = job.hyperparameters.get("seed", 1337)
     each = grid(values, seeds, int(base))
     sweep = Sweep(job=job, members=each, parallel=parallel)
-    first = sweep.ready(1, settings, dry_run)
-    with quietly():
-        every = [first, *(sweep.ready(n, settings, dry_run) for n in range(2, len(each) + 1))]
     group = new_job_id()
-    if dry_run:
-        print_json([ready.request(f"{group}-{n}") for n, ready in enumerate(every, 1)])
+    ids = [f"{group}-{n}" for n in range(1, len(each) + 1)]
+    first = sweep.ready(1, settings, ids[0])
+    with quietly():
+        every = [first, *(sweep.ready(n, settings, ids[n - 1]) for n in range(2, len(ids) + 1))]
+    if settings.offline:
+        print_json([ready.plan.request for ready in every])
         return
     note(f"sweep: {len(each)} jobs, {parallel} at a time")
     if not local:
@@ -103,8 +103,7 @@ def confirm_cost(
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
     from launcher.aws.money import CeilingTooLow
-    from launcher.job import TrainingJob
-    from launcher.sweeps import alone, find_sweep, quietly, read_record, said, write_record
+    from launcher.sweeps import alone, find_sweep, next_id, quietly, read_record, write_record
 
     group, max_cost = given.pop("resume"), given.pop("max_cost", None)
     if given:
@@ -115,21 +114,21 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
     sweep = read_record(group, settings)
     assert sweep is not None
     if max_cost is not None:
-        job = TrainingJob(**{**said(sweep.job), "max_cost": max_cost})
-        sweep = sweep.model_copy(update={"job": job})
+        sweep = sweep.model_copy(update={"job": sweep.job.replaced(max_cost=max_cost)})
     if parallel:
         sweep = sweep.model_copy(update={"parallel": parallel})
-    if sweep.job.instance == "local" and sweep.parallel > 1:
+    if sweep.job.is_local and sweep.parallel > 1:
         divide_cores(sweep.parallel)
     with alone(group, settings):
-        if sweep.job.instance != "local":
+        if not sweep.job.is_local:
             tries, every = find_sweep(group, settings)[1], []
             for number in range(1, len(sweep.members) + 1):
                 earlier = tries.get(number, [])
                 if earlier and (earlier[-1].is_running or earlier[-1].status == "Completed"):
                     continue
                 with quietly(), suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
-                    every.append(sweep.ready(number, settings, tries=earlier))
+                    job_id = next_id(group, number, earlier)
+                    every.append(sweep.ready(number, settings, job_id, earlier))
             confirm_cost(every, sweep.job.max_cost, settings, yes)
         write_record(group, sweep, settings)
         click.echo(group)
@@ -186,7 +185,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
                 bar.n = sum(steps.values())
                 bar.set_postfix_str(f"{sum(v == 1 for v in steps.values())}/{n} jobs ended")
     except KeyboardInterrupt as error:
-        if sweep.job.instance != "local":
+        if not sweep.job.is_local:
             raise KeyboardInterrupt(
                 *error.args, f"the jobs that run keep running; `{again}` starts the others"
             ) from None
