@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
@@ -164,8 +164,8 @@ def reason_of(error: ValidationError) -> str:
     return f"{place}: {must_be(first['msg'])}" if place else must_be(first["msg"])
 
 
-def read_toml(path: Path, tables: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a TOML file. Raises InputError if that fails, or if it has other tables."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises InputError if that fails, or if it has tables."""
     try:
         values = tomllib.loads(read_file(path).decode())
         json.dumps(
@@ -176,6 +176,6 @@ def read_toml(path: Path, tables: Sequence[str] = ()) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
     for name, value in values.items():
-        if isinstance(value, dict) and name not in tables:
+        if isinstance(value, dict):
             raise InputError(f"{path}: [{name}]: delete this line; the file has no sections")
     return values

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
+    TomlConfigSettingsSource,
 )
 
-from launcher.documents import read_toml
 from launcher.errors import InputError, did_you_mean, must_be
 
 
@@ -115,8 +115,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        values = read_toml(config_file(), tables=["tags"]) if config_file().exists() else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, values)
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_file())
 
     def for_a_dry_run(self) -> Settings:
         """These settings, with which nothing asks AWS what it could only confirm."""
@@ -227,6 +226,8 @@ def load_settings(**given: str | None) -> Settings:
     if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
+        if config_file().exists() and not config_file().is_file():
+            raise InputError(f"{config_file()}: not a file")
         settings = Settings(**words)  # type: ignore[arg-type]
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
@@ -240,6 +241,8 @@ def load_settings(**given: str | None) -> Settings:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
         raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{config_file()}: not TOML: {error}") from None
     except (RuntimeError, ValueError) as error:  # `~nobody`, a null byte in a path
         raise InputError(f"{error} Set SM_NANOGPT_HOME to another directory") from None
     except OSError as error:
