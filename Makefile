@@ -72,7 +72,7 @@ gpu:
 		--target .venv-contract/toolkit-of-2.11 -r tests/contract/requirements-2.11.txt
 	touch $@
 
-# The tests of train.py with the versions of the default training image (launcher/aws/images.py).
+# The tests of train.py with the versions of the default training image (launcher/machines.py).
 test-image: .venv-image/installed
 	.venv-image/bin/pytest -n 2 --dist worksteal tests/test_train_*.py
 

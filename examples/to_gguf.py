@@ -14,7 +14,7 @@ import gguf
 
 from entry_point.checkpoint import read_safetensors
 from launcher import fetch_model
-from launcher.encoder import splits_as_gpt2
+from launcher.models.encoder import splits_as_gpt2
 
 TYPES = {
     "float32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32),

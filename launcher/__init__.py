@@ -39,28 +39,28 @@ for _name in ("entry_point", "infra"):  # names that other projects may have too
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
-    from launcher.artefacts import fetch_model
-    from launcher.corpus import Upload, upload_data
     from launcher.errors import InputError, ServiceError
     from launcher.job import JobDescription, Request
-    from launcher.sampling import load_model, sample, stream_samples
+    from launcher.launching.launch import launch
+    from launcher.models.fetch import fetch_model
+    from launcher.models.sample import load_model, sample, stream_samples
     from launcher.settings import Settings
-    from launcher.submission import launch
+    from launcher.text.corpus import Upload, upload_data
     from launcher.tracking import describe, jobs, logs, metrics, stop, wait
 
 _MODULE = {
-    "fetch_model": "artefacts",
-    "Upload": "corpus",
-    "upload_data": "corpus",
+    "fetch_model": "models.fetch",
+    "Upload": "text.corpus",
+    "upload_data": "text.corpus",
     "InputError": "errors",
     "ServiceError": "errors",
     "JobDescription": "job",
     "Request": "job",
-    "load_model": "sampling",
-    "sample": "sampling",
-    "stream_samples": "sampling",
+    "load_model": "models.sample",
+    "sample": "models.sample",
+    "stream_samples": "models.sample",
     "Settings": "settings",
-    "launch": "submission",
+    "launch": "launching.launch",
     "describe": "tracking",
     "jobs": "tracking",
     "logs": "tracking",

@@ -23,29 +23,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.aws.images import (
+from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
+from launcher.errors import InputError, ServiceError
+from launcher.job import Request
+from launcher.launching.launch import launch
+from launcher.local.backend import LocalBackend
+from launcher.machines import (
     DEFAULT_VERSION,
     IMAGES,
     default_launcher,
+    describe_instance,
     find_image,
+    gpus_of,
+    has_local_storage,
+    looks_like_gpu,
     no_patches,
     problem,
     training_image,
 )
-from launcher.aws.instances import describe_instance, gpus_of, has_local_storage, looks_like_gpu
-from launcher.aws.money import usd
-from launcher.aws.prices import Prices
-from launcher.aws.quotas import CONSOLE, SPOT, TRAINING, WITHOUT_GPU, read_quota
-from launcher.aws.session import aws_session, check_region, code_and_message, quick_client, why
-from launcher.aws.stack import Stack, find_stack, is_whole
-from launcher.backends.local import LocalBackend
-from launcher.backends.request import sdk_version
-from launcher.backends.sagemaker import LOG_GROUP, machines_of, notebook_role, search_jobs
-from launcher.corpus import last_upload
-from launcher.errors import InputError, ServiceError
-from launcher.job import Request
+from launcher.sagemaker.backend import LOG_GROUP, machines_of, notebook_role, search_jobs
+from launcher.sagemaker.cost import Prices, usd
+from launcher.sagemaker.quotas import CONSOLE, SPOT, TRAINING, WITHOUT_GPU, read_quota
+from launcher.sagemaker.request import sdk_version
+from launcher.sagemaker.stack import Stack, find_stack, is_whole
 from launcher.settings import Settings
-from launcher.submission import launch
+from launcher.text.corpus import last_upload
 from launcher.tracking import wait
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"

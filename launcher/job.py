@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from launcher.aws.images import DEFAULT_VERSION
-from launcher.aws.instances import check_instances, types_of
-from launcher.documents import Scalar
 from launcher.errors import InputError, ServiceError, must_be
+from launcher.files.documents import Scalar
+from launcher.machines import DEFAULT_VERSION, check_instances, types_of
 from launcher.source import Source
 
 if TYPE_CHECKING:
-    from launcher.aws.prices import Price
+    from launcher.sagemaker.cost import Price
 
 logger = logging.getLogger(__name__)
 

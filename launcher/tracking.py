@@ -11,19 +11,20 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
-from launcher.aws import money
-from launcher.aws.instances import has_local_storage
-from launcher.aws.prices import Price, Prices
-from launcher.aws.session import CAPACITY, aws_session, check_region, patiently
-from launcher.backends import Backend
-from launcher.backends.local import LocalBackend
-from launcher.backends.sagemaker import SageMakerBackend
-from launcher.curves import Curve, samples_of_log
+from launcher.aws import CAPACITY, aws_session, check_region, patiently
+from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
-from launcher.job import JOB_ID, JobDescription, UnreadableJob, log_pending
+from launcher.files import storage
+from launcher.job import JOB_ID, JobDescription, TrainingJob, UnreadableJob, log_pending
+from launcher.local.backend import LocalBackend
+from launcher.machines import has_local_storage
+from launcher.sagemaker import cost
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.cost import Price, Prices
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,61 @@ REMEDIES = {
     "MaxRuntimeExceeded": "raise --max-run, or --max-cost if that set the limit",
     "MaxWaitTimeExceeded": "raise --max-wait, or use --on-demand",
 }
+
+
+class Backend(Protocol):
+    """Runs jobs in one place."""
+
+    @property
+    def place(self) -> str:
+        """Where that is, as in `job ID is ...`."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """Seconds between questions about a job that a command waits for."""
+
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
+        """Check a job and limit it to its cost ceiling; log what it may cost.
+
+        Returns:
+            The job, and what `submit` needs besides.
+
+        Raises:
+            InputError: this backend cannot run the job, or the ceiling is too low.
+        """
+
+    def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
+        """Start a job, as `plan` returned it."""
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        """Describe a job; None if it is not here."""
+
+    def job(self, job_id: str) -> TrainingJob:
+        """The job as it was submitted."""
+
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
+        """Yield the jobs, newest first."""
+
+    def stop(self, job_id: str) -> None:
+        """Ask a job to stop, and return at once."""
+
+    def places(self, job_id: str) -> Sequence[str]:
+        """URIs of the directories or prefixes with the files of a job."""
+
+    def forget(self, job_id: str) -> None:
+        """Remove a job whose files are deleted from the list of jobs."""
+
+    def console_link(self, job_id: str) -> str | None:
+        """URL of the job in a web console, if there is one."""
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """The rows of a job's training curve so far, and where they were read."""
+
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+        """Yield the lines that the script printed; with follow, until the job ends.
+
+        raw includes the lines of the SageMaker toolkit.
+        """
 
 
 def remedies(instance: str) -> dict[str, str]:
@@ -180,8 +236,8 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
             known[description.instance] = prices.of(description.instance)
         price = known.get(description.instance)
         if price is not None:
-            cost = money.cost_of(description, price, time.time())
-            description = replace(description, cost=cost, price=price)
+            spent = cost.cost_of(description, price, time.time())
+            description = replace(description, cost=spent, price=price)
         priced.append(description)
     if prices.trouble:
         logger.info(prices.trouble)
@@ -303,3 +359,51 @@ def next_step(description: JobDescription) -> str:
             f" `sm-nanogpt launch --resume {job_id}`"
         )
     return f"it left no checkpoint; read its log: `sm-nanogpt logs {job_id}`"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory or prefix, and the number and bytes of the files below it."""
+
+    uri: str
+    files: int
+    size: int
+
+
+def measured(uri: str, settings: Settings) -> Place:
+    sizes = storage.list_files(uri, settings).values()
+    return Place(uri, len(sizes), sum(sizes))
+
+
+def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Place]]:
+    """A job, and where its files are, its fetched models first.
+
+    Raises:
+        ServiceError: there is no such job, it cannot be deleted yet, or a link is in its place.
+    """
+    backend, description = find(job_id, settings)
+    if description.is_running:
+        raise ServiceError(
+            f"job {job_id} is {description.status}; stop it first: `sm-nanogpt stop {job_id}`"
+        )
+    if description.has_open_pool:  # AWS would refuse to delete the job, after its files are gone
+        raise ServiceError(
+            f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"
+            " after the job; delete the job then"
+        )
+    locations = [storage.to_uri(settings.models_dir / job_id), *backend.places(job_id)]
+    for path in filter(None, map(storage.local_path, locations)):
+        if path.is_symlink():  # it may lead to files that are not ours
+            raise ServiceError(f"{path} is a link; remove it by hand")
+    return description, [measured(uri, settings) for uri in locations]
+
+
+def delete(job_id: str, places: list[Place], settings: Settings) -> None:
+    """Delete these files of a job, and then the job.
+
+    After an interruption the job is still there, and can be deleted again.
+    """
+    backend, _ = find(job_id, settings)
+    for place in places:
+        storage.remove(place.uri, settings)
+    backend.forget(job_id)

@@ -235,8 +235,10 @@ def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Money
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
     from money_service import TODAY
 
-    for module in ("prices", "quotas"):
-        monkeypatch.setattr(f"launcher.aws.{module}.date", SimpleNamespace(today=lambda: TODAY))
+    for module in ("cost", "quotas"):
+        monkeypatch.setattr(
+            f"launcher.sagemaker.{module}.date", SimpleNamespace(today=lambda: TODAY)
+        )
     return emulator.money
 
 
@@ -246,6 +248,6 @@ def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Emula
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.backends.sagemaker.SageMakerBackend.poll_seconds", 0.1)
-    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.1)
+    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
     return emulator

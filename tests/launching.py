@@ -196,14 +196,14 @@ def processes_below(directory: Path) -> dict[int, str]:
 
     A runner's command line names its job, and the ranks are of the session that it leads.
     """
-    named = re.compile(rf"local_runner.* {re.escape(str(directory))}[/ ]")
+    named = re.compile(rf"local\.runner.* {re.escape(str(directory))}[/ ]")
     leaders = [pid for pid, _, line in processes() if named.search(line)]
     return {pid: line for leader in leaders for pid, line in session_of(leader).items()}
 
 
 def runner_of(directory: Path) -> int:
     """The pid of a job's runner."""
-    (pid,) = [pid for pid, line in processes_below(directory).items() if "local_runner" in line]
+    (pid,) = [pid for pid, line in processes_below(directory).items() if "local.runner" in line]
     return pid
 
 

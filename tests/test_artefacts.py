@@ -27,7 +27,8 @@ from test_documents import cut_sparse_header
 from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
 from entry_point.config import make_config
 from entry_point.huggingface import hugging_face_config
-from launcher import ServiceError, artefacts, describe, fetch_model
+from launcher import ServiceError, describe, fetch_model
+from launcher.models import fetch
 
 NAMES = {
     "SHA256SUMS",
@@ -98,13 +99,13 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
 
 def test_the_next_fetch_deletes_what_a_killed_fetch_left(tmp_path: Path) -> None:
     fetching = (
-        "import os, sys; from pathlib import Path; from launcher.artefacts import scratch\n"
+        "import os, sys; from pathlib import Path; from launcher.models.fetch import scratch\n"
         "with scratch(Path(sys.argv[1])) as directory:\n"
         f"    (directory / 'half').touch(); os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     )
     subprocess.run([sys.executable, "-c", fetching, str(tmp_path)], timeout=60)
     assert list(tmp_path.glob(".fetch-*/half"))
-    with artefacts.scratch(tmp_path) as first, artefacts.scratch(tmp_path) as second:
+    with fetch.scratch(tmp_path) as first, fetch.scratch(tmp_path) as second:
         assert set(tmp_path.iterdir()) == {first, second}
 
 
@@ -242,7 +243,7 @@ def test_a_file_below_a_file_is_refused(job: Finished, cli: Callable[..., Ran], 
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a bomb need not be a big one."""
-    monkeypatch.setattr(artefacts, "RATIO_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(fetch, "RATIO_FREE_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -393,7 +394,7 @@ def test_a_flipped_bit_is_refused_at_any_position(job: Finished, tmp_path: Path)
         archive.write_bytes(damaged)
         target = tmp_path / f"out-{place}"
         try:
-            artefacts.extract(archive, target, archive.as_uri())
+            fetch.extract(archive, target, archive.as_uri())
         except ServiceError:
             continue
         # What it may change unseen is what is no content: gzip's time stamp and the like.

@@ -29,9 +29,10 @@ from launching import Finished, Ran
 
 import launcher
 from entry_point.config import Config, make_config
-from launcher import Request, ServiceError, storage
+from launcher import Request, ServiceError
 from launcher import cli as commands
 from launcher.cli.show import byte_progress, with_options
+from launcher.files import storage
 from launcher.job import LOCAL_FIELDS, option
 
 GROUPS = {name: g for name, g in commands.cli.commands.items() if isinstance(g, click.Group)}

@@ -20,10 +20,12 @@ import launching
 import pytest
 from launching import Ran
 
-from launcher import InputError, ServiceError, corpus, storage, upload_data
-from launcher.corpus import find_upload, last_upload
+from launcher import InputError, ServiceError, upload_data
+from launcher.files import storage
+from launcher.files.storage import local_path
 from launcher.settings import Settings, load_settings
-from launcher.storage import local_path
+from launcher.text import corpus
+from launcher.text.corpus import find_upload, last_upload
 
 LONG = "The quick brown fox jumps over the lazy dog.\n" * 100
 

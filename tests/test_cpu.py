@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from entry_point.config import make_config
-from launcher.backends import cpu
+from launcher import machines
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(
         path = (tmp_path / "sys/fs/cgroup" / name).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    assert cpu.cpu_quota(tmp_path) == quota
+    assert machines.cpu_quota(tmp_path) == quota
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
@@ -47,17 +47,17 @@ def test_a_job_takes_no_more_cores_than_the_quota_allows(
     monkeypatch: pytest.MonkeyPatch, quota: float, cores: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
-    monkeypatch.setattr(cpu, "cpu_quota", lambda root: quota)
-    assert cpu.cores() == cores
+    monkeypatch.setattr(machines, "cpu_quota", lambda root: quota)
+    assert machines.cores() == cores
 
 
 def test_a_large_model_takes_one_process_per_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def processes(cores: int, **values: Any) -> int:
-        monkeypatch.setattr(cpu, "cores", lambda: cores)
+        monkeypatch.setattr(machines, "cores", lambda: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        return cpu.cpu_processes(make_config(values, "baby"))
+        return machines.cpu_processes(make_config(values, "baby"))
 
     assert [processes(cores) for cores in (1, 2, 4, 6, 64)] == [1, 2, 4, 4, 8]
     assert processes(6, batch_size=60) == 6
@@ -69,6 +69,6 @@ def test_a_large_model_takes_one_process_per_core(
 def test_omp_num_threads_limits_the_processes(
     monkeypatch: pytest.MonkeyPatch, said: str, count: int
 ) -> None:
-    monkeypatch.setattr(cpu, "cores", lambda: 4)
+    monkeypatch.setattr(machines, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert cpu.cpu_processes(make_config({}, "baby")) == count
+    assert machines.cpu_processes(make_config({}, "baby")) == count

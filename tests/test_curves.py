@@ -16,10 +16,11 @@ from emulator import Emulator
 from launching import Finished, Ran
 from test_sagemaker import TAGGED
 
-from launcher import Settings, metrics, storage
-from launcher.backends.sagemaker import LOG_GROUP
+from launcher import Settings, metrics
 from launcher.cli.show import following
-from launcher.curves import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
+from launcher.curve import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
+from launcher.files import storage
+from launcher.sagemaker.backend import LOG_GROUP
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:

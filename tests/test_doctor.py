@@ -24,9 +24,9 @@ from launching import Ran
 from money_service import MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
-from launcher.aws.images import DEFAULT_VERSION, find_image
-from launcher.aws.stack import Stack
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
+from launcher.machines import DEFAULT_VERSION, find_image
+from launcher.sagemaker.stack import Stack
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
@@ -268,7 +268,7 @@ def test_the_role_of_a_sagemaker_notebook_is_found(
     role = os.environ["SM_NANOGPT_ROLE"]
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
-    monkeypatch.setattr("launcher.backends.sagemaker.NOTEBOOK_METADATA", tmp_path / "metadata.json")
+    monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", tmp_path / "metadata.json")
     assert examined()["role"] == (OK, role)
 
 

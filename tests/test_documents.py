@@ -25,20 +25,22 @@ from models import SMALL, lively, tokenizer_of
 from entry_point.checkpoint import Checkpoints, write_safetensors
 from entry_point.errors import TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact
-from launcher import InputError, Request, ServiceError, corpus, storage
-from launcher.aws import money
-from launcher.aws.prices import Prices
-from launcher.aws.quotas import Listed
-from launcher.aws.stack import remembered
-from launcher.backends.local import LocalBackend
+from launcher import InputError, Request, ServiceError
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
-from launcher.documents import LARGEST, open_file, parse, read_toml
+from launcher.files import storage
+from launcher.files.documents import LARGEST, open_file, parse, read_toml
 from launcher.job import TrainingJob
-from launcher.model import export_checkpoint, load_artefact
+from launcher.launching.launch import check_texts, find_channel
+from launcher.local.backend import LocalBackend
+from launcher.models.load import export_checkpoint, load_artefact
+from launcher.sagemaker import cost
+from launcher.sagemaker.cost import Prices
+from launcher.sagemaker.quotas import Listed
+from launcher.sagemaker.stack import remembered
 from launcher.settings import load_settings
 from launcher.source import Source
-from launcher.submission import check_texts, find_channel
+from launcher.text import corpus
 
 quickly = settings(
     max_examples=40,
@@ -212,7 +214,7 @@ def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
         storage.read_cache(home / "quota-codes.json", dict[str, Listed])
         price = Prices(settings, "us-east-1", None).of("ml.g5.xlarge")
         assert price is not None
-        money.usd(money.worst_case(price.per_hour, 3600))
+        cost.usd(cost.worst_case(price.per_hour, 3600))
 
     each(look, good)
 

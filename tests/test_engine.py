@@ -14,8 +14,8 @@ from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
 from entry_point.huggingface import write_artefact
 from entry_point.model import GPT, Linear
-from launcher import engine
-from launcher.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
+from launcher.models import engine
+from launcher.models.engine import FEW_SEQUENCES, KeyValueCache, forward, logits_to_probabilities
 
 Generate = Callable[..., Iterator[torch.Tensor]]
 

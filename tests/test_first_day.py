@@ -13,7 +13,7 @@ from emulator import Emulator
 from first_day import STEPS, Day, Step
 
 from launcher import Settings
-from launcher.storage import write_text
+from launcher.files.storage import write_text
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
 PAGE = Path(first_day.__file__).with_name("first-day.md")

@@ -12,8 +12,9 @@ import pytest
 from emulator import Emulator
 from launching import Finished, Ran, tree
 
-from launcher import Request, Settings, storage
-from launcher.sweeps import Sweep, record_of, write_record
+from launcher import Request, Settings
+from launcher.files import storage
+from launcher.launching.sweeps import Sweep, record_of, write_record
 
 
 def test_delete_removes_job_and_fetched_model(job: Finished, cli: Callable[..., Ran]) -> None:
@@ -71,7 +72,7 @@ def test_delete_asks_first(
     job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("delete", job.job_id).error.endswith("pass --yes to confirm")
-    monkeypatch.setattr("launcher.cli.housekeeping.can_ask", lambda yes: None)
+    monkeypatch.setattr("launcher.cli.delete.can_ask", lambda yes: None)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     assert cli("delete", job.job_id).code == 1
     assert job.directory.exists()

@@ -7,7 +7,7 @@ from datetime import date, timedelta
 import pytest
 
 from launcher import InputError
-from launcher.aws.images import (
+from launcher.machines import (
     DEFAULT_VERSION,
     IMAGES,
     Image,

@@ -21,14 +21,14 @@ from cloudsplaining.scan.policy_document import PolicyDocument
 from emulator import Emulator
 from launching import Ran
 
-from launcher.aws import infra
-from launcher.aws.stack import DESCRIPTION, Stack, remembered, with_stack
-from launcher.corpus import last_upload
 from launcher.errors import ServiceError
+from launcher.sagemaker import deploy
+from launcher.sagemaker.stack import DESCRIPTION, Stack, remembered, with_stack
 from launcher.settings import load_settings
+from launcher.text.corpus import last_upload
 
 NOBODY = "http://127.0.0.1:9"
-TEMPLATE: Any = decode.decode(str(infra.TEMPLATE))[0]
+TEMPLATE: Any = decode.decode(str(deploy.TEMPLATE))[0]
 
 Cli = Callable[..., Ran]
 
@@ -38,7 +38,7 @@ def account(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudFormation
     """CloudFormation in an account without a stack, and a person who has set neither store nor
     role."""
     monkeypatch.delenv("SM_NANOGPT_STORE")
-    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(deploy, "POLL_SECONDS", 0.01)
     with cloudformation_service.repaired() as service:
         yield service
 
@@ -46,7 +46,7 @@ def account(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudFormation
 @pytest.fixture
 def deployed(account: CloudFormation) -> Stack:
     """A stack that is there."""
-    deployment = infra.Deployment(load_settings())
+    deployment = deploy.Deployment(load_settings())
     change_set = deployment.plan()
     assert change_set is not None
     stack = deployment.execute(change_set)
@@ -116,7 +116,7 @@ def test_an_outage_after_the_answer_does_not_hide_the_answer(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", Mock(return_value=False))
     outage = Mock(side_effect=ServiceError("DeleteChangeSet: no connection"))
-    monkeypatch.setattr(infra.Deployment, "discard", outage)
+    monkeypatch.setattr(deploy.Deployment, "discard", outage)
     said = cli("infra", "deploy").err.splitlines()
     assert said[-2:] == [
         "not confirmed; nothing was changed",
@@ -160,7 +160,7 @@ def test_without_retain_except_on_create_a_bucket_remains(
 ) -> None:
     before = buckets()
     account.refuse["Role"] = "no"
-    change_set = infra.Deployment(load_settings()).plan()
+    change_set = deploy.Deployment(load_settings()).plan()
     assert change_set is not None
     boto3.client("cloudformation").execute_change_set(ChangeSetName=change_set.id)
     assert len(buckets()) == len(before) + 1
@@ -223,7 +223,7 @@ def test_an_interrupted_deployment_continues_and_says_so(
         raise KeyboardInterrupt
 
     account.hangs = True
-    monkeypatch.setattr(infra, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
+    monkeypatch.setattr(deploy, "time", SimpleNamespace(sleep=interrupted, strftime=time.strftime))
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
     assert "CloudFormation continues by itself" in ran.err
@@ -241,7 +241,7 @@ def pending(account: CloudFormation) -> str:
         StackName="sm-nanogpt",
         ChangeSetName="pending",
         ChangeSetType="CREATE",
-        TemplateBody=infra.TEMPLATE.read_text(),
+        TemplateBody=deploy.TEMPLATE.read_text(),
         Capabilities=["CAPABILITY_IAM"],
     )
     return str(made["Id"])
@@ -272,7 +272,7 @@ def test_a_leftover_empty_stack_is_deleted(pending: str, cli: Cli, words: tuple[
 
 
 def test_destroy_deletes_what_a_killed_deployment_left(account: CloudFormation, cli: Cli) -> None:
-    assert infra.Deployment(load_settings()).plan() is not None
+    assert deploy.Deployment(load_settings()).plan() is not None
     ran = cli("infra", "destroy", "--yes")
     assert ran.code == 0
     assert "nothing to delete" not in ran.err
@@ -464,7 +464,7 @@ def test_destroy_first_names_affected_users_and_running_jobs(
 
 
 def test_destroy_ends_if_the_stack_is_already_deleted(deployed: Stack) -> None:
-    deployment = infra.Deployment(load_settings())
+    deployment = deploy.Deployment(load_settings())
     removal = deployment.removal()
     assert removal is not None
     boto3.client("cloudformation").delete_stack(StackName=removal.stack_id)
@@ -758,14 +758,14 @@ def test_a_stack_is_known_by_the_templates_description() -> None:
 def test_destroy_names_what_the_template_retains() -> None:
     resources = TEMPLATE["Resources"].items()
     assert {name for name, each in resources if each.get("DeletionPolicy") == "Retain"} == set(
-        infra.KEPT
+        deploy.KEPT
     )
 
 
 @pytest.fixture
 def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
     """What the role and the launchers may do, once deployed with a key."""
-    deployment = infra.Deployment(load_settings())
+    deployment = deploy.Deployment(load_settings())
     change_set = deployment.plan(kms=True)
     assert change_set is not None
     stack = deployment.execute(change_set)

@@ -16,10 +16,10 @@ from launching import launching as launch_words
 from entry_point.config import make_config
 from entry_point.errors import ConfigError
 from launcher import InputError, Request
-from launcher.backends.local_runner import command_line
-from launcher.backends.sagemaker import sendable_hyperparameters
 from launcher.cli.options import pairs
-from launcher.documents import read_toml
+from launcher.files.documents import read_toml
+from launcher.local.runner import command_line
+from launcher.sagemaker.backend import sendable_hyperparameters
 from launcher.source import Source
 
 

@@ -32,11 +32,11 @@ from launching import ENDLESS, Finished, Ran
 import launcher
 from entry_point.config import make_config
 from launcher import Request, Settings, describe, jobs, logs, wait
-from launcher.backends.local import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
-from launcher.backends.local_runner import Host, LocalRun
 from launcher.job import LOCAL_FIELDS, TrainingJob
+from launcher.launching.launch import find_earlier, resumed
+from launcher.local.backend import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
+from launcher.local.runner import Host, LocalRun
 from launcher.source import Source
-from launcher.submission import find_earlier, resumed
 
 MAIN = 'if __name__ == "__main__":\n'
 START = "    device = rank_device(config, container, ranks)\n"
@@ -376,7 +376,7 @@ def test_two_launches_in_the_same_second_both_work(home: Path, text_file: Path) 
 def test_job_ids_of_one_second_differ_and_suit_sagemaker() -> None:
     import re
 
-    from launcher.submission import new_job_id
+    from launcher.launching.launch import new_job_id
 
     ids = {new_job_id() for _ in range(50)}
     assert len(ids) == 50
@@ -460,7 +460,7 @@ def test_missing_data_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize(
     "failing",
-    ["launcher.backends.local.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
+    ["launcher.local.backend.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
 )
 def test_a_job_that_cannot_be_written_leaves_nothing(
     home: Path,
@@ -488,7 +488,7 @@ def test_a_full_disk_names_the_archive(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("launcher.backends.local_runner.tarfile.open", Mock(side_effect=full))
+    monkeypatch.setattr("launcher.local.runner.tarfile.open", Mock(side_effect=full))
     reason = run_job(tmp_path, text_file, "model.touch()")["reason"]
     assert reason.startswith("ServiceError: ")
     assert "output/model.tar.gz: this machine's disk is full" in reason
@@ -504,7 +504,7 @@ def test_an_interrupted_start_leaves_no_job(
     if leftover:
         (directory / "code").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
-        context.setattr("launcher.backends.local.write_json", Mock(side_effect=KeyboardInterrupt))
+        context.setattr("launcher.local.backend.write_json", Mock(side_effect=KeyboardInterrupt))
         backend.submit("a-job", job, (1, 0))
     assert not directory.exists()
 
@@ -600,7 +600,7 @@ def test_processes_are_found_and_killed_without_proc(
         "print(subprocess.Popen([sys.executable, '-c', 'input()', 'train' + '.py']).pid, flush=1);"
         "input()"
     )
-    words = ["launcher.backends.local_runner", str(tmp_path / "job"), "5"]
+    words = ["launcher.local.runner", str(tmp_path / "job"), "5"]
     with subprocess.Popen(
         [sys.executable, "-c", code, *words],
         stdin=subprocess.PIPE,
@@ -654,7 +654,7 @@ def test_a_starting_job_is_shown_as_in_progress(
         write_json(path, value)
         seen.extend(d.status for d in jobs(launching.settings_of(home)))
 
-    monkeypatch.setattr("launcher.backends.local.write_json", write_and_look)
+    monkeypatch.setattr("launcher.local.backend.write_json", write_and_look)
     cli(*launching.launching("--detach", data=text_file))
     assert seen == ["InProgress"]
 
@@ -824,7 +824,7 @@ def test_a_failure_reason_is_written_though_the_disk_is_full(
     write_job(tmp_path, text_file)
     run = LocalRun(tmp_path)
     run.update(secondary="Training")
-    monkeypatch.setattr("launcher.storage.replacing", full)
+    monkeypatch.setattr("launcher.files.storage.replacing", full)
     run.update(status="Failed", reason="a reason")
     told = json.loads((tmp_path / "state.json").read_text())
     assert (told["status"], told["reason"]) == ("Failed", "a reason")
@@ -1276,11 +1276,11 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
 def test_each_gpu_gets_one_process_and_hosts_share_them(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
 ) -> None:
-    from launcher.backends.local import plan_processes
+    from launcher.local.backend import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    monkeypatch.setattr("launcher.backends.cpu.cores", lambda: 4)
+    monkeypatch.setattr("launcher.machines.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert plan_processes(TrainingJob(data="/data", **words)) == expected
 
@@ -1310,7 +1310,7 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
 ) -> None:
     from launcher import InputError
-    from launcher.backends.local import plan_processes
+    from launcher.local.backend import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(InputError, match="device=cpu"):

@@ -17,9 +17,13 @@ from launching import Ran, sets
 from money_service import TODAY, MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, describe
-from launcher.aws.money import (
+from launcher.aws import aws_session
+from launcher.job import TrainingJob
+from launcher.sagemaker.cost import (
     AROUND_SECONDS,
     Ceiling,
+    Price,
+    Prices,
     afford,
     ceiling_of,
     cost_of,
@@ -29,10 +33,7 @@ from launcher.aws.money import (
     usd,
     worst_case,
 )
-from launcher.aws.prices import Price, Prices
-from launcher.aws.quotas import read_quota
-from launcher.aws.session import aws_session
-from launcher.job import TrainingJob
+from launcher.sagemaker.quotas import read_quota
 from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")

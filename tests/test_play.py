@@ -23,8 +23,8 @@ from models import lively, tokenizer_of
 from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher import fetch_model, sample, stream_samples
-from launcher.cli.sample import converse
-from launcher.play import Player, Token, listen, make_server, until
+from launcher.cli.models import converse
+from launcher.views.play import Player, Token, listen, make_server, until
 
 LETTERS = "\nabcdefghi "  # as many as the small models have
 TWENTY = "the prompt has characters that the model has never seen: " + ", ".join(
@@ -239,7 +239,7 @@ def test_a_reader_that_leaves_ends_the_generation(site: Site) -> None:
 def test_a_reader_that_reads_nothing_blocks_no_other(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.play.UNREAD", 0.5)
+    monkeypatch.setattr("launcher.views.play.UNREAD", 0.5)
     with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}, waits=True):
         assert len(site.text()) == 40
 
@@ -358,7 +358,7 @@ def test_options_that_do_not_go_with_prompts_are_refused(
 
 def test_a_models_directory_is_an_argument(job: Finished, tmp_path: Path) -> None:
     """Its name may hold anything, since it is a path."""
-    from launcher.cli.sample import load
+    from launcher.cli.models import load
 
     directory = fetch_model(job.job_id).rename(tmp_path / "my model")
     model, _ = load(str(directory), launching.settings_of(job.home), None)

@@ -13,7 +13,7 @@ import pytest
 from money_service import TODAY, MoneyService
 
 from launcher import Settings
-from launcher.aws.prices import OFFLINE, Price, Prices, offline_price, training_price
+from launcher.sagemaker.cost import OFFLINE, Price, Prices, offline_price, training_price
 
 TRAIN = "USE1-Train:ml.g5.12xlarge"
 LISTED_TODAY = f"AWS's price list of {TODAY}"

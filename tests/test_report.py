@@ -18,10 +18,10 @@ import pytest
 from launching import Finished, Ran
 from test_curves import file_rows
 
-from launcher.curves import Curve
+from launcher.curve import Curve
 from launcher.job import JobDescription, TrainingJob
-from launcher.report import Report, Run, compare
-from launcher.report_page import page
+from launcher.views.page import page
+from launcher.views.report import Report, Run, compare
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from launcher import InputError, Settings
-from launcher.backends import estimator
-from launcher.backends.request import Plan, create_request, sdk_version
-from launcher.backends.sagemaker import SageMakerBackend
 from launcher.job import TrainingJob
+from launcher.sagemaker import estimator
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.request import Plan, create_request, sdk_version
 
 JOB_ID = "sm-nanogpt-20261125-120000-abcd"
 KEY = "arn:aws:kms:us-east-1:111122223333:key/1"

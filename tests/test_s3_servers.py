@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from launching import Ran
 
-from launcher import InputError, ServiceError, storage
+from launcher import InputError, ServiceError
+from launcher.files import storage
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
 SIZE = 3 * storage.PART_BYTES + 12345  # more than one part, and not a whole number of them

@@ -44,32 +44,37 @@ from launching import Finished, Ran
 
 from entry_point import train
 from entry_point.config import metric_definitions
-from launcher import InputError, Request, ServiceError, Settings, jobs, launch, storage, wait
-from launcher.aws.images import DEFAULT_VERSION, IMAGES, Image, find_image, training_image
-from launcher.aws.instances import (
+from launcher import InputError, Request, ServiceError, Settings, jobs, launch, wait
+from launcher.aws import service_errors, why
+from launcher.files import storage
+from launcher.files.storage import local_path
+from launcher.job import TrainingJob
+from launcher.launching.launch import prepare
+from launcher.machines import (
+    DEFAULT_VERSION,
     GPUS,
+    IMAGES,
+    Image,
     check_instance,
     describe_instance,
+    find_image,
     gpus_of,
     has_local_storage,
     looks_like_gpu,
     sagemaker_types,
+    training_image,
 )
-from launcher.aws.session import service_errors, why
-from launcher.backends.estimator import quiet_sdk
-from launcher.backends.sagemaker import (
+from launcher.sagemaker.backend import (
     SageMakerBackend,
     describe_job,
     is_our_job,
+    script_lines,
     sendable_hyperparameters,
     source_archive,
 )
-from launcher.backends.toolkit import script_lines
-from launcher.job import TrainingJob
+from launcher.sagemaker.estimator import quiet_sdk
 from launcher.settings import load_settings
 from launcher.source import Source
-from launcher.storage import local_path
-from launcher.submission import prepare
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 FIVE = [f"ml.g5.{size}" for size in ("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge")]
@@ -599,7 +604,7 @@ def test_a_launch_in_a_notebook_takes_and_names_its_role(
 ) -> None:
     file = tmp_path / "resource-metadata.json"
     file.write_text(json.dumps(metadata))
-    monkeypatch.setattr("launcher.backends.sagemaker.NOTEBOOK_METADATA", file)
+    monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", file)
     described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
     cloud.sagemaker.DescribeNotebookInstance = lambda body: described  # type: ignore[attr-defined]
     monkeypatch.delenv("SM_NANOGPT_ROLE")
@@ -1368,7 +1373,7 @@ class Outage:
 @pytest.fixture
 def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("launcher.aws.session.AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("launcher.aws.AGAIN_SECONDS", 0.1)
     return Outage(monkeypatch)
 
 
@@ -1460,7 +1465,7 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
     clock = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
-    monkeypatch.setattr("launcher.backends.sagemaker.time", clock)
+    monkeypatch.setattr("launcher.sagemaker.backend.time", clock)
     polls = iter(range(1000))
 
     def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
@@ -1478,7 +1483,7 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
 def test_a_long_outage_ends_the_following_but_not_the_job(
     cli: Callable[..., Ran], launched: str, outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.aws.session.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
     for words in (("wait", launched), ("logs", launched, "--follow")):
         outage.begin(1000, after=1)
         ran = cli(*words)

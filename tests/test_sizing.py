@@ -9,9 +9,9 @@ import torch
 
 from entry_point.config import Config, make_config
 from entry_point.model import GPT
-from launcher import sizing
-from launcher.aws.instances import GPU_MEMORY, GPUS
 from launcher.job import TrainingJob
+from launcher.launching import start
+from launcher.machines import GPU_MEMORY, GPUS
 
 
 def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: Any) -> TrainingJob:
@@ -23,7 +23,7 @@ def test_parameters_are_counted_as_the_model_has_them(values: dict[str, Any]) ->
     config = Config(**values)
     with torch.device("meta"):
         model = GPT(config, 99)
-    assert sizing.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
+    assert start.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
 
 
 def test_every_gpu_that_sagemaker_has_is_known() -> None:
@@ -72,15 +72,15 @@ def test_memory_that_cannot_hold_the_model_is_warned_about(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launcher.sizing.local_memory", lambda: 16.0)
+    monkeypatch.setattr("launcher.launching.start.local_memory", lambda: 16.0)
     large = job(instance, n_layer=64, n_embd=1024, n_head=16, n_hidden=4096)
     assert large.config(1).matrix_parameters == 2**30
-    sizing.check_memory(large, vocabulary)
+    start.check_memory(large, vocabulary)
     assert ("memory: the model takes 16" in caplog.text) is warned
 
 
 def test_the_memory_of_this_machine_is_known() -> None:
-    assert 0.1 < sizing.local_memory() < 100_000
+    assert 0.1 < start.local_memory() < 100_000
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_memory_of_this_machine_is_known() -> None:
 def test_a_text_that_is_read_too_often_is_warned_about(
     steps: int, tokens: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizing.check_readings(job("local", max_steps=steps), tokens)
+    start.check_readings(job("local", max_steps=steps), tokens)
     assert ("will memorize it" in caplog.text) is warned
 
 
@@ -108,17 +108,17 @@ def test_a_text_that_is_read_too_often_is_warned_about(
 def test_auto_takes_the_largest_preset_that_the_text_fills(
     instance: str, tokens: int, preset: str
 ) -> None:
-    fitted = sizing.fitted(job(instance), tokens, 16384)
+    fitted = start.fitted(job(instance), tokens, 16384)
     assert fitted.preset == preset
     config = fitted.config(1)
     seen = config.max_steps * config.batch_size * config.block_size
     least = make_config({}, preset).max_steps
     step = config.batch_size * config.block_size
     assert seen <= max(least * step, 4 * tokens)
-    worth = 20 * sizing.count_parameters(config, 16384)
+    worth = 20 * start.count_parameters(config, 16384)
     assert seen <= max(least * step, worth)
     assert seen > min(worth, 4 * tokens) - step or config.max_steps == least
 
 
 def test_given_steps_are_kept() -> None:
-    assert sizing.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7
+    assert start.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7

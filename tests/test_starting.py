@@ -20,8 +20,9 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
-from launcher import engine, tokens
-from launcher.corpus import find_text
+from launcher.models import engine
+from launcher.text import tokens
+from launcher.text.corpus import find_text
 
 PANGRAMS = (
     "The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.\n" * 40

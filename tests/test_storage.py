@@ -16,11 +16,12 @@ from emulator import Emulator
 from launching import Ran
 from s3fs import S3FileSystem
 
-from launcher import InputError, ServiceError, storage, upload_data
-from launcher.aws.session import Unreachable
-from launcher.corpus import last_upload
+from launcher import InputError, ServiceError, upload_data
+from launcher.aws import Unreachable
+from launcher.files import storage
+from launcher.launching.launch import find_channel
 from launcher.settings import load_settings
-from launcher.submission import find_channel
+from launcher.text.corpus import last_upload
 
 ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
 

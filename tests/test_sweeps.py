@@ -17,12 +17,13 @@ import pytest
 from emulator import Emulator
 from launching import Finished, Ran, until
 
-from launcher import Settings, sweeps
-from launcher.aws.money import CeilingTooLow
-from launcher.backends.local import LocalBackend
+from launcher import Settings
 from launcher.errors import ServiceError
 from launcher.job import JobDescription, Request
-from launcher.sweeps import Sweep, find_sweep, grid, ranking, stop_all, tries_of
+from launcher.launching import sweeps
+from launcher.launching.sweeps import Sweep, find_sweep, grid, ranking, stop_all, tries_of
+from launcher.local.backend import LocalBackend
+from launcher.sagemaker.cost import CeilingTooLow
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
 CLOUD = ("launch", "--instance", "ml.g5.xlarge")
@@ -466,7 +467,7 @@ def running(
     def crash(settings: Settings) -> None:
         raise ServiceError("no")
 
-    poll = "launcher.backends.sagemaker.SageMakerBackend.poll_seconds"
+    poll = "launcher.sagemaker.backend.SageMakerBackend.poll_seconds"
     monkeypatch.setattr(poll, property(crash))
     ran = cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4,6", "--parallel", "3")
     monkeypatch.setattr(poll, 0.05)

@@ -29,13 +29,14 @@ from entry_point.container import read_container
 from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
-from launcher import InputError, ServiceError, tokens, upload_data
-from launcher.corpus import find_text, send
-from launcher.encoder import Encoder, encoded, load_words, start
-from launcher.sampling import encode, pieces
+from launcher import InputError, ServiceError, upload_data
+from launcher.files.storage import local_path
+from launcher.models.encoder import Encoder, encoded, load_words, start
+from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
-from launcher.storage import local_path
-from launcher.tokens import zstd
+from launcher.text import tokens
+from launcher.text.corpus import find_text, send
+from launcher.text.tokens import zstd
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
@@ -583,7 +584,7 @@ def test_a_shard_that_was_replaced_is_not_sent(documents: Path, home: Path, tmp_
 @pytest.mark.parametrize(
     ("failing", "code", "reason"),
     [
-        ("launcher.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
+        ("launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
         ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
     ],
 )
@@ -725,7 +726,7 @@ def test_an_encoder_that_is_killed_is_an_error(
         worker.kill()
         return worker
 
-    monkeypatch.setattr("launcher.encoder.start", killed)
+    monkeypatch.setattr("launcher.models.encoder.start", killed)
     with pytest.raises(ServiceError, match="a process that encodes the text ended"):
         list(encoded(iter([[FOX]]), (words_of.content, words_of.tokenizer.words, "H"), 2))
 

@@ -21,11 +21,11 @@ from tensorboard.backend.event_processing import plugin_event_accumulator as eve
 from tensorboard.util.tensor_util import make_ndarray
 from test_sagemaker import TAGGED
 
-from launcher import storage
-from launcher.cli import track
-from launcher.curves import Curve, Row
+from launcher.cli import views as track
+from launcher.curve import Curve, Row
+from launcher.files import storage
 from launcher.job import JobDescription
-from launcher.trackers import Board, with_times
+from launcher.views.tensorboard import Board, with_times
 
 Points = dict[str, list[tuple[int, float]]]
 TAGS = {"loss/train": "train_loss", "loss/val": "val_loss", "bits_per_byte": "bits_per_byte"}

@@ -25,9 +25,9 @@ from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetens
 from entry_point.config import Config, check_resumable
 from entry_point.errors import ConfigError, FormatError, TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
-from launcher import engine
 from launcher.errors import InputError
-from launcher.model import export_checkpoint, load_artefact
+from launcher.models import engine
+from launcher.models.load import export_checkpoint, load_artefact
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),

@@ -55,7 +55,7 @@ from entry_point.distributed import Group, Ranks
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
 from entry_point.trainer import Trainer, read_fault
-from launcher.model import load_artefact
+from launcher.models.load import load_artefact
 
 LINE = re.compile(r"step=([0-9]+)/[0-9]+ train_loss=([0-9.]+)")
 
@@ -1109,7 +1109,7 @@ def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
 
 def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: Path) -> None:
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
-    code += "from launcher.model import load_artefact; from entry_point.model import sample;"
+    code += "from launcher.models.load import load_artefact; from entry_point.model import sample;"
     code += "model, tokenizer = load_artefact(pathlib.Path('out/model'));"
     code += "sample(model, tokenizer.start, 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"

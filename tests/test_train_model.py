@@ -26,7 +26,7 @@ from entry_point.optim import (
     window_length,
 )
 from entry_point.trainer import Trainer
-from launcher import engine
+from launcher.models import engine
 
 # -- the forward pass ------------------------------------------------------------------------------
 

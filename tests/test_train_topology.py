@@ -49,7 +49,7 @@ from entry_point.container import (
 )
 from entry_point.distributed import Group, Ranks, Watchdog, read_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report
-from launcher.backends.cpu import cores
+from launcher.machines import cores
 
 TWO_HOSTS = ["algo-1", "algo-2"]
 

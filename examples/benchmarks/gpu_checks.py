@@ -255,7 +255,7 @@ def parts(args: Namespace, found: Found) -> None:
     from entry_point.config import Config
     from entry_point.model import GPT, LOGITS_AT_ONCE
     from entry_point.optim import gradient_of
-    from launcher import engine
+    from launcher.models import engine
 
     device = torch.device("cpu" if args.smoke else "cuda:0")
     config = Config(n_layer=2, n_head=2, n_embd=256, block_size=128, norm_weights=True)

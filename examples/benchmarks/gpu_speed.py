@@ -174,7 +174,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
     """Characters per second; the model's text does not matter, so it is trained for a step."""
     import torch
 
-    from launcher import engine
+    from launcher.models import engine
 
     name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 16)
     device = "cpu" if args.smoke else "cuda"

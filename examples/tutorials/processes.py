@@ -27,7 +27,7 @@ from measure import ROOT, Failed, Report, note
 sys.path.insert(0, str(ROOT))
 
 from launcher import Request, Settings, launch, metrics, stop, wait
-from launcher.curves import Curve
+from launcher.curve import Curve
 
 WAYS = {
     "1 process": (1, 1),

@@ -20,9 +20,8 @@ from typing import NoReturn
 
 import click
 
-from launcher.cli.doctor import doctor_command
-from launcher.cli.housekeeping import delete_command
-from launcher.cli.infra import infra_group
+from launcher.cli.account import doctor_command, infra_group
+from launcher.cli.delete import delete_command
 from launcher.cli.jobs import (
     jobs_command,
     logs_command,
@@ -32,13 +31,11 @@ from launcher.cli.jobs import (
     wait_command,
 )
 from launcher.cli.launch import copy_script_command, hyperparameters_command, launch_command
+from launcher.cli.models import fetch_and_sample_command, play_command
 from launcher.cli.options import Group
-from launcher.cli.play import play_command
-from launcher.cli.report import report_command
-from launcher.cli.sample import fetch_and_sample_command
 from launcher.cli.show import logs_shown, note, silence
-from launcher.cli.track import track_command
 from launcher.cli.upload import upload_data_command
+from launcher.cli.views import report_command, track_command
 from launcher.errors import InputError, ServiceError
 
 COMMANDS = {

@@ -36,8 +36,8 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
+    from launcher.launching.sweeps import Tries
     from launcher.settings import Settings
-    from launcher.sweeps import Tries
 
 
 @click.command("jobs", cls=Command)
@@ -62,7 +62,7 @@ def jobs_command(
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
     """
-    from launcher.sweeps import find_sweep, read_record
+    from launcher.launching.sweeps import find_sweep, read_record
     from launcher.tracking import list_jobs, with_costs
 
     if group is not None and limit is not None:
@@ -93,7 +93,7 @@ def jobs_command(
 
 
 def print_jobs(found: list[JobDescription], settings: Settings) -> None:
-    from launcher.aws.money import usd
+    from launcher.sagemaker.cost import usd
 
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
@@ -201,7 +201,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
 
 
 def time_left(description: JobDescription) -> str | None:
-    from launcher.curves import seconds_left
+    from launcher.curve import seconds_left
 
     seconds = seconds_left(description.metrics or {}, description.hyperparameters)
     return None if seconds is None else str(timedelta(seconds=round(seconds)))
@@ -260,8 +260,8 @@ def billable_words(description: JobDescription) -> str | None:
 
 def paid_words(description: JobDescription) -> str | None:
     """What a job has cost, and the price used."""
-    from launcher.aws.instances import has_local_storage
-    from launcher.aws.money import usd
+    from launcher.machines import has_local_storage
+    from launcher.sagemaker.cost import usd
 
     if description.cost is None or description.price is None:
         return None
@@ -357,7 +357,7 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     if (job_id is None) == (group is None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     if group is not None:
-        from launcher.sweeps import find_sweep, stop_all
+        from launcher.launching.sweeps import find_sweep, stop_all
 
         group, tries = find_sweep(group, settings)
         if not tries:

@@ -239,10 +239,10 @@ def launch_command(
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
     import launcher.cli.sweep as sweeping
-    from launcher.aws.session import aws_session
-    from launcher.documents import read_toml
+    from launcher.aws import aws_session
+    from launcher.files.documents import read_toml
     from launcher.job import Request
-    from launcher.submission import naming, new_job_id, prepare
+    from launcher.launching.launch import naming, new_job_id, prepare
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}

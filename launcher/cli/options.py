@@ -56,7 +56,7 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         for name in {"job_id", "job_ids", "resume"} & ctx.params.keys():
             if word := ctx.params[name]:
-                from launcher.sweeps import unfinished
+                from launcher.launching.sweeps import unfinished
                 from launcher.tracking import full_id
 
                 settings = settings_of(ctx)
@@ -71,7 +71,7 @@ class Command(click.Command):
 
     def refuse_sweeps(self, ids: list[str], settings: Settings) -> None:
         """Raise InputError for the id of a sweep in place of a job's."""
-        from launcher.sweeps import record_of
+        from launcher.launching.sweeps import record_of
 
         for each in ids:
             if record_of(each, settings).exists():
@@ -102,8 +102,8 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete `latest`, or the id of a local job or sweep."""
+    from launcher.launching.sweeps import MEMBER
     from launcher.settings import load_settings
-    from launcher.sweeps import MEMBER
 
     names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
     if parameter.name == "group":
@@ -191,7 +191,7 @@ def agree_to_cost(worst: float, max_cost: float | None, settings: Settings, yes:
     Raises:
         InputError: stdin is not a terminal, and there is no cost ceiling.
     """
-    from launcher.aws.money import usd
+    from launcher.sagemaker.cost import usd
 
     if yes or worst <= settings.ask_above:
         return

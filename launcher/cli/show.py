@@ -22,7 +22,7 @@ import click
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from launcher.curves import Curve
+    from launcher.curve import Curve
     from launcher.settings import Settings
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
@@ -134,7 +134,7 @@ class Bytes:
 
 def print_curve(curve: Curve, err: bool = False) -> None:
     """Draw the validation loss, or the training loss while there are fewer than two evaluations."""
-    from launcher.curves import sketch
+    from launcher.curve import sketch
 
     stream = sys.stderr if err else sys.stdout
     for name in ("val_loss", "train_loss"):
@@ -157,8 +157,8 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
         return
     from tqdm import tqdm
 
-    from launcher.aws.money import cost_of, usd
-    from launcher.curves import Curve, Row, rows_of_log, seconds_left
+    from launcher.curve import Curve, Row, rows_of_log, seconds_left
+    from launcher.sagemaker.cost import cost_of, usd
     from launcher.tracking import describe, with_costs
 
     (description,) = with_costs([describe(job_id, settings)], settings)

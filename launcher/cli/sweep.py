@@ -17,13 +17,13 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription, Request
+    from launcher.launching.launch import Ready
+    from launcher.launching.sweeps import Sweep, Tries
     from launcher.settings import Settings
-    from launcher.submission import Ready
-    from launcher.sweeps import Sweep, Tries
 
 
 def is_sweep(word: str, settings: Settings) -> bool:
-    from launcher.sweeps import record_of
+    from launcher.launching.sweeps import record_of
 
     return record_of(word, settings).exists()
 
@@ -41,9 +41,9 @@ def launch_sweep(
     Raises:
         InputError: a job cannot run; none was started.
     """
+    from launcher.launching.launch import new_job_id
+    from launcher.launching.sweeps import Sweep, alone, grid, quietly, write_record
     from launcher.source import keep
-    from launcher.submission import new_job_id
-    from launcher.sweeps import Sweep, alone, grid, quietly, write_record
 
     if job.resume is not None:
         raise InputError(
@@ -92,7 +92,7 @@ def confirm_cost(
     every: Sequence[Ready], max_cost: float | None, settings: Settings, yes: bool
 ) -> None:
     """Print what jobs may cost together, and ask if that is much."""
-    from launcher.aws.money import usd
+    from launcher.sagemaker.cost import usd
 
     worst = sum(ready.job.worst_cost or math.inf for ready in every)
     unknown = worst == math.inf
@@ -102,8 +102,15 @@ def confirm_cost(
 
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
-    from launcher.aws.money import CeilingTooLow
-    from launcher.sweeps import alone, find_sweep, next_id, quietly, read_record, write_record
+    from launcher.launching.sweeps import (
+        alone,
+        find_sweep,
+        next_id,
+        quietly,
+        read_record,
+        write_record,
+    )
+    from launcher.sagemaker.cost import CeilingTooLow
 
     group, max_cost = given.pop("resume"), given.pop("max_cost", None)
     if given:
@@ -138,7 +145,7 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
 
 def divide_cores(parallel: int) -> None:
     """Give each local job an equal part of the cores."""
-    from launcher.backends.cpu import cores
+    from launcher.machines import cores
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
 
@@ -150,7 +157,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
     """
     from tqdm import tqdm
 
-    from launcher.sweeps import find_sweep, run, stop_all
+    from launcher.launching.sweeps import find_sweep, run, stop_all
     from launcher.tracking import reason_of, wait
 
     n = len(sweep.members)
@@ -203,7 +210,7 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
 
 def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:
     """Print the configurations of a sweep by their best loss, with its spread over seeds."""
-    from launcher.sweeps import ranking
+    from launcher.launching.sweeps import ranking
 
     if sweep is None:  # it was launched from another machine
         ranks = ranking([each[-1] for _, each in sorted(tries.items())])

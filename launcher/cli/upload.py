@@ -53,8 +53,8 @@ def upload_data_command(
       sm-nanogpt upload-data input.txt
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
-    from launcher.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
-    from launcher.storage import path_of
+    from launcher.files.storage import path_of
+    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
 
     if vocab_size is not None and tokenizer != "bpe":
         what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"
@@ -76,7 +76,7 @@ def upload_data_command(
             )
     wanted = is_plain_text
     if tokenizer:
-        from launcher.tokens import is_text as wanted
+        from launcher.text.tokens import is_text as wanted
     elif source.suffix in (".jsonl", ".gz", ".zst"):
         raise InputError(f"{path}: needs --tokenizer; without it, give plain text")
     find_text(source, wanted)  # report a wrong path before asking AWS
@@ -104,7 +104,7 @@ def upload_data_command(
 
 def built_in_text(corpus: str | None, settings: Settings) -> Path:
     """The named corpus; without a name Shakespeare, or offline the Python reference."""
-    from launcher.corpus import get_corpus
+    from launcher.text.corpus import get_corpus
 
     with byte_progress("download") as progress:
         try:

@@ -17,9 +17,8 @@ from container import Host, Job
 from launching import until
 from runs import SMALL, edited_folder, words
 
-from launcher.backends.cpu import cores
-from launcher.backends.sagemaker import in_short
-from launcher.backends.toolkit import script_lines
+from launcher.machines import cores
+from launcher.sagemaker.backend import in_short, script_lines
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 

@@ -30,8 +30,8 @@ def aws(
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    monkeypatch.setattr("launcher.backends.sagemaker.SageMakerBackend.poll_seconds", 0.2)
-    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.2)
+    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
     yield emulator
     runs.close()
 

@@ -25,9 +25,9 @@ from launching import ENDLESS, Ran, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
-from launcher.aws import infra
-from launcher.aws.money import usd
-from launcher.storage import PART_BYTES
+from launcher.files.storage import PART_BYTES
+from launcher.sagemaker import deploy
+from launcher.sagemaker.cost import usd
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"
@@ -39,7 +39,7 @@ def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator
     """An account without a stack, whose administrator has set neither store nor role."""
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
-    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(deploy, "POLL_SECONDS", 0.01)
     with cloudformation_service.repaired():
         yield aws
 
@@ -253,7 +253,7 @@ def elsewhere(access: Access) -> Iterator[Access]:
 
 def test_the_bucket_is_private_and_deletes_old_checkpoints() -> None:
     """By the template, since moto leaves such properties out."""
-    resources = decode.decode(str(infra.TEMPLATE))[0]["Resources"]
+    resources = decode.decode(str(deploy.TEMPLATE))[0]["Resources"]
     bucket = resources["Bucket"]["Properties"]
     assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
     assert len(bucket["PublicAccessBlockConfiguration"]) == 4

@@ -16,8 +16,8 @@ import pytest
 import training_runs
 from emulator import Emulator, client
 
-from launcher.aws import infra
 from launcher.cli import run
+from launcher.sagemaker import deploy
 
 
 def in_this_process(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
@@ -36,8 +36,8 @@ def test_every_step_passes_and_nothing_is_left(
 ) -> None:
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
-    monkeypatch.setattr(infra, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("launcher.backends.sagemaker.QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(deploy, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
     for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
         monkeypatch.setattr(training_runs, name, 1.0)
     aws.sagemaker.rate = aws.sagemaker.run.rate = 5.0  # type: ignore[attr-defined]

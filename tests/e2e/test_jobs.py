@@ -17,7 +17,8 @@ from emulator import Emulator
 from launching import Ran, sets, until
 from test_edited import EDITS
 
-from launcher import artefacts, storage
+from launcher.files import storage
+from launcher.models import fetch
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
 
@@ -189,7 +190,7 @@ def result_of(cli: Callable[..., Ran], s3: Any, job_id: str, place: Path) -> tup
     """The weights of a job that has ended well, and its curve without what is of the clock."""
     ran = cli("wait", job_id)
     assert ran.code == 0, ran.err
-    weights = (artefacts.fetch_model(job_id) / "model.safetensors").read_bytes()
+    weights = (fetch.fetch_model(job_id) / "model.safetensors").read_bytes()
     output = f"s3://{s3.bucket}/some/prefix/jobs/{job_id}/output/output.tar.gz"
     (archive,) = storage.fetch(output, place)
     with tarfile.open(archive) as tar:

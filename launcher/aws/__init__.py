@@ -1,1 +1,0 @@
-"""The AWS account: sessions, stack, instance types, images, prices and quotas."""

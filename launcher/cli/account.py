@@ -1,0 +1,228 @@
+"""The commands `infra deploy`, `infra show`, `infra destroy` and `doctor`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import JSON, STACK, YES, Command, Group, agree, can_ask, settings_of
+from launcher.cli.show import note, print_fields, print_json, shown, with_options
+from launcher.errors import ServiceError
+
+if TYPE_CHECKING:
+    from launcher.sagemaker.deploy import Deployment, Removal
+    from launcher.sagemaker.stack import Stack
+
+
+@click.group("infra", cls=Group)
+def infra_group() -> None:
+    """Create the bucket, role and policy that SageMaker needs.
+
+    They form one CloudFormation stack. The other commands read the bucket and
+    the role from it.
+
+    \b
+    Example:
+      sm-nanogpt infra deploy
+    """
+
+
+@infra_group.command("deploy")
+@STACK
+@click.option("--kms", is_flag=True, help="Encrypt with a KMS key of your own (1 USD a month).")
+@click.option("--vpc", is_flag=True, help="Allow jobs to run in your VPC (--subnet).")
+@click.option("--permissions-boundary", metavar="ARN", help="Policy that bounds the role.")
+@click.option("--role-path", metavar="PATH", help="Path of the role, such as /teams/ml/.")
+@click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
+@YES
+@click.pass_context
+def infra_deploy_command(
+    context: click.Context,
+    stack: str | None,
+    kms: bool,
+    vpc: bool,
+    permissions_boundary: str | None,
+    role_path: str | None,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Create or update the stack and print its outputs.
+
+    \b
+    Example:
+      sm-nanogpt infra deploy --dry-run
+      sm-nanogpt --region eu-west-1 infra deploy
+    """
+    from launcher.sagemaker.deploy import Deployment
+
+    deployment = Deployment(settings_of(context, stack=stack))
+    can_ask(yes or dry_run)
+    if left := deployment.left_over():
+        note(f"stack {deployment.name} is {left.status}; it has to be deleted first")
+        if dry_run:
+            show_removal(left)
+            note("dry run: nothing was changed; after that, the stack would be created again")
+            return
+        remove_stack(deployment, left, yes)
+    planned = deployment.plan(kms, vpc, permissions_boundary or "", role_path or "")
+    if planned is None:
+        note(f"stack {deployment.name}: nothing to change")
+        print_stack(deployment.show())
+        return
+    try:
+        for change in planned.changes:
+            note(f"{change.action:<8} {change.kind} {change.resource}")
+        if not dry_run:
+            place = account_and_region(planned.stack_id)
+            agree(f"Make these changes to stack {deployment.name} in {place}?", yes)
+    except BaseException:
+        try:
+            deployment.discard(planned)
+        except ServiceError as error:  # report both errors
+            note(f"could not delete the change set: {error}")
+        raise
+    if dry_run:
+        deployment.discard(planned)
+        note("dry run: nothing was changed")
+        return
+    made = deployment.execute(planned)
+    print_stack(made)
+    note(f"to let others launch jobs, attach the policy {made.policy}")
+    note("next: sm-nanogpt upload-data")
+
+
+@infra_group.command("show")
+@STACK
+@JSON
+@click.pass_context
+def infra_show_command(context: click.Context, stack: str | None, as_json: bool) -> None:
+    """Print the outputs of the stack.
+
+    \b
+    Example:
+      sm-nanogpt infra show
+    """
+    from launcher.sagemaker.deploy import Deployment
+
+    found = Deployment(settings_of(context, stack=stack)).show()
+    if as_json:
+        print_json(found)
+    else:
+        print_stack(found)
+
+
+@infra_group.command("destroy")
+@STACK
+@YES
+@click.pass_context
+def infra_destroy_command(context: click.Context, stack: str | None, yes: bool) -> None:
+    """Delete the stack. Keeps the bucket, with its data and models, and the KMS key.
+
+    \b
+    Example:
+      sm-nanogpt infra destroy
+    """
+    from launcher.sagemaker.deploy import Deployment
+
+    deployment = Deployment(settings_of(context, stack=stack))
+    can_ask(yes)
+    removal = deployment.removal()
+    if removal is None:
+        note(f"nothing to delete: there is no stack {deployment.name} in {deployment.region}")
+        return
+    remove_stack(deployment, removal, yes)
+
+
+def show_removal(removal: Removal) -> None:
+    for action, resources in (("keep", removal.kept), ("remove", removal.removed)):
+        for _, kind, place in resources:
+            note(f"{action:<8} {kind} {place}")
+    for kind, name in removal.holders:
+        note(f"detach   the launcher policy from {kind.lower()} {name}")
+    for job_id in removal.jobs:
+        note(f"warning: job {job_id} is running and fails without its role")
+
+
+def remove_stack(deployment: Deployment, removal: Removal, yes: bool) -> None:
+    """Delete a stack after confirmation, and say how to delete what is kept."""
+    show_removal(removal)
+    agree(f"Delete stack {deployment.name} in {account_and_region(removal.stack_id)}?", yes)
+    deployment.destroy(removal)
+    kept = {name: place for name, _, place in removal.kept}
+    if "Bucket" in kept:
+        note(f"kept the bucket; to delete it: aws s3 rb --force s3://{kept['Bucket']}")
+    if "Key" in kept:
+        note(
+            "kept the key, which decrypts the bucket; to delete it:"
+            f" aws kms schedule-key-deletion --key-id {kept['Key']}"
+        )
+
+
+def account_and_region(arn: str) -> str:
+    """The account and region of an ARN."""
+    _, _, _, region, account, _ = arn.split(":", 5)
+    return f"account {account}, {region}"
+
+
+def print_stack(stack: Stack) -> None:
+    lines = {
+        "stack": f"{stack.name} ({stack.status})",
+        "store": stack.store,
+        "role": stack.role,
+        "kms key": stack.kms_key,
+        "vpc": "allowed" if stack.vpc else None,
+        "policy": stack.policy,
+    }
+    print_fields(lines)
+
+
+@click.command("doctor", cls=Command)
+@click.option(
+    "--instance",
+    metavar="TYPE",
+    default="ml.g5.12xlarge",
+    show_default=True,
+    help="Instance type to check for; `local` checks only this machine.",
+)
+@click.option("--no-train", is_flag=True, help="Skip training a tiny model.")
+@JSON
+@click.pass_context
+def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
+    """Check this machine and the AWS account. Exit code 1 means that a check failed.
+
+    \b
+    Example:
+      sm-nanogpt doctor --instance ml.g5.xlarge
+    """
+    from launcher.doctor import FAILURE, WARNING, examine
+    from launcher.machines import check_instance
+
+    logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
+    settings = settings_of(context)
+    check_instance(instance)
+
+    def show(result: str, check: str, text: str) -> None:
+        click.echo(shown(f"{result:<8} {check + ':':<15} {with_options(text)}"))
+        sys.stdout.flush()
+
+    findings, left_out = [], []
+    for finding in examine(settings, instance, train=not no_train):
+        findings.append(finding)
+        if as_json or (no_train and finding.check == "local training"):  # the user asked for it
+            continue
+        if finding.left_out:
+            left_out.append(finding.check)
+        else:
+            show(finding.result, finding.check, finding.text)
+    if as_json:
+        print_json(findings)
+    if left_out:
+        show(WARNING, "not checked", f"{', '.join(left_out)} (needs a check that failed)")
+    failed = [finding.check for finding in findings if finding.result == FAILURE]
+    if failed and instance != "local" and not settings.reaches_aws:
+        note("`sm-nanogpt doctor --instance local` checks only this machine")
+    if failed:
+        raise ServiceError(f"failed: {', '.join(failed)}")

@@ -1,0 +1,99 @@
+"""The command `delete`."""
+
+from __future__ import annotations
+
+import click
+
+from launcher.cli.options import (
+    GROUP,
+    YES,
+    Command,
+    agree,
+    can_ask,
+    complete_job,
+    settings_of,
+)
+from launcher.cli.show import byte_progress, note
+from launcher.errors import InputError, ServiceError
+
+
+def in_units(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+@click.command("delete", cls=Command)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@GROUP
+@click.option(
+    "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
+)
+@YES
+@click.pass_context
+def delete_command(
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    group: str | None,
+    keep_model: bool,
+    yes: bool,
+) -> None:
+    """Delete jobs with their files and models.
+
+    This covers their files here and on S3, their fetched models, and their entries in the list of
+    jobs. Uploaded text stays.
+
+    \b
+    Example:
+      sm-nanogpt delete JOB-ID --keep-model
+      sm-nanogpt delete --group latest
+    """
+    from launcher.files.storage import remove
+    from launcher.launching.sweeps import find_sweep, record_of, stop_mark
+    from launcher.models.fetch import fetch_described
+    from launcher.tracking import backend_for, delete, places_of
+
+    settings = settings_of(context)
+    if bool(job_ids) == (group is not None):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
+    can_ask(yes)
+    marks: list[str] = []
+    if group is not None:
+        group, tries = find_sweep(group, settings)
+        every = [job for each in tries.values() for job in each]
+        job_ids = tuple(job.job_id for job in every)
+        for job in every[:1]:
+            backend = backend_for(job.instance, settings)
+            marks = [stop_mark(job.job_id, group, backend, settings)]
+    found = []
+    for job_id in dict.fromkeys(job_ids):
+        description, places = places_of(job_id, settings)
+        if keep_model:
+            if description.model_uri is None:
+                raise ServiceError(
+                    f"job {job_id} is {description.status} and has no model to keep; leave out"
+                    " --keep-model"
+                )
+            places = places[1:]
+        found.append((description, places))
+    for description, places in found:
+        note(f"{description.job_id} ({description.status}):")
+        for place in places:
+            if place.files:
+                note(f"  {in_units(place.size):>8} in {place.files} files: {place.uri}")
+    agree("Delete these files?", yes)
+    for description, places in found:
+        if keep_model:
+            with byte_progress("fetch") as progress:
+                click.echo(fetch_described(description, settings, progress, None))
+        delete(description.job_id, places, settings)
+        freed = in_units(sum(place.size for place in places))
+        note(f"deleted {description.job_id}: {freed}")
+    if group is not None:
+        for mark in marks:
+            if mark.startswith("s3://"):
+                remove(mark, settings)
+        for path in record_of("*", settings).parent.glob(f"{group}.*"):
+            path.unlink()

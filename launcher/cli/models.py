@@ -1,0 +1,280 @@
+"""The commands `fetch-and-sample` and `play`."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import JSON, Command, complete_job, finite, settings_of
+from launcher.cli.show import byte_progress, note, print_json
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from entry_point.data import Tokenizer
+    from entry_point.model import GPT
+    from launcher.settings import Settings
+
+ENTRY_POINT = click.option(
+    "--entry-point",
+    metavar="DIR",
+    type=click.Path(exists=True, path_type=Path),
+    help="The edited folder that trained the model (default: the copy kept at launch).",
+)
+
+
+@click.command("fetch-and-sample", cls=Command)
+@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
+@click.option(
+    "--prompt", metavar="TEXT", help="Start of the text (default: a new line, or a new document)."
+)
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="Number of tokens to generate (characters, if the model was trained on characters).",
+)
+@click.option(
+    "--num-samples",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of texts to generate.",
+)
+@click.option(
+    "--temperature",
+    metavar="T",
+    type=click.FloatRange(min=0),
+    callback=finite,
+    default=0.8,
+    show_default=True,
+    help="Randomness; 0 always takes the most likely token.",
+)
+@click.option(
+    "--top-k",
+    metavar="K",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Sample from the K most likely tokens (default: all).",
+)
+@click.option(
+    "--top-p",
+    metavar="P",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=finite,
+    default=1.0,
+    help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
+)
+@click.option(
+    "--seed",
+    metavar="S",
+    type=click.IntRange(min=0, max=2**63 - 1),
+    default=1337,
+    show_default=True,
+    help="Random seed; the same seed gives the same text.",
+)
+@ENTRY_POINT
+@click.option(
+    "--interactive",
+    is_flag=True,
+    help="Read prompts from stdin, and print a text for each, with the next seed.",
+)
+@JSON
+@click.pass_context
+def fetch_and_sample_command(
+    context: click.Context,
+    model: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    num_samples: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    entry_point: Path | None,
+    interactive: bool,
+    as_json: bool,
+) -> None:
+    """Download a job's model and print text from it. `sample` is short for this command.
+
+    DIR is a model directory on this machine: `fetch-and-sample` prints it after `model:`.
+
+    \b
+    Example:
+      sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
+      sm-nanogpt fetch-and-sample JOB-ID --interactive
+    """
+    if interactive and (prompt is not None or num_samples > 1 or as_json):
+        raise InputError("--interactive cannot be combined with --prompt, --num-samples or --json")
+    loaded, tokenizer = load(model, settings_of(context), entry_point)
+    from launcher.models.sample import stream_samples
+
+    if interactive:
+        converse(
+            lambda prompt, n: stream_samples(
+                loaded, tokenizer, prompt, max_new_tokens, 1, temperature, top_k, top_p, seed + n
+            )
+        )
+        return
+    if temperature == 0 and prompt is None:
+        note("at temperature 0 without --prompt, the text often repeats one character")
+    columns = stream_samples(
+        loaded, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+    )
+    if as_json:
+        texts = ["".join(text) for text in zip(*columns, strict=True)]
+        print_json([(prompt or "") + text for text in texts])
+        return
+    # Stream the first text; print the others after it.
+    others = [prompt or ""] * (num_samples - 1)
+    click.echo(prompt or "", nl=False)
+    for column in columns:
+        click.echo(column[0], nl=False)
+        others = [text + piece for text, piece in zip(others, column[1:], strict=True)]
+    click.echo()
+    for text in others:
+        click.echo(f"---\n{text}")
+
+
+def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
+    """The directory of a model; fetches that of a job, and says where it is."""
+    from launcher.files.storage import path_of
+    from launcher.models.fetch import fetch_described
+    from launcher.tracking import describe, full_id
+
+    directory = path_of(word)
+    if not directory.is_dir():
+        if "/" in word:
+            raise InputError(f"{word}: no such directory")
+        description = describe(full_id(word, settings), settings)
+        with byte_progress("fetch") as progress:
+            directory = fetch_described(description, settings, progress, entry_point)
+        if description.model_uri is None:
+            note(
+                f"job {description.job_id} is {description.status}; this is its last checkpoint,"
+                f" {directory.name}"
+            )
+    note(f"model: {directory}")
+    return directory
+
+
+def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
+    """Load the model of a directory or of a job."""
+    directory = locate(word, settings, entry_point)
+    from launcher.models.sample import is_edited, load_model
+
+    model, tokenizer = load_model(directory, settings, entry_point)
+    if is_edited(model):
+        note("sampling with the edited or older script that trained this model, which is slower")
+    return model, tokenizer
+
+
+def converse(stream: Callable[[str | None, int], Iterator[list[str]]]) -> None:
+    """Print a text for each prompt from stdin, until it ends. Ctrl-C stops a text.
+
+    A line that ends with a backslash continues on the next; an empty prompt starts a new text.
+    """
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        import readline  # noqa: F401  (gives `input` a history)
+
+        note("type a prompt, then Enter; end a line with a backslash to continue it; Ctrl-D quits")
+    for n in itertools.count():
+        try:
+            prompt = input("> " * terminal)
+            while prompt.endswith("\\"):
+                prompt = prompt[:-1] + "\n" + input(". " * terminal)
+        except EOFError:
+            click.echo(nl=terminal)
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            click.echo()  # drops the line that was typed
+            continue
+        with ctrl_c_noted() as stopped:
+            try:
+                columns = stream(prompt or None, n)
+                click.echo("---\n" * (n > 0 and not terminal) + prompt, nl=False)
+                for (piece,) in columns:
+                    click.echo(piece, nl=False)
+                    if stopped:
+                        break
+                click.echo()
+            except InputError as error:  # characters that the model does not know
+                note(f"error: {error}")
+
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[list[int]]:
+    """A list that is no longer empty after Ctrl-C, which raises nothing meanwhile."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@click.command("play", cls=Command)
+@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
+@click.argument("other", metavar="[JOB-ID|DIR]", required=False, shell_complete=complete_job)
+@click.option(
+    "--port", metavar="N", type=click.IntRange(1, 65535), help="Port (default: a free one)."
+)
+@click.option(
+    "--open/--no-open",
+    "opens",
+    default=None,
+    help="Open the page in a browser (default: if stdout is a terminal).",
+)
+@ENTRY_POINT
+@click.pass_context
+def play_command(
+    context: click.Context,
+    model: str,
+    other: str | None,
+    port: int | None,
+    opens: bool | None,
+    entry_point: Path | None,
+) -> None:
+    """Try one model, or two side by side, on a local web page. Ctrl-C ends it.
+
+    Name a job, or a model directory: `fetch-and-sample` prints it after `model:`.
+
+    \b
+    Example:
+      sm-nanogpt play JOB-ID
+      sm-nanogpt play JOB-ID another-job
+    """
+    import secrets
+    import webbrowser
+
+    from launcher.tracking import full_id
+    from launcher.views import play
+
+    settings = settings_of(context)
+    listener = play.listen(port or 0)
+    players = [
+        play.Player(full_id(word, settings), *load(word, settings, entry_point))
+        for word in (model, other)
+        if word
+    ]
+    at, token = listener.getsockname()[1], secrets.token_urlsafe()
+    url = f"http://127.0.0.1:{at}/?token={token}"
+    click.echo(url)
+    note("open this address in a browser; Ctrl-C ends the page")
+    if sys.stdout.isatty() if opens is None else opens:
+        webbrowser.open(url)
+    with suppress(KeyboardInterrupt):
+        play.make_server(players, at, token).run(sockets=[listener])
+    note("ended")

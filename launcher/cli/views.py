@@ -1,0 +1,176 @@
+"""The commands `report` and `track`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.options import GROUP, Command, complete_job, settings_of
+from launcher.cli.show import note
+from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.curve import Curve
+    from launcher.job import JobDescription
+    from launcher.settings import Settings
+    from launcher.tracking import Backend
+
+
+@click.command("report", cls=Command)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@GROUP
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write (default: report-JOB-ID.html, or report-N-runs.html).",
+)
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
+@click.pass_context
+def report_command(
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    group: str | None,
+    output: Path | None,
+    opens: bool,
+) -> None:
+    """Write a report of jobs, or of a sweep, as one HTML file. Print its path.
+
+    \b
+    Example:
+      sm-nanogpt report latest --open
+      sm-nanogpt report JOB-ID JOB-ID -o comparison.html
+      sm-nanogpt report --group latest
+    """
+    from launcher.files.storage import write_text
+    from launcher.launching.sweeps import find_sweep
+    from launcher.tracking import metrics
+    from launcher.views.page import check_packages, page
+    from launcher.views.report import compare, read_runs
+
+    check_packages()
+    settings = settings_of(context)
+    if bool(job_ids) == (group is not None):
+        raise InputError("give a JOB-ID, or --group with the id of a sweep")
+    if group is not None:
+        group, tries = find_sweep(group, settings)
+        found = [each[-1] for _, each in sorted(tries.items())]
+        # SageMaker lists the metrics of a running job late; its log has them.
+        drawn = [d for d in found if d.metrics or metrics(d.job_id, settings).rows]
+        job_ids = tuple(d.job_id for d in drawn)
+        if not job_ids:
+            raise ServiceError(
+                f"no job of this sweep has a curve yet; `sm-nanogpt jobs --group {group}` lists"
+                " them"
+            )
+        for d in found:
+            if d not in drawn:
+                note(f"{d.job_id} is left out: it is {d.state} and has no curve yet")
+    report = compare(read_runs(job_ids, settings))
+    several = len(report.runs) > 1
+    what = f"{len(report.runs)}-runs" if several else report.runs[0].description.job_id
+    output = output or Path(f"report-{what}.html")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise InputError(f"{output}: not a regular file; name another one with --output")
+    write_text(str(output), page(report))
+    click.echo(output)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(output.absolute().as_uri())
+
+
+POLL_SECONDS = 5.0
+
+
+@click.command("track", cls=Command)
+@click.argument(
+    "job_ids", metavar="JOB-ID...", nargs=-1, required=True, shell_complete=complete_job
+)
+@click.option(
+    "--tensorboard",
+    metavar="DIR",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write event files to DIR/JOB-ID.",
+)
+@click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
+@click.pass_context
+def track_command(
+    context: click.Context,
+    job_ids: tuple[str, ...],
+    tensorboard: Path,
+    follow: bool,
+) -> None:
+    """Show the curves of jobs in TensorBoard. The jobs may still run.
+
+    \b
+    Example:
+      sm-nanogpt track JOB-ID --tensorboard runs --follow
+    """
+    settings = settings_of(context)
+    try:
+        add(list(dict.fromkeys(job_ids)), tensorboard, settings, follow)
+    except KeyboardInterrupt:
+        what = "the jobs keep running, and the same command adds the rest"
+        raise KeyboardInterrupt(*[what] * follow) from None
+
+
+def add(job_ids: list[str], directory: Path, settings: Settings, follow: bool) -> None:
+    """Bring the event files up to date; with follow, until the jobs end."""
+    from tqdm import tqdm
+
+    from launcher.views.tensorboard import Board, with_times
+
+    sent: dict[str, tuple[Curve, str]] = {}
+    times: dict[str, dict[int, float]] = {job_id: {} for job_id in job_ids}
+    boards = {job_id: Board(directory, job_id) for job_id in job_ids}
+    backends: dict[str, Backend] = {}
+    quiet = not (follow and sys.stderr.isatty())
+    with ExitStack() as stack:
+        bars = {
+            job_id: stack.enter_context(tqdm(desc=job_id, disable=quiet, leave=False))
+            for job_id in job_ids
+        }
+        while job_ids:
+            for job_id in list(job_ids):
+                description, curve = state(job_id, settings, backends)
+                curve = with_times(curve, description, times[job_id])
+                if sent.get(job_id) != (curve, description.status):
+                    boards[job_id].update(curve, description)
+                    sent[job_id] = curve, description.status
+                step = int(curve.rows[-1]["step"]) if curve.rows else 0
+                bars[job_id].total = description.hyperparameters.get("max_steps")
+                bars[job_id].update(step - bars[job_id].n)
+                if not (follow and description.is_running):
+                    job_ids.remove(job_id)
+                    bars[job_id].close()
+                    note(f"{job_id}: {len(curve.rows)} rows to step {step}; {description.state}")
+                    click.echo(boards[job_id].place)
+            if job_ids:
+                time.sleep(POLL_SECONDS)
+
+
+def state(
+    job_id: str, settings: Settings, backends: dict[str, Backend]
+) -> tuple[JobDescription, Curve]:
+    """A job and its curve. Keeps its backend, and then retries during an outage of minutes."""
+    from launcher.aws import patiently
+    from launcher.tracking import curve_of, find
+
+    def ask() -> tuple[JobDescription, Curve]:
+        # In this order, so that the curve of a job that has ended is complete.
+        description = backends[job_id].describe(job_id) if job_id in backends else None
+        if description is None:
+            backends[job_id], description = find(job_id, settings)
+        return description, curve_of(backends[job_id], job_id, with_samples=True)
+
+    if job_id not in backends or (settings.jobs_dir / job_id).exists():
+        return ask()
+    return patiently(ask, f"sm-nanogpt logs {job_id} --follow")

@@ -1,0 +1,141 @@
+"""The rows of a training curve, read from a file or from a log, and drawn as text.
+
+A row is what train.py writes at a log interval or an evaluation: `step`, `train_loss` and
+`val_loss` in nats per token, `bits_per_byte`, `learning_rate`, `tokens_per_second`, `time` in
+seconds since the epoch. Not each row has each value. Called by the backends and `tracking`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from launcher.files.documents import Damaged, Number, parse
+
+Name = Annotated[str, Field(pattern=r"^[\w./-]{1,64}$")]  # it reaches the terminal
+Row = dict[Name, Number]  # a line of metrics.jsonl
+LARGEST_CURVE = 1 << 26  # bytes: half a million rows
+
+LONGEST_LINE = 1000  # characters of a log's line that may be a row
+LINE = re.compile(r"step=(\d{1,18})/\d+ ([a-z_]+=\S+(?: [a-z_]+=\S+)*) ?$")
+VALUE = re.compile(r"([a-z_]+)=(\d{1,18}(?:\.\d+)?)(?!\S)")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The rows of a job in order of step, and where they were read. samples holds the texts that
+    the script wrote into its log: `before training` and `after training`."""
+
+    job_id: str
+    source: str
+    rows: Sequence[Row]
+    samples: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Row:
+        """The last known value of each name."""
+        return {name: value for row in self.rows for name, value in row.items()}
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """The steps at which a value is known, and the value there."""
+        return [(int(row["step"]), float(row[name])) for row in self.rows if name in row]
+
+
+def rows_of_file(lines: Iterable[bytes], name: object) -> list[Row]:
+    """Rows from the lines of metrics.jsonl; skips an incomplete line, and one without a step."""
+    rows = []
+    for line in lines:
+        with suppress(Damaged):
+            rows.append(parse(line, Row, name))
+    return in_order(row for row in rows if type(row.get("step")) is int)
+
+
+def rows_of_log(lines: Iterable[str]) -> list[Row]:
+    """Rows from the lines of a log, whose values have fewer digits than those of the file."""
+    rows: list[Row] = []
+    for line in lines:
+        if found := LINE.search(line[-LONGEST_LINE:]):
+            values: Row = {name: float(value) for name, value in VALUE.findall(found[2])}
+            rows.append({"step": int(found[1]), **values})
+    return in_order(rows)
+
+
+def samples_of_log(lines: Iterable[str]) -> dict[str, str]:
+    """The samples that a run logs: {"before training": text, "after training": text}."""
+    samples: dict[str, list[str]] = {}
+    when = ""
+    for line in lines:
+        if found := re.fullmatch(r"--- sample (.+) ---", line):
+            when = found[1]
+            samples[when] = []
+        elif when and line.startswith("| "):
+            samples[when].append(line[2:])
+        else:
+            when = ""
+    return {when: "\n".join(text) for when, text in samples.items()}
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """The rows without those that a run repeated after it resumed from an earlier step."""
+    kept: list[Row] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def seconds_left(metrics: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> float | None:
+    """The time to the last step at the present speed; None if it is not known."""
+    try:
+        steps = metrics["max_steps"] - metrics["step"]
+        tokens = steps * hyperparameters["batch_size"] * hyperparameters["block_size"]
+        return float(tokens / metrics["tokens_per_second"])
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def sketch(
+    points: Sequence[tuple[float, float]], width: int = 60, height: int = 8, braille: bool = True
+) -> list[str]:
+    """Draw a curve as lines of text: `width` x `height` characters and the labels of both axes.
+
+    A braille character has 2 x 4 dots. Without braille, each character is one dot.
+    """
+    across, down = (2, 4) if braille else (1, 1)
+    columns, rows = width * across, height * down
+    (left, _), (right, _) = points[0], points[-1]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    dots = set()
+    before, index = None, 0
+    for column in range(columns):
+        x = left + (right - left) * column / (columns - 1)
+        while index + 2 < len(points) and points[index + 1][0] < x:
+            index += 1
+        (x0, y0), (x1, y1) = points[index], points[min(index + 1, len(points) - 1)]
+        y = y0 + (y1 - y0) * min(1.0, (x - x0) / (x1 - x0) if x1 > x0 else 1.0)
+        row = round((high - y) / ((high - low) or 1) * (rows - 1))
+        start = row if before is None else before + (row > before) - (row < before)
+        dots |= {(column, each) for each in range(min(start, row), max(start, row) + 1)}
+        before = row
+    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)) if braille else ((1,),)
+    lines = []
+    for y in range(height):
+        cells = [
+            sum(
+                bits[i][j]
+                for i in range(across)
+                for j in range(down)
+                if (x * across + i, y * down + j) in dots
+            )
+            for x in range(width)
+        ]
+        drawn = "".join(chr(0x2800 + cell) if braille else " *"[cell] for cell in cells)
+        label = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}.get(y, "")
+        lines.append(f"{label:>9} {drawn}".rstrip(" \u2800"))
+    return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]

@@ -1,0 +1,1 @@
+"""Bytes and documents, on this machine and on S3."""

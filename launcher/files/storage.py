@@ -1,0 +1,403 @@
+"""Read and write a store: `s3://bucket/prefix` or a local directory.
+
+Settings choose the AWS profile and region; None means those of `load_settings()`. Every module that
+moves files calls it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote, unquote
+
+import fsspec
+from pydantic_core import to_jsonable_python
+
+from launcher.aws import failure, max_attempts
+from launcher.errors import InputError, ServiceError
+from launcher.files.documents import LARGEST, check_size, open_file, parse, read_file
+from launcher.settings import Settings, check_location, load_settings
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 1 << 22
+PART_BYTES = 1 << 24
+PARALLEL_PARTS = 8
+TEMPORARY = ".tmp"  # suffix of files that are being written
+# In /opt/ml/checkpoints, files that are being written end in the first, which SageMaker does not
+# upload. It makes the others beside a file that it uploads.
+IGNORED = ".sagemaker-ignore"
+NO_CONTENT = (TEMPORARY, IGNORED, ".sagemaker-uploading", ".sagemaker-uploaded")
+
+Progress = Callable[[int], object]  # gets the number of bytes since the last call
+
+
+def expect(progress: Progress, n: int) -> None:
+    """Tell a progress hook that has a method `expect` that n more bytes will come."""
+    getattr(progress, "expect", lambda n: None)(n)
+
+
+def to_uri(location: str | Path) -> str:
+    """The URI of a location. Raises InputError as local_path."""
+    path = local_path(str(location))
+    return str(location) if path is None else path.as_uri()
+
+
+def path_of(word: str | Path) -> Path:
+    """The path that a user typed; `~` is the home directory.
+
+    Raises:
+        InputError: it is empty, `~NAME` is no user, it is too long, or it has a null byte.
+    """
+    if word == "":
+        raise InputError("the path is empty: give a path or s3://bucket/prefix")
+    try:
+        path = Path(word).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{word}: there is no such user; for a file of that name, give ./{word}"
+        ) from None
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            start = " ".join(str(word)[:60].split())
+            raise InputError(
+                f"{start}...: too long for a path; give a file that holds the text"
+            ) from None
+    except ValueError as error:
+        raise InputError(f"{word!r}: {error}") from None
+    return path
+
+
+def local_path(location: str) -> Path | None:
+    """The path of a local location, or None for S3.
+
+    Raises:
+        InputError: it is neither, or as path_of.
+    """
+    try:
+        check_location(location)
+    except ValueError as error:
+        raise InputError(f"{location}: {error}") from None
+    if location.startswith("file://"):
+        return Path(unquote(location.removeprefix("file://")))
+    if location.startswith("s3://"):
+        return None
+    return path_of(location).absolute()
+
+
+def join(location: str, *parts: str) -> str:
+    """Append parts to a location. File URIs, unlike paths and keys, are percent-encoded."""
+    names = [quote(part) for part in parts] if location.startswith("file://") else parts
+    return "/".join([location.rstrip("/"), *names])
+
+
+@contextmanager
+def reported(uri: str) -> Iterator[None]:
+    """Turn exceptions of a file system into one line about `uri`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ServiceError(
+                f"{uri}: this machine's disk is full ({error.strerror}); free some space"
+            ) from None
+        if error.strerror and not error.__cause__:
+            raise ServiceError(f"{uri}: {error.strerror}") from None
+        if (
+            isinstance(error, FileNotFoundError) and not error.__cause__
+        ):  # for a bucket it has a cause
+            raise ServiceError(f"{uri}: nothing is there") from None
+        raise failure(uri, error) from None
+    except Exception as error:
+        # Compare names: importing botocore would take every local command a quarter of a second.
+        if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp"):
+            raise
+        raise failure(uri, error) from None
+
+
+def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
+    """The fsspec file system of a URI and the path in it.
+
+    `::` is part of a name here, not fsspec's chain of URLs.
+
+    Raises:
+        InputError: as local_path, or AWS_MAX_ATTEMPTS is invalid.
+    """
+    path = local_path(uri)
+    if path is not None:
+        return fsspec.filesystem("file"), str(path)
+    options = s3_options(settings or load_settings())
+    max_attempts()  # the file system reads it too
+    kind = fsspec.get_filesystem_class("s3")
+    return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
+
+
+def s3_options(settings: Settings) -> dict[str, Any]:
+    """Options that make s3fs use the same credentials and region as boto3.
+
+    They override fsspec's own configuration, which boto3 does not read; None means AWS's default.
+    """
+    encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
+    return {
+        **dict.fromkeys(("key", "secret", "token", "username", "password", "endpoint_url")),
+        "anon": False,
+        "profile": settings.profile or None,
+        "client_kwargs": {"region_name": settings.aws_region} if settings.aws_region else {},
+        "config_kwargs": {},
+        "s3_additional_kwargs": encryption if settings.kms_key else {},
+    }
+
+
+@contextmanager
+def replacing(path: Path, make_directory: bool = False) -> Iterator[BinaryIO]:
+    """Open a local file to write atomically.
+
+    The content is on the disk before the file gets its name: a power loss leaves no empty file.
+    """
+    # In the same directory, since a rename across file systems would copy; with a random name,
+    # since threads share a process id, and containers may.
+    if make_directory:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_file(
+    source: Path,
+    uri: str,
+    progress: Progress = lambda n: None,
+    settings: Settings | None = None,
+) -> None:
+    """Upload a local file atomically.
+
+    S3 receives parallel parts, each with a checksum; the object's metadata holds the SHA-256 of the
+    file, and its size is checked afterwards.
+
+    Raises:
+        ServiceError: the store failed, or the upload is damaged.
+    """
+    if (place := local_path(uri)) is not None:
+        with (
+            reported(uri),
+            open_file(source) as file,
+            replacing(place, make_directory=True) as target,
+        ):
+            while chunk := file.read(CHUNK_BYTES):
+                target.write(chunk)
+                progress(len(chunk))
+        return
+    fs, path = file_system(uri, settings)
+    sha256 = file_sha256(source)
+    with reported(uri):
+        fs.put_file(
+            str(source),
+            path,
+            callback=Told(progress),
+            chunksize=PART_BYTES,
+            max_concurrency=PARALLEL_PARTS,
+            Metadata={"sha256": sha256},
+        )
+        arrived = fs.info(path, refresh=True)
+        there = (arrived["size"], fs.metadata(path, refresh=True).get("sha256"))
+    if there != (source.stat().st_size, sha256):
+        raise ServiceError(f"{uri}: the upload is damaged; upload it again")
+
+
+class Told(fsspec.Callback):
+    """Adapts our progress hook to fsspec's callback."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.progress(inc)
+
+
+def file_sha256(path: Path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(uri: str, value: Any, settings: Settings | None = None) -> None:
+    write_bytes(uri, json_bytes(value), settings)
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(to_jsonable_python(value), indent=2) + "\n").encode()
+
+
+def write_text(uri: str, text: str, settings: Settings | None = None) -> None:
+    write_bytes(uri, text.encode(), settings)
+
+
+def write_bytes(uri: str, content: bytes, settings: Settings | None = None) -> None:
+    """Write a small document atomically."""
+    with reported(uri):
+        if (place := local_path(uri)) is not None:
+            with replacing(place, make_directory=True) as file:
+                file.write(content)
+        else:
+            fs, path = file_system(uri, settings)
+            fs.pipe_file(path, content)  # creates no bucket
+
+
+def remove(uri: str, settings: Settings | None = None) -> None:
+    """Delete a directory or prefix with all that is below it; nothing if it is missing."""
+    with reported(uri):
+        if (place := local_path(uri)) is not None:
+            with suppress(FileNotFoundError):
+                for path in place.iterdir():  # first, so that job.json still lists the job
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                shutil.rmtree(place)
+            return
+        fs, key = file_system(uri, settings)
+        for name in fs.find(key):
+            fs.rm_file(name)  # one by one: a policy judges each by its key
+
+
+def copy(source: str, target: str, settings: Settings | None = None) -> int:
+    """Copy all files from one S3 prefix to another, on S3. Returns their number."""
+    fs, path = file_system(source, settings)
+    _, to = file_system(target, settings)
+    names = list_files(source, settings)
+    with reported(source):
+        for name in names:
+            fs.copy(f"{path}/{name}", f"{to}/{name}")
+    return len(names)
+
+
+def fingerprint(uri: str, settings: Settings | None = None) -> str:
+    """Twelve characters that identify a file's content, from its SHA-256 or its ETag."""
+    path = local_path(uri)
+    with reported(uri):
+        if path is not None:
+            return file_sha256(path)[:12]
+        fs, key = file_system(uri, settings)
+        return hashlib.sha256(str(fs.info(key, refresh=True)["ETag"]).encode()).hexdigest()[:12]
+
+
+def read_document(uri: str, kind: type[T], settings: Settings | None = None) -> T | None:
+    """Read a JSON document (see launcher.files.documents); None if there is none.
+
+    Raises:
+        Damaged: it does not fit `kind`.
+        ServiceError: it cannot be read.
+    """
+    content = read_bytes(uri, settings)
+    return None if content is None else parse(content, kind, uri)
+
+
+def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGEST) -> bytes | None:
+    """Read a file of at most `largest` bytes; None if there is none."""
+    with reported(uri):
+        try:
+            if (place := local_path(uri)) is not None:
+                return read_file(place, largest)
+            fs, path = file_system(uri, settings)
+            return check_size(bytes(fs.cat_file(path, start=0, end=largest + 1)), largest)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def read_cache(file: Path, kind: type[T]) -> T:
+    """Read a cached dict; empty if it is missing or damaged."""
+    try:
+        return read_document(str(file), kind) or kind()
+    except ServiceError:
+        return kind()
+
+
+def write_cache(file: Path, known: Mapping[str, Any]) -> None:
+    """Cache a dict, if possible."""
+    with suppress(ServiceError):
+        write_json(str(file), known)
+
+
+def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
+    """The files at or below a URI: relative path to size in bytes.
+
+    A folder made by the S3 console is an empty object whose name ends in a slash; it is skipped.
+    """
+    fs, path = file_system(uri, settings)
+    with reported(uri):
+        try:
+            found = fs.find(path, detail=True)
+        except FileNotFoundError:
+            return {}
+    if set(found) == {path}:
+        return {path.rsplit("/", 1)[-1]: found[path]["size"]}
+    return {
+        name[len(path) :].lstrip("/"): info["size"]
+        for name, info in sorted(found.items())
+        if not name.endswith(("/", *NO_CONTENT))
+    }
+
+
+def fetch(
+    uri: str,
+    directory: Path,
+    progress: Progress = lambda n: None,
+    settings: Settings | None = None,
+) -> list[Path]:
+    """Download a file, or all files below a prefix, into a directory; return their paths.
+
+    Raises:
+        ServiceError: nothing is there, or the store failed.
+    """
+    fs, path = file_system(uri, settings)
+    files = list_files(uri, settings)
+    if not files:
+        raise ServiceError(f"{uri}: nothing is there")
+    expect(progress, sum(files.values()))
+    copied = []
+    with reported(uri):
+        single = fs.isfile(path)
+        for name in files:
+            target = directory / name
+            if not target.resolve().is_relative_to(directory.resolve()):
+                raise ServiceError(f"{uri}: {name!r} would be written outside of {directory}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = path if single else f"{path}/{name}"
+            if local_path(uri) is None:
+                fs.get_file(
+                    source,
+                    str(target),
+                    callback=Told(progress),
+                    chunksize=PART_BYTES,
+                    max_concurrency=PARALLEL_PARTS,
+                )
+                check_arrival(fs, source, target)
+            else:
+                with open_file(Path(source)) as file, target.open("wb") as out:
+                    while chunk := file.read(CHUNK_BYTES):
+                        out.write(chunk)
+                        progress(len(chunk))
+            copied.append(target)
+    return copied
+
+
+def check_arrival(fs: Any, source: str, target: Path) -> None:
+    """Raise ServiceError unless a download has the size, and SHA-256 if known, of its source."""
+    size, sha256 = fs.info(source)["size"], fs.metadata(source).get("sha256")
+    if target.stat().st_size != size or (sha256 and file_sha256(target) != sha256):
+        raise ServiceError(f"s3://{source}: the download is damaged; fetch it again")

@@ -1,0 +1,476 @@
+"""Complete, check and submit a job: from a Request to a TrainingJob that runs.
+
+Called by `launch` of the command line, by the Python API and by `doctor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import check_regular
+from launcher.job import JobDescription, Request, TrainingJob
+from launcher.launching import start
+from launcher.machines import (
+    TORCHRUN_ALONE,
+    default_launcher,
+    has_local_storage,
+    log_instance,
+    looks_like_gpu,
+    types_of,
+)
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.stack import with_stack
+from launcher.settings import Settings, load_settings
+from launcher.source import Source, find_source, keep
+from launcher.text import corpus
+from launcher.tracking import Backend, backend_for, find
+
+if TYPE_CHECKING:  # it imports torch
+    from entry_point.data import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
+NEW = {"resume", "preset", "hyperparameters"}  # what a job does not take over as it is
+
+
+def launch(request: Request, settings: Settings | None = None) -> str:
+    """Start a training job and return its id at once.
+
+    A local path as data is uploaded first; without data, the job uses the last upload. With
+    `resume`, fields that the request leaves out come from the earlier job.
+
+    Raises:
+        InputError: the job cannot run; nothing was started.
+        ServiceError: the store or the service failed.
+        KeyboardInterrupt: names the job if it may have been submitted.
+    """
+    ready = prepare(request, settings or load_settings(), new_job_id())
+    ready.upload()
+    with naming(ready.job_id):
+        ready.submit()
+    return ready.job_id
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that can be submitted, complete and checked, once its texts are uploaded.
+
+    plan is what the backend decided; settings have the store and role that the job uses.
+    """
+
+    job_id: str
+    job: TrainingJob
+    plan: Any
+    channels: list[Channel]
+    backend: Backend
+    settings: Settings
+
+    def upload(self, progress: storage.Progress = lambda n: None) -> None:
+        """Put the texts where the job reads them."""
+        for channel in self.channels:
+            if channel.upload is not None:
+                if channel.upload.uploaded and not self.job.is_local:
+                    logger.info(f"upload: {channel.named} to {channel.uri}")
+                corpus.send(channel.upload, channel.sources, self.settings, progress)
+
+    def submit(self) -> None:
+        with storage.reported(str(self.settings.home)):
+            keep(self.job.source, self.settings)  # models and resumed jobs need it
+        self.backend.submit(self.job_id, self.job, self.plan)
+
+
+def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
+    """Make a Request into a job that is complete and checked. Changes nothing in the store.
+
+    Raises:
+        InputError, ServiceError: as launch.
+    """
+    asked, before = request, None
+    if earlier := find_earlier(request, settings):
+        request, before = resumed(request, earlier, settings)
+    if request.is_local and settings.offline:
+        raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
+    if not request.is_local:
+        settings = cloud_settings(settings)
+        request = prescribed(request, settings)
+    request = with_folder(request)
+    # The texts of a local job stay on this machine.
+    near = settings.model_copy(update={"store": ""}) if request.is_local else settings
+    model = tokenizer = None
+    if asked.init_from is not None:
+        request, model, tokenizer = started(request, asked.init_from, near)
+    if request.preset is None and not (asked.resume or asked.init_from):
+        request = with_default_preset(request)
+    if request.preset != "auto":
+        request.config(1)  # tells of a mistake before a long text is read
+    data = request.data or corpus.last_upload(settings, request.is_local)
+    texts = find_texts(data, request.validation, near)
+    if request.preset == "auto":
+        request = start.fitted(request, *size_of(texts["data"], near))
+    job = complete(request, texts)
+    check_device(job, "device" in asked.hyperparameters, earlier)
+    backend = backend_for(job.instance, settings)
+    job, plan = backend.plan(job_id, job)
+    if earlier is not None and before is not None:
+        job.check_resumable(before, earlier.description)
+    if tokenizer is not None:
+        for text in texts.values():
+            start.check_known(text.named, text.upload, tokenizer, asked.init_from or "")
+    check_texts(texts, job.config(1))
+    check_size(job, texts["data"])
+    log_choices(asked, job, texts["data"])
+    channels = [*texts.values(), *([model] if model else [])]
+    return Ready(job_id, job, plan, channels, backend, near)
+
+
+def cloud_settings(settings: Settings) -> Settings:
+    """The settings with a store that SageMaker can read and an execution role.
+
+    They come from the settings, else the stack, else the role of the SageMaker notebook that this
+    runs in and the account's default SageMaker bucket. No bucket is created.
+
+    Raises:
+        InputError: there is no store.
+        ServiceError: AWS cannot be asked.
+    """
+    settings = with_stack(settings)
+    backend = SageMakerBackend(settings)
+    if not settings.role and not settings.offline and (role := backend.notebook_role()):
+        logger.info(f"role: {role} (from this SageMaker notebook)")
+        settings = settings.model_copy(update={"role": role})
+    if settings.store:
+        return settings
+    how = "set --store or SM_NANOGPT_STORE to s3://bucket/prefix"
+    if settings.offline:
+        region = "" if backend.session.region_name else ", and --region or AWS_REGION to a region"
+        raise InputError(
+            f"a dry run does not ask AWS, and no stack is known here yet: {how}{region}; or, if you"
+            " have a stack, run `sm-nanogpt infra show` once"
+        )
+    bucket = backend.default_bucket()
+    if bucket is None:
+        raise InputError(
+            "no store is set, and the account has no default bucket: create one with"
+            f" `sm-nanogpt infra deploy`, or {how}"
+        )
+    store = f"s3://{bucket}/sm-nanogpt"
+    logger.info(f"store: {store} (the account's default SageMaker bucket)")
+    return settings.model_copy(update={"store": store})
+
+
+def prescribed(request: Request, settings: Settings) -> Request:
+    """The request with defaults from the settings, such as subnets; tags are merged.
+
+    Raises:
+        InputError: the settings hold something that no job may have.
+    """
+    values = {name: value for name in PRESCRIBED if (value := getattr(settings, name))}
+    added = sorted(values.keys() - request.given().keys() | values.keys() & {"tags"})
+    if not added:
+        return request
+    logger.info(f"configured: {', '.join(added)}")
+    tags = {**settings.tags, **request.tags}
+    try:
+        return request.replaced(**{**values, **request.given(), "tags": tags})
+    except InputError as error:
+        raise InputError(f"from the settings: {error}") from None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A job that another one resumes: as it was submitted, and how it stands."""
+
+    job: TrainingJob
+    description: JobDescription
+
+
+def find_earlier(request: Request, settings: Settings) -> Earlier | None:
+    """The job that a request resumes.
+
+    Raises:
+        InputError: the request also asks for what only a new run has.
+        ServiceError: the earlier job still runs, or left no checkpoint.
+    """
+    if request.resume is None:
+        return None
+    if request.preset == "auto":
+        raise InputError("--preset auto is for a new run; leave it out with --resume")
+    if request.init_from is not None:
+        raise InputError("--init-from starts a new run; leave it out with --resume")
+    backend, description = find(request.resume, settings)
+    if description.is_running:
+        raise ServiceError(
+            f"job {request.resume} is {description.status}; stop it first:"
+            f" `sm-nanogpt stop {request.resume}`"
+        )
+    if description.checkpoint_uri is None:
+        raise ServiceError(
+            f"job {request.resume} ({description.status}) left no checkpoint to resume from"
+        )
+    return Earlier(backend.job(request.resume), description)
+
+
+def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, TrainingJob]:
+    """Fill the fields that a request leaves out from the job that it resumes.
+
+    Hyperparameters, variables and tags are merged one by one. Logs the earlier hyperparameters
+    that this folder does not have.
+
+    Returns:
+        The request, and the earlier job as this folder computes it.
+
+    Raises:
+        InputError: one job is local and the other on SageMaker.
+    """
+    before, description, given = earlier.job, earlier.description, request.given()
+    given.setdefault("instance", before.instance)
+    if (description.instance == "local") != (given["instance"] == "local"):
+        raise InputError(
+            f"job {request.resume} ran on {description.instance}, and --instance"
+            f" {given['instance']} cannot read its checkpoints"
+        )
+    if request.entry_point is None and before.entry_point is not None:
+        source = find_source(before.source_sha256 or "", settings)
+        given["entry_point"] = source.directory
+        request = request.model_copy(update={"entry_point": source.directory})
+    sent, known = description.hyperparameters, request.hyperparameter_names()
+    if unknown := sorted(sent.keys() - known):
+        logger.info(
+            f"{request.source.directory} has no {', '.join(unknown)};"
+            " the earlier job's values are left out"
+        )
+    sent = {name: value for name, value in sent.items() if name in known}
+    before = before.model_copy(
+        update={"preset": None, "hyperparameters": sent, "entry_point": request.entry_point}
+    )
+    hyperparameters = {**sent, **request.explicit_hyperparameters(asdict(before.config(1)))}
+    kept = before.model_dump(include=set(Request.model_fields) - NEW, exclude_defaults=True)
+    if given.get("spot", before.spot) != before.spot:  # each belongs to one kind of capacity
+        kept.pop("max_wait" if before.spot else "keep_alive", None)
+    if any(map(has_local_storage, types_of(given["instance"]))):
+        kept.pop("volume_size", None)
+    for name, other in permutations(("image_uri", "pytorch_version")):
+        if name in given:
+            kept.pop(other, None)
+    for name in given.keys() & kept.keys() & {"environment", "tags"}:
+        given[name] = {**kept[name], **given[name]}
+    after = Request(**{**kept, **given, "preset": None, "hyperparameters": hyperparameters})
+    after._inherited = frozenset(kept) - frozenset(given)
+    return after, before
+
+
+def with_folder(request: Request) -> Request:
+    """The request with the absolute path of its training folder. Raises InputError if it has
+    none."""
+    if request.entry_point is None:
+        return request
+    source = Source.read(storage.path_of(request.entry_point).absolute())
+    source.check()
+    return request.model_copy(update={"entry_point": source.directory})
+
+
+def started(request: Request, named: str, settings: Settings) -> tuple[Request, Channel, Tokenizer]:
+    """The request with the shape of the model that it starts from, the model, its tokenizer."""
+    with start.opened(named, settings) as (directory, uri):
+        request, tokenizer = start.with_values(request, directory)
+        if uri is not None:
+            channel = Channel(named, uri, None, [])
+        elif storage.local_path(settings.data_store) is not None:
+            channel = Channel(named, storage.to_uri(directory), None, [])
+        else:
+            upload, sources = start.survey(named, directory, settings)
+            channel = Channel(named, upload.uri, upload, sources)
+    return request.model_copy(update={"init_from": channel.uri}), channel, tokenizer
+
+
+def with_default_preset(request: Request) -> Request:
+    gpu = looks_like_gpu(request.instance or "local")
+    return request.model_copy(update={"preset": "baby"}) if gpu else request
+
+
+def complete(request: Request, texts: Mapping[str, Channel]) -> TrainingJob:
+    """The job with the places of its texts, and with the launcher for its instance type."""
+    places = {name: text.uri for name, text in texts.items()}
+    chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
+    if not request.is_local:
+        for instance in request.instances:
+            log_instance(instance)
+        default = default_launcher(request.instance or "")
+        if chosen.setdefault("launcher", default) == default != "pytorchddp":
+            logger.info(
+                f"launcher: {default}, since the SageMaker SDK refuses pytorchddp on"
+                f" {TORCHRUN_ALONE}"
+            )
+    job = TrainingJob(**chosen)
+    job._inherited = request._inherited
+    return job
+
+
+def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:
+    """Raise InputError for a job that would leave its GPUs idle, unless the user asked for that.
+
+    The device of an earlier job on the CPU is not asked for.
+    """
+    stays = earlier is not None and looks_like_gpu(earlier.description.instance)
+    if asked or (stays and "device" in job.hyperparameters):
+        return
+    if looks_like_gpu(job.instance) and getattr(job.config(1), "device", "") == "cpu":
+        what = f"--preset {job.preset}" if job.preset else "the job"
+        raise InputError(
+            f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
+            " `--set device=cpu` if you mean it"
+        )
+
+
+def check_size(job: TrainingJob, text: Channel) -> None:
+    """Warn of a text that is read too often, and of a model that the memory cannot hold."""
+    if text.upload is not None:
+        start.check_readings(job, n_training(text.upload))
+    start.check_memory(job, text.upload.vocabulary_size if text.upload else 0)
+
+
+def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:
+    last = asked.data is None and asked.resume is None
+    origin = f" (the last upload{f', {text.named}' * (text.named != job.data)})" if last else ""
+    logger.info(f"data: {job.data}{origin}")
+    if job.preset and not asked.preset:
+        logger.info(f"preset: {job.preset}")
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The text or model of one channel: the name that the user gave, its URI, files to upload.
+
+    upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
+    """
+
+    named: str
+    uri: str
+    upload: corpus.Upload | None
+    sources: list[Path]
+
+
+def find_channel(location: str, settings: Settings) -> Channel:
+    """Find where the job reads a text; survey a local one for its upload."""
+    uri, path = storage.to_uri(location), storage.local_path(location)
+    if path is None and settings.offline:
+        return Channel(location, uri, None, [])
+    known = corpus.find_upload(uri, settings)
+    if known is None and corpus.read_manifest(uri, settings) is not None:
+        raise InputError(f"{location}: a file of this upload is missing; upload the text again")
+    if known is not None and path is not None:
+        check_regular(path)
+    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
+        return Channel(location, uri, replace(known, uploaded=False), [])
+    if path is None:
+        there = storage.list_files(uri, settings)
+        if not any(name.endswith(".txt") or name == "meta.json" for name in there):
+            what = "no *.txt file is there" if there else "nothing is there"
+            raise InputError(f"{location}: {what}")
+        return Channel(location, uri, None, [])
+    if known is not None and known.train_tokens:  # made here, before there was a store on S3
+        sources = [path / name for name in known.files]
+        uri = storage.join(settings.data_store, "data", path.name)
+        upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
+    else:
+        upload, sources = corpus.survey(path, settings)
+    return Channel(location, upload.uri, upload, sources)
+
+
+def find_texts(data: str, validation: str | None, settings: Settings) -> dict[str, Channel]:
+    """Where the job reads its texts, by the job's fields."""
+    named = {"data": data, "validation": validation}
+    return {name: find_channel(text, settings) for name, text in named.items() if text}
+
+
+def n_training(upload: corpus.Upload) -> int:
+    """The tokens to train on, or characters."""
+    return upload.train_tokens or int(0.9 * upload.characters)
+
+
+def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
+    """The tokens to train on, or characters, and how many different ones there are.
+
+    Raises:
+        InputError: `upload-data` did not put the text there.
+    """
+    if channel.upload is not None:
+        return n_training(channel.upload), channel.upload.vocabulary_size
+    if settings.offline:
+        raise InputError(
+            f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
+            " ask S3; name a preset, or a local text"
+        )
+    raise InputError(
+        f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
+    )
+
+
+def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
+    """Raise InputError if a run of this config would refuse the texts."""
+    parts = []
+    for name, channel in channels.items():
+        if channel.upload is None:
+            continue
+        if channel.upload.train_tokens and len(channels) > 1:
+            raise InputError(
+                f"{channel.named}: it holds tokens, with their own validation part; leave out"
+                " --validation, or give two texts"
+            )
+        if not channel.upload.train_tokens and getattr(config, "mask_documents", False):
+            raise InputError(
+                f"{channel.named}: mask_documents needs tokens, whose documents have an end; leave"
+                " it out, or encode the text with `upload-data --tokenizer`"
+            )
+        if 0 < getattr(config, "vocab_size", 0) < channel.upload.vocabulary_size:
+            unit = "tokens" if channel.upload.train_tokens else "characters"
+            raise InputError(
+                f"{channel.named}: it has {channel.upload.vocabulary_size} different {unit}, more"
+                f" than vocab_size={config.vocab_size}"
+            )
+        n = channel.upload.characters
+        if channel.upload.train_tokens:
+            parts += [(channel, "training", channel.upload.train_tokens)]
+            parts += [(channel, "validation", channel.upload.val_tokens)]
+        elif len(channels) == 1:
+            n_train = int(n * (1 - config.validation_fraction))
+            parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
+        else:
+            parts.append((channel, "training" if name == "data" else name, n))
+    for channel, part, length in parts:
+        assert channel.upload is not None
+        unit = "tokens" if channel.upload.train_tokens else "characters"
+        if length < config.block_size + 1:
+            raise InputError(
+                f"{channel.named}: the {part} text has {length} {unit}, and one window of"
+                f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
+                " a smaller block_size"
+            )
+
+
+@contextmanager
+def naming(job_id: str) -> Iterator[None]:
+    """Name the job when its submission is interrupted: it may run, and cost money."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`sm-nanogpt status {job_id}` shows whether the job was submitted;"
+            f" `sm-nanogpt stop {job_id}` stops it"
+        ) from None
+
+
+def new_job_id() -> str:
+    """A unique id with the time in UTC, valid as a SageMaker job name."""
+    return f"sm-nanogpt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"

@@ -1,0 +1,211 @@
+"""Find the model that a run starts from, and check that it knows the text. Called by `submission`.
+
+A job reads it from the channel `model`: a directory of this machine for a local job, else a prefix
+`STORE/models/NAME-HASH/`, which is uploaded like a data set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import InputError
+from launcher.files import storage
+from launcher.files.documents import check_regular
+from launcher.job import Request, TrainingJob
+from launcher.machines import GPU_MEMORY, GPUS
+from launcher.settings import Settings
+from launcher.text import corpus
+
+if TYPE_CHECKING:  # it imports torch
+    from entry_point.data import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DOCUMENTS = ("config.json", "training.json", "tokenizer.json", "tokenizer_config.json")
+INDEX = "model.safetensors.index.json"
+LARGEST = 1 << 25  # bytes of a document on S3
+
+
+@contextmanager
+def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
+    """A directory with the documents of a model, and the URI of one that is on S3.
+
+    Raises:
+        InputError: there is no such directory.
+        ServiceError: there is no such job, or it left no model.
+    """
+    path = storage.local_path(named)
+    if path is None:
+        sizes = storage.list_files(named, settings)
+        if "config.json" not in sizes:
+            raise InputError(f"{named}: no config.json is there")
+        with tempfile.TemporaryDirectory() as temporary:
+            for name in sizes.keys() & DOCUMENTS:
+                if sizes[name] > LARGEST:
+                    raise InputError(f"{named}: {name} is larger than {LARGEST >> 20} MiB")
+                storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
+            yield Path(temporary), named.rstrip("/")
+        return
+    if path.is_dir():
+        check_regular(path)
+        yield path, None
+        return
+    if path.exists() or "/" in named:
+        raise InputError(f"{named}: no such directory")
+    from launcher.models.fetch import fetch_model
+    from launcher.tracking import full_id
+
+    yield fetch_model(full_id(named, settings), settings), None
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files that a run reads."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_file() and (path.name in (*DOCUMENTS, INDEX) or path.suffix == ".safetensors")
+    )
+
+
+def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[Path]]:
+    """What `corpus.send` puts into the store, and the files here."""
+    sources = files_of(directory)
+    sha256 = corpus.digest_of([(path.name, path) for path in sources])
+    uri = corpus.place_of(Path(named), sha256, settings, "models")
+    upload = corpus.Upload(
+        uri=uri,
+        size=sum(path.stat().st_size for path in sources),
+        characters=0,
+        vocabulary_size=0,
+        sha256=sha256,
+        files=tuple(path.name for path in sources),
+        uploaded=not corpus.is_there(uri, settings),
+    )
+    return upload, sources
+
+
+def with_values(request: Request, directory: Path) -> tuple[Request, Tokenizer]:
+    """The request with the hyperparameters that the model prescribes, and the model's tokenizer.
+
+    Raises:
+        InputError: the script does not compute this model, or a hyperparameter differs from it.
+    """
+    source = request.source
+    try:
+        values = source.module("huggingface").starting_values(directory, request.hyperparameters)
+        tokenizer: Tokenizer = source.module("data").read_tokenizer(directory)
+    except source.module("errors").TrainingError as error:
+        words = str(error).replace("use that script", "name it with --entry-point DIR")
+        raise InputError(f"--init-from {request.init_from}: {words}") from None
+    return request.model_copy(update={"hyperparameters": values}), tokenizer
+
+
+def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, model: str) -> None:
+    """Raise InputError if the model has no ids for the text; `model` is its name.
+
+    For text that `upload-data` did not put there, the run itself checks.
+    """
+    if upload is None:
+        return
+    encode = f"encode the text with `sm-nanogpt upload-data PATH --tokenizer {model}`"
+    if upload.train_tokens:
+        from launcher.text.tokens import fingerprint
+
+        if upload.tokenizer != fingerprint(tokenizer):
+            raise InputError(f"{named}: its tokens are not those of {model}; {encode}")
+    elif tokenizer.unit == "tokens":
+        raise InputError(f"{named}: it is text, and {model} takes tokens; {encode}")
+    elif unknown := sorted(set(upload.vocabulary) - {word.decode() for word in tokenizer.words}):
+        raise InputError(
+            f"{named}: it has characters that {model} does not know:"
+            f" {', '.join(map(repr, unknown[:20]))}{' and more' * (len(unknown) > 20)}"
+        )
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+# Tokens that a parameter is worth (arXiv:2203.15556, table 3), and how often a text may be read
+# before another reading is worth much less than new text (arXiv:2305.16264).
+TOKENS_PER_PARAMETER, READINGS = 20, 4
+MOST_READINGS = 20  # before a warning; `baby` reads its megabyte 16 times
+FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
+SHORT_RUN = 10_000_000  # tokens; a run that only tries something is not warned about
+GB = 2**30
+
+
+def count_parameters(config: Any, vocabulary_size: int) -> int:
+    """The parameters of a model, less those of its norms."""
+    rows = config.vocab_size or vocabulary_size
+    return int(config.matrix_parameters + rows * config.n_embd * (2 - config.tie_embeddings))
+
+
+def check_memory(job: TrainingJob, vocabulary_size: int) -> None:
+    """Warn of a GPU, or of this machine, that cannot hold the model.
+
+    A parameter takes 16 bytes: itself, its gradient, and two states. Activations come on top.
+    """
+    config = job.config(1)
+    if not hasattr(config, "matrix_parameters"):  # an edited script's model is its own
+        return
+    needed = 16 * count_parameters(config, vocabulary_size) / GB
+    for instance in job.instances:
+        gpu = GPUS.get(instance, (0, ""))[1]
+        holder = f"each {gpu} of {instance}" if gpu else "this machine"
+        there = GPU_MEMORY.get(gpu) or (local_memory() if instance == "local" else None)
+        if there and needed > there:
+            logger.warning(
+                f"memory: the model takes {needed:.1f} GiB (16 bytes for each parameter), and"
+                f" {holder} has {there:.0f} GiB"
+            )
+
+
+def local_memory() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
+
+
+def check_readings(job: TrainingJob, tokens: int) -> None:
+    """Warn if the run reads its text too often."""
+    config = job.config(1)
+    seen = config.max_steps * config.batch_size * config.block_size
+    readings = seen / tokens
+    if readings > MOST_READINGS and seen > SHORT_RUN:
+        logger.warning(
+            f"the run reads the text {readings:.0f} times, and will memorize it; use more"
+            " text, a smaller max_steps or --preset auto"
+        )
+
+
+def fitted(request: Request, tokens: int, vocabulary_size: int) -> Request:
+    """The request with the largest preset that so many tokens of text can fill, and as many steps.
+
+    The smallest preset for the machine keeps at least the steps that it has.
+    """
+    names = FITTING[request.instances[0] in GPUS]
+    readable = READINGS * tokens
+
+    def sized(name: str) -> Request:
+        return request.model_copy(update={"preset": name})
+
+    def worth(name: str) -> int:
+        return TOKENS_PER_PARAMETER * count_parameters(sized(name).config(1), vocabulary_size)
+
+    chosen = max((n for n in names if worth(n) <= readable), default=names[0], key=names.index)
+    config = sized(chosen).config(1)
+    step = config.batch_size * config.block_size
+    steps = min(worth(chosen), readable) // step
+    steps = max(steps, config.max_steps) if chosen == names[0] else max(1, steps)
+    values = {"max_steps": steps, **request.hyperparameters}
+    request = sized(chosen).model_copy(update={"hyperparameters": values})
+    parameters = count_parameters(config, vocabulary_size)
+    logger.info(
+        f"preset: {chosen}, {parameters / 1e6:.1f} M parameters for {tokens / 1e6:.1f} M tokens of"
+        f" text; {values['max_steps']} steps of {step} tokens"
+    )
+    return request

@@ -1,0 +1,379 @@
+"""Sweeps: a grid of jobs, a few at a time, under one cost ceiling.
+
+A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
+second try of the first. So the jobs of a sweep are known by their ids alone. What is still to run
+is in `sweeps/GROUP.json` below the home of the machine that launched it. Called by the commands
+`launch`, `jobs`, `stop`, `delete` and `report`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from launcher.aws import patiently
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import Count, Document, Scalar
+from launcher.job import JobDescription, Request, UnreadableJob
+from launcher.launching.launch import Ready, naming, prepare
+from launcher.sagemaker.cost import CeilingTooLow, usd
+from launcher.settings import Settings
+from launcher.tracking import Backend, backend_for, list_jobs, with_costs
+
+logger = logging.getLogger(__name__)
+
+MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
+
+Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
+
+
+class Sweep(Document):
+    """job is what all jobs of the sweep share, members what each has of its own."""
+
+    job: Request
+    members: list[dict[str, Scalar]]
+    parallel: Annotated[Count, Field(ge=1)]
+
+    def ready(
+        self,
+        number: int,
+        settings: Settings,
+        job_id: str,
+        tries: Sequence[JobDescription] = (),
+    ) -> Ready:
+        """The member's next job, checked. It continues the last try if that left a checkpoint.
+
+        Its cost ceiling is its share of that of the sweep, which includes all its tries.
+
+        Raises:
+            CeilingTooLow: its tries have used up its share.
+        """
+        given = self.job.given()
+        given["hyperparameters"] = {**self.job.hyperparameters, **self.members[number - 1]}
+        continued: list[str] = []  # whose cost `prepare` counts
+        if tries:
+            backend = backend_for(self.job.instance or "local", settings)
+            last = backend.describe(tries[-1].job_id)
+            if last is not None and last.checkpoint_uri:
+                given = {"resume": last.job_id}
+                earlier: str | None = last.job_id
+                while self.job.max_cost is not None and earlier is not None:
+                    continued.append(earlier)
+                    earlier = backend.job(earlier).resume
+        if self.job.max_cost is not None:
+            others = [each for each in tries if each.job_id not in continued]
+            spent = sum(each.cost or 0.0 for each in with_costs(others, settings))
+            share = self.job.max_cost / len(self.members)
+            if share <= spent:
+                raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
+            given["max_cost"] = share - spent
+        return prepare(Request(**given), settings, job_id)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hide INFO logs; those of the first job apply to the whole sweep."""
+    logger = logging.getLogger("launcher")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def grid(
+    sweep: Mapping[str, Sequence[Scalar]], seeds: int, first_seed: int
+) -> list[dict[str, Scalar]]:
+    """Each combination of the values, with each of `seeds` seeds."""
+    values = dict(sweep)
+    if seeds > 1:
+        values["seed"] = range(first_seed, first_seed + seeds)
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def record_of(group: str, settings: Settings) -> Path:
+    return settings.home / "sweeps" / f"{group}.json"
+
+
+def write_record(group: str, sweep: Sweep, settings: Settings) -> None:
+    record = {
+        **sweep.model_dump(mode="json"),
+        "job": sweep.job.model_dump(mode="json", exclude_unset=True),
+    }
+    storage.write_json(str(record_of(group, settings)), record)
+
+
+def read_record(group: str, settings: Settings) -> Sweep | None:
+    """The record of a sweep that was launched from this machine."""
+    return storage.read_document(str(record_of(group, settings)), Sweep)
+
+
+@contextmanager
+def alone(group: str, settings: Settings) -> Iterator[None]:
+    """Keep a second command of this machine from running the sweep, which would start each job
+    twice.
+
+    Raises:
+        ServiceError: another command runs it.
+    """
+    path = record_of(group, settings).with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServiceError(
+                f"another command runs sweep {group}: let it end, or stop it with"
+                f" `sm-nanogpt stop --group {group}`"
+            ) from None
+        yield
+
+
+def stop_mark(job_id: str, group: str, backend: Backend, settings: Settings) -> str:
+    """The file by which `stop_all` tells the command that runs a sweep to stop it. That may be on
+    another machine, so for SageMaker the file is in the store, beside the files of its jobs."""
+    files = backend.places(job_id)[0]
+    if not files.startswith("s3://"):
+        return str(record_of(group, settings).with_suffix(".stop"))
+    return storage.join(files.removesuffix(job_id), group, "stop")
+
+
+def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
+    """The jobs of a sweep among these."""
+    tries: Tries = defaultdict(list)
+    for job in found:
+        if isinstance(job, JobDescription):
+            name = MEMBER.fullmatch(job.job_id)
+            if name and name[1] == group:
+                tries[int(name[2])].append(job)
+    for each in tries.values():
+        each.sort(key=lambda job: attempt_of(job.job_id))
+    return tries
+
+
+def attempt_of(job_id: str) -> int:
+    name = MEMBER.fullmatch(job_id)
+    return int(name[3] or 1) if name else 0
+
+
+def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
+    """The id of a member's next try."""
+    again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
+    return f"{group}-{number}{again}"
+
+
+def add_unlisted(group: str, number: int, tries: list[JobDescription], backend: Backend) -> None:
+    """Add a member's tries that SageMaker does not list yet."""
+    while (job := backend.describe(next_id(group, number, tries))) is not None:
+        tries.append(job)
+
+
+def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
+    """The id of a sweep and its jobs, from its start or end, the id of one of its jobs, or
+    `latest`.
+
+    Raises:
+        InputError: no sweep, or several, have that id.
+        InputError, ServiceError: SageMaker cannot be asked, and the sweep may be there.
+    """
+    found, unreadable, failure = list_jobs(settings)
+    names = (MEMBER.fullmatch(description.job_id) for description in found)
+    recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
+    groups = sorted({*(name[1] for name in names if name), *recorded}, reverse=True)
+    member = MEMBER.fullmatch(word)
+    part = member[1] if member else word
+    if failure is not None and part not in groups:
+        raise failure
+    if word == "latest" and groups:
+        part = groups[0]
+    matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
+    if len(matches) != 1:
+        raise InputError(
+            f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
+            " a sweep is the id of its jobs without the number at the end"
+        )
+    for job in unreadable:
+        if job.job_id.startswith(f"{matches[0]}-"):
+            logger.info(f"job {job.job_id} is left out: {job.error}")
+    group, tries = matches[0], tries_of(found, matches[0])
+    sweep = None if tries else read_record(group, settings)
+    instance = (sweep.job.instance or "local") if sweep else next(iter(tries.values()))[0].instance
+    if instance != "local":
+        if failure is not None:
+            raise failure
+        backend = backend_for(instance, settings)
+        for number in itertools.count(1):  # the first tries are made in this order
+            add_unlisted(group, number, tries[number], backend)
+            if not tries[number]:
+                del tries[number]
+                if number > max(tries, default=0):
+                    break
+    return group, tries
+
+
+def unfinished(job_id: str, settings: Settings) -> str | None:
+    """The newest sweep of this machine, if jobs of it are left and the newest job, `job_id`, is
+    not newer."""
+    records = record_of("*", settings).parent.glob("*.json")
+    group = max((path.stem for path in records), default="")
+    moment = len("sm-nanogpt-20261125-000000")
+    if not group or group[:moment] < job_id[:moment]:
+        return None
+    sweep, tries = read_record(group, settings), tries_of(list_jobs(settings)[0], group)
+    ended = sum(each[-1].status == "Completed" for each in tries.values())
+    return group if sweep and ended < len(sweep.members) else None
+
+
+@dataclass
+class Progress:
+    """A job of a sweep for the screen: what it continues, how it stands once it was started, or the
+    cost ceiling that keeps it from being started."""
+
+    number: int
+    job_id: str
+    description: JobDescription | None = None
+    continued: str | None = None
+    limit: CeilingTooLow | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.description is not None and not self.description.is_running
+
+
+def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
+    """Start the jobs that have not completed, `parallel` at a time, until all have ended.
+
+    Yields each job when it starts, at each poll while it runs, and when it ends. A job that
+    stopped or failed earlier continues from its checkpoint.
+
+    Raises:
+        InputError: `prepare` refuses a job.
+        ServiceError: the store or the service failed. The jobs that run keep running.
+    """
+    backend = backend_for(sweep.job.instance or "local", settings)
+    again = f"sm-nanogpt launch --resume {group}"
+    found = tries_of(backend.list(), group)
+    mark, stopped, running = "", False, dict[int, str]()
+    if found:
+        mark = stop_mark(next(iter(found.values()))[0].job_id, group, backend, settings)
+        storage.write_text(mark, "run", settings)
+    left = list(range(1, len(sweep.members) + 1))
+    left.sort(key=lambda n: not any(job.is_running for job in found[n]))
+    while left or running:
+        if mark and patiently(partial(storage.read_bytes, mark, settings), again) == b"stop":
+            left, stopped = [], True
+        if left and len(running) < sweep.parallel:
+            number = left.pop(0)
+            tries = found[number]
+            add_unlisted(group, number, tries, backend)
+            if tries and tries[-1].is_running:
+                running[number] = tries[-1].job_id
+            if tries and (tries[-1].is_running or tries[-1].status == "Completed"):
+                continue
+            try:
+                job_id = next_id(group, number, tries)
+                with quietly():
+                    ready = sweep.ready(number, settings, job_id, tries)
+            except CeilingTooLow as limit:
+                if not tries:
+                    raise
+                yield Progress(number, tries[-1].job_id, limit=limit)
+                continue
+            ready.upload()
+            with naming(job_id):
+                ready.submit()
+            running[number] = job_id
+            mark = mark or stop_mark(job_id, group, backend, settings)
+            yield Progress(number, job_id, continued=ready.job.resume)
+            continue
+        time.sleep(max(0.5, backend.poll_seconds))
+        for number, job_id in list(running.items()):
+            description = patiently(partial(backend.describe, job_id), again)
+            if description is None:
+                raise ServiceError(f"job {job_id} was deleted while it ran")
+            if stopped and description.status == "InProgress":
+                backend.stop(job_id)
+            if not description.is_running:
+                del running[number]
+            yield Progress(number, job_id, description)
+
+
+def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescription]:
+    """Stop the running jobs of a sweep, and keep it from starting others; returns those jobs.
+
+    The command that runs the sweep stops a job that it starts meanwhile.
+    """
+    newest = [each[-1] for each in tries.values()]
+    if not newest:
+        return []
+    backend, running = backend_for(newest[0].instance, settings), []
+    try:
+        for job in newest:
+            now = backend.describe(job.job_id) if job.is_running else None
+            if now is not None and now.is_running:
+                running.append(now)
+                if now.status == "InProgress":  # a second stop would not wait for a checkpoint
+                    backend.stop(now.job_id)
+    finally:
+        mark = stop_mark(newest[0].job_id, group, backend, settings)
+        storage.write_text(mark, "stop", settings)
+    return running
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The jobs of one configuration, which differ only in their seed. losses are in nats; n counts
+    the jobs that were not started too."""
+
+    values: dict[str, Any]
+    losses: list[float]
+    jobs: list[JobDescription]
+    n: int
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses) if self.losses else float("inf")
+
+
+def ranking(
+    found: Sequence[JobDescription | None], planned: Sequence[Mapping[str, Any]] | None = None
+) -> list[Rank]:
+    """The configurations of some jobs by their best validation loss, the lowest first.
+
+    planned: what was varied, for each job; None: what differs. A job is None until it is started.
+    """
+    if planned is None:
+        planned = [job.hyperparameters if job else {} for job in found]
+        differing = differences(planned)
+        planned = [{name: each.get(name) for name in differing} for each in planned]
+    same: dict[tuple[Any, ...], list[JobDescription | None]] = defaultdict(list)
+    for job, values in zip(found, planned, strict=True):
+        same[tuple((n, value) for n, value in values.items() if n != "seed")].append(job)
+    ranks = []
+    for key, each in same.items():
+        jobs = [job for job in each if job is not None]
+        best = [(job.metrics or {}).get("best_loss") for job in jobs]
+        losses = [loss for loss in best if loss is not None]
+        ranks.append(Rank(dict(key), losses, jobs, len(each)))
+    return sorted(ranks, key=lambda rank: rank.loss)
+
+
+def differences(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names whose values are not the same in all configurations."""
+    names = dict.fromkeys(name for each in configurations for name in each)
+    return [n for n in names if len({str(each.get(n)) for each in configurations}) > 1]

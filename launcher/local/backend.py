@@ -1,0 +1,404 @@
+"""The backend for this machine: real training in the container's layout, without Docker.
+
+Called by `submission`, `tracking` and `doctor`.
+
+A job is a directory, HOME/jobs/JOB-ID:
+
+    job.json                what was submitted
+    state.json              its state; only the runner writes it
+    lock                    held by the runner while it lives
+    stop                    exists if a user asked the job to stop; stop-now: asked twice
+    code/                   the training folder
+    hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
+    runner.log              output of the runner, such as why it could not start
+    logs/algo-1.log         output of each host; job.log has all of them in order
+    output/model.tar.gz     as in S3
+    output/output.tar.gz
+
+The runner (launcher.local.runner) is a separate process that outlives the command which
+started it. Its lock shows whether it lives: the kernel releases the lock however the runner ends.
+To delete a job, delete its directory: the runner ends its ranks when job.json is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from launcher.curve import LARGEST_CURVE, Row, rows_of_file
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import (
+    LARGEST,
+    Count,
+    Damaged,
+    Document,
+    Moment,
+    Scalar,
+    open_file,
+    parse,
+)
+from launcher.job import (
+    JOB_ID,
+    LOCAL_FIELDS,
+    RUNNING,
+    JobDescription,
+    TrainingJob,
+    UnreadableJob,
+    newest_checkpoint,
+    newest_curve,
+)
+from launcher.settings import Settings
+from launcher.source import Source
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TAIL_BYTES = 1 << 14  # of a curve: more than a hundred rows
+GONE = (
+    "its processes are gone: they were killed, the machine was switched off, or the disk was full"
+)
+NOT_STARTED = "it could not be started"
+
+
+# The runner imports the launcher from the same place as this process, and nothing else there.
+RUNNER = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
+    " from launcher.local.runner import main; main()"
+)
+
+
+class Record(Document):
+    """job.json."""
+
+    job: TrainingJob
+    hyperparameters: dict[str, Scalar]
+    created: Moment
+    processes_per_host: Count
+    gpus_per_host: Count
+    max_steps: Count
+    resume_from: str | None
+
+
+class State(Document):
+    """state.json. given: the checkpoints that the job resumes from, with their times in ns."""
+
+    status: Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"] = "InProgress"
+    secondary: str = "Starting"
+    reason: str | None = None
+    started: Moment | None = None
+    ended: Moment | None = None
+    given: dict[str, Count] = Field(default_factory=dict)
+
+
+class LocalBackend:
+    """The Backend of `--instance local`."""
+
+    place = "on this machine"
+    poll_seconds = 0.2
+
+    def __init__(self, settings: Settings) -> None:
+        self.jobs_dir = settings.jobs_dir
+        self.settings = settings
+
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, tuple[int, int]]:
+        """The job, and the processes and GPUs of each host."""
+        processes, gpus = plan_processes(job)
+        job.config(job.instance_count * processes)
+        return job, (processes, gpus)
+
+    def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
+        processes, gpus = plan
+        directory = self.jobs_dir / job_id
+        record = {
+            "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
+            "hyperparameters": job.all_hyperparameters(),
+            "created": time.time(),
+            "processes_per_host": processes,
+            "gpus_per_host": gpus,
+            "max_steps": job.config(1).max_steps,
+            "resume_from": str(self.jobs_dir / job.resume / CHECKPOINTS) if job.resume else None,
+        }
+        try:
+            if not (directory / "job.json").exists():  # a launch was killed here
+                shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+            try:
+                self.start(directory, job.source, record)
+            except BaseException as error:  # also Ctrl-C, but for a job that may have started
+                if isinstance(error, OSError) or not (directory / "job.json").exists():
+                    shutil.rmtree(directory, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise ServiceError(
+                f"{directory}: {error.strerror or error}, so the job was not started; delete old"
+                " jobs, or set SM_NANOGPT_HOME to another directory"
+            ) from None
+
+    def start(self, directory: Path, source: Source, record: dict[str, Any]) -> None:
+        """Write the job's record and start its runner."""
+        source.write(directory / "code")
+        from launcher.machines import cores
+
+        ranks = record["job"]["instance_count"] * record["processes_per_host"]
+        # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
+        with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write_json(directory / "job.json", record)
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    RUNNER,
+                    str(directory),
+                    str(lock.fileno()),
+                    str(Path(storage.__file__).parents[1].absolute()),
+                ],
+                cwd=directory,  # it holds nothing to import by mistake
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+                    or str(max(1, cores() // ranks)),
+                    "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
+                    "SM_NANOGPT_HOME": str(self.settings.home),
+                    "SM_NANOGPT_PROFILE": self.settings.profile,
+                    "SM_NANOGPT_REGION": self.settings.region,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock.fileno(),),
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the command
+            )
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        if not JOB_ID.fullmatch(job_id):
+            return None
+        with storage.reported(str(self.jobs_dir / job_id)):
+            return self.read(job_id)
+
+    def read(self, job_id: str) -> JobDescription | None:
+        """Describe a job; None if there is none. Also raises OSError."""
+        directory = self.jobs_dir / job_id
+        record = read_document(directory / "job.json", Record)
+        if record is None:
+            return None
+        alive = is_held(directory / "lock")
+        there = read_document(directory / "state.json", State)
+        state = there or State()
+        status, reason = state.status, state.reason
+        if status in RUNNING and not alive:
+            status, reason = "Failed", GONE
+            if there is None:
+                reason = f"{NOT_STARTED}: {last_line(directory / 'runner.log')}"
+        elif status == "InProgress" and (directory / "stop").exists():
+            status = "Stopping"
+        model = directory / "output" / "model.tar.gz"
+        checkpoints = directory / CHECKPOINTS
+        step = own_checkpoint(checkpoints, state.given)
+        return JobDescription(
+            job_id=job_id,
+            status=status,
+            secondary_status=state.secondary if status in RUNNING else status,
+            instance=record.job.instance,
+            instance_count=record.job.instance_count,
+            created=record.created,
+            data=record.job.data or "",
+            hyperparameters=record.hyperparameters,
+            failure_reason=reason,
+            started=state.started,
+            ended=state.ended,
+            metrics=last_metrics(self.curve_file(job_id), record.max_steps),
+            model_uri=storage.to_uri(model) if status == "Completed" and model.exists() else None,
+            checkpoint_uri=storage.to_uri(checkpoints) if step is not None else None,
+            checkpoint_step=step,
+        )
+
+    def job(self, job_id: str) -> TrainingJob:
+        record = read_document(self.jobs_dir / job_id / "job.json", Record)
+        if record is None:
+            raise ServiceError(f"there is no job {job_id!r}")
+        return record.job
+
+    def list(self) -> Iterator[JobDescription | UnreadableJob]:
+        names = sorted(
+            (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
+        )
+        for name in names:
+            try:
+                description = self.describe(name)
+            except ServiceError as error:
+                yield UnreadableJob(name, error)
+                continue
+            if description is not None:
+                yield description
+
+    def stop(self, job_id: str) -> None:
+        path = self.jobs_dir / job_id / "stop"
+        (path.with_name("stop-now") if path.exists() else path).touch()
+
+    def places(self, job_id: str) -> Sequence[str]:
+        return [storage.to_uri(self.jobs_dir / job_id)]
+
+    def forget(self, job_id: str) -> None:
+        pass  # the files were all there was
+
+    def console_link(self, job_id: str) -> str | None:
+        return None
+
+    def curve_file(self, job_id: str) -> Path:
+        directory = self.jobs_dir / job_id / CHECKPOINTS
+        return directory / newest_curve(path.name for path in directory.glob("metrics-*"))
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        path = self.curve_file(job_id)
+        with storage.reported(str(path)):
+            return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
+
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+        path = self.jobs_dir / job_id / "logs" / "job.log"
+        position, pending = 0, b""
+        while True:
+            description = self.describe(job_id)
+            ended = description is None or not description.is_running
+            if path.exists():
+                with storage.reported(str(path)), open_file(path) as file:
+                    file.seek(position)
+                    pending += file.read()
+                    position = file.tell()
+                *lines, pending = pending.split(b"\n")  # its end may be inside a character
+                for line in lines:
+                    yield line.decode("utf-8", errors="replace")
+            if ended or not follow:
+                break
+            time.sleep(0.1)
+        if pending:
+            yield pending.decode("utf-8", errors="replace")
+
+
+CHECKPOINTS = "hosts/algo-1/checkpoints"
+
+
+def plan_processes(job: TrainingJob) -> tuple[int, int]:
+    """Choose the processes and GPUs per host.
+
+    The hosts of a local job share the machine's GPUs evenly, with one process per GPU. Without
+    GPUs, the job has the requested number of processes, or the number that train.py finds fastest.
+
+    Raises:
+        InputError: the hosts cannot share the GPUs evenly.
+    """
+    config = job.config(1)
+    import entry_point.train  # noqa: F401  (it keeps signals off the import of torch)
+    from launcher.machines import cores, cpu_processes
+
+    # isort: split
+    import torch
+
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    if not gpus:
+        if n := job.processes_per_instance:
+            if n * job.instance_count > cores():
+                logger.info(f"processes: {n * job.instance_count} share {cores()} cores")
+            return n, 0
+        # The hosts share this machine's cores, and MPS is one device.
+        mps = config.device != "cpu" and torch.backends.mps.is_available()
+        return (1 if mps or job.instance_count > 1 else cpu_processes(config)), 0
+    if gpus % job.instance_count:
+        raise InputError(
+            f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
+            " --set device=cpu trains without them"
+        )
+    per_host = gpus // job.instance_count
+    if job.processes_per_instance not in (None, per_host):
+        raise InputError(
+            f"--processes-per-instance {job.processes_per_instance}: each host has {per_host} GPUs,"
+            " and each GPU takes one process; --set device=cpu trains without them"
+        )
+    return per_host, per_host
+
+
+def whole_paths(paths: str) -> str:
+    """The same search path with absolute directories."""
+    return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds the lock. Tests it with a shared lock, so readers do not conflict."""
+    try:
+        with open_file(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def own_checkpoint(directory: Path, given: dict[str, int]) -> int | None:
+    """The step of the newest checkpoint that the job wrote itself.
+
+    Checkpoints that it was given are known by their times, so setting the clock back is harmless.
+    """
+    written = []
+    for path in directory.glob("checkpoint-*.safetensors"):
+        with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
+            if path.stat().st_mtime_ns != given.get(path.name):
+                written.append(path.name)
+    return newest_checkpoint(written)
+
+
+def tail(path: Path, size: int) -> list[bytes]:
+    """The lines in the last `size` bytes of a file; none if there is no file."""
+    if not path.exists():
+        return []
+    with open_file(path) as file:
+        if file.seek(max(0, path.stat().st_size - size)):
+            file.readline()  # the first line may be cut
+        return file.read(size).splitlines()
+
+
+def last_line(path: Path) -> str:
+    lines = [line.decode(errors="replace") for line in tail(path, TAIL_BYTES) if line.strip()]
+    return lines[-1] if lines else "nothing is known"
+
+
+def last_metrics(path: Path, max_steps: int) -> dict[str, Any] | None:
+    """The newest metrics; val_loss is that of the last evaluation.
+
+    Reads only the end of a long curve, since following a job calls this ten times a second.
+    """
+    rows: Row = {}
+    lines = tail(path, TAIL_BYTES)
+    if not any(b'"val_loss"' in line for line in lines):  # evaluations are far apart
+        lines = tail(path, LARGEST)
+    for line in lines:
+        with suppress(Damaged):  # an incomplete line
+            rows.update(parse(line, Row, path))
+    return {**rows, "max_steps": max_steps} if rows else None
+
+
+def read_document(path: Path, kind: type[T]) -> T | None:
+    """Read a document of a job. Raises ServiceError if it exists and cannot be read."""
+    try:
+        return storage.read_document(str(path), kind)
+    except Damaged as error:
+        raise ServiceError(f"{error}; delete {path.parent} to delete the job") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write atomically, since others may read."""
+    with storage.replacing(path) as file:
+        file.write(storage.json_bytes(value))

@@ -1,0 +1,434 @@
+"""SageMaker training instances: their names, GPUs and disks. Validation and backends use it.
+
+boto3 knows the names; the table below adds the GPUs, from EC2's data. A training type outside of
+the GPU families has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from entry_point.config import Config
+from launcher.errors import InputError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+_ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
+_ONE_TO_EIGHT = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+_G7 = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
+
+# (GPU, how many the sizes have) by family.
+_FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "g4dn": ("T4", {**_ONE_GPU, "12xlarge": 4}),
+    "g5": ("A10G", _ONE_TO_EIGHT),
+    "g6": ("L4", _ONE_TO_EIGHT),
+    "g6e": ("L40S", _ONE_TO_EIGHT),
+    "g7": ("RTX PRO 4500", _G7),
+    "g7e": ("RTX PRO 6000", _G7),
+    "p3": ("V100", {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
+    "p3dn": ("V100 32GB", {"24xlarge": 8}),
+    "p4d": ("A100", {"24xlarge": 8}),
+    "p4de": ("A100 80GB", {"24xlarge": 8}),
+    "p5": ("H100", {"4xlarge": 1, "48xlarge": 8}),
+    "p5e": ("H200", {"48xlarge": 8}),
+    "p5en": ("H200", {"48xlarge": 8}),
+    "p6-b200": ("B200", {"48xlarge": 8}),
+    "p6-b300": ("B300", {"48xlarge": 8}),
+}
+GPUS: dict[str, tuple[int, str]] = {
+    f"ml.{family}.{size}": (count, gpu)
+    for family, (gpu, sizes) in _FAMILIES.items()
+    for size, count in sizes.items()
+}
+
+# GiB of memory of each GPU.
+GPU_MEMORY: dict[str, int] = {
+    "T4": 16,
+    "A10G": 24,
+    "L4": 24,
+    "L40S": 48,
+    "RTX PRO 4500": 32,
+    "RTX PRO 6000": 96,
+    "V100": 16,
+    "V100 32GB": 32,
+    "A100": 40,
+    "A100 80GB": 80,
+    "H100": 80,
+    "H200": 141,
+    "B200": 180,
+    "B300": 268,
+}
+
+PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
+
+
+# Instance types that AWS's training images do not run on, and why.
+UNSUITABLE = {
+    r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
+    r"ml\.p\d+e-gb": "its CPUs are Arm, and AWS's training images are for x86",
+    r"ml\.p2\.": "PyTorch no longer supports its GPU (K80)",
+}
+
+
+@functools.cache
+def sagemaker_types() -> tuple[str, ...]:
+    """The training instance types that boto3 knows; SageMaker may have newer ones."""
+    from botocore.loaders import create_loader
+
+    model = create_loader().load_service_model("sagemaker", "service-2")
+    return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
+
+
+def size_of(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def nearest(name: str) -> str:
+    return did_you_mean(name, sagemaker_types(), cutoff=0.5)
+
+
+def check_instance(name: str) -> None:
+    """Raise InputError unless a name is `local`, a SageMaker type, or may be a newer type.
+
+    AWS adds families more often than sizes, so an unknown size is a typo. Types that the training
+    image does not run on are refused too.
+    """
+    for pattern, reason in UNSUITABLE.items():
+        if re.match(pattern, name):
+            raise InputError(f"--instance {name}: {reason}")
+    if name == "local" or name in sagemaker_types():
+        return
+    if PATTERN.fullmatch(name) and size_of(name) in map(size_of, sagemaker_types()):
+        return
+    known = did_you_mean(name, ["local"]) or nearest(f"ml.{name.removeprefix('ml.')}")
+    hint = f"; {known}" if known else ""
+    raise InputError(f"--instance {name}: must be local or a SageMaker type{hint}")
+
+
+MOST_TYPES = 5  # that SageMaker chooses among
+
+
+def types_of(instance: str) -> tuple[str, ...]:
+    """The instance types of `--instance`, separated by commas."""
+    return tuple(name.strip() for name in instance.split(","))
+
+
+def check_instances(names: Sequence[str]) -> None:
+    """Raise InputError unless SageMaker can choose among these types.
+
+    They share one image, so either all of them have GPUs or none has.
+    """
+    for name in names:
+        check_instance(name)
+    problem = None
+    if len(names) > 1 and "local" in names:
+        problem = "local cannot be combined with other types"
+    elif len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        problem = f"{twice} is given twice"
+    elif len(names) > MOST_TYPES:
+        problem = f"{len(names)} types, and SageMaker allows {MOST_TYPES}"
+    elif len({looks_like_gpu(name) for name in names}) > 1:
+        problem = "types with and without GPUs need different images"
+    if problem:
+        raise InputError(f"--instance {','.join(names)}: {problem}")
+
+
+def log_instance(name: str) -> None:
+    """Log what a machine has; warn about a type that boto3 does not know."""
+    level = logging.WARNING if gpus_of(name) is None else logging.INFO
+    logger.log(level, describe_instance(name))
+
+
+def describe_instance(name: str) -> str:
+    """The GPUs of an instance type, or why it may not be one."""
+    if name in GPUS:
+        count, gpu = GPUS[name]
+        return f"{name}: {count} {gpu}"
+    if name in sagemaker_types():
+        return f"{name}: no GPU"
+    kind = "GPU" if looks_like_gpu(name) else "CPU"
+    hint = f"; {near}" if (near := nearest(name)) else ""
+    return (
+        f"boto3 knows no training instance {name}, so SageMaker may refuse it; assuming a {kind}"
+        f" instance{hint}"
+    )
+
+
+def gpus_of(name: str) -> int | None:
+    """The number of GPUs of an instance type; None if the type is unknown."""
+    if name in GPUS:
+        return GPUS[name][0]
+    return 0 if name in sagemaker_types() else None
+
+
+# In EC2's names, a d after the generation means local disks; the GPU families have them too,
+# except p2 and p3.
+LOCAL_STORAGE = re.compile(r"ml\.([a-z]+\d[a-z]*d[a-z]*|g\d[a-z]*|p[4-9][a-z0-9-]*)\.")
+
+
+def has_local_storage(name: str) -> bool:
+    """Whether an instance type has local disks, as most GPU families do.
+
+    SageMaker adds no volume there: it ignores the volume size of a request and refuses a key.
+    """
+    return bool(LOCAL_STORAGE.match(name))
+
+
+def looks_like_gpu(name: str) -> bool:
+    """Whether a type belongs to a GPU family, known or not: AWS names them g and p."""
+    return bool(re.match(r"ml\.[gp]\d", name))
+
+
+# -- cores of this machine -------------------------------------------------------------------------
+
+
+def cpu_processes(config: Config) -> int:
+    """The number of processes that train fastest on this machine's CPU.
+
+    Threads wait for each other at every operation, processes once in a step, but for all
+    gradients. On two quiet cores a step of 10**9 operations is faster by a third with two threads
+    than with two processes, one of 10**10 by a tenth, and one of 10**12 no more; on busy ones
+    threads lose most, as each waits for the slowest.
+    """
+    if 6 * config.matrix_parameters * config.batch_size * config.block_size < 3e11:
+        return 1
+    shares = config.batch_size // max(1, config.gradient_accumulation_steps)
+    at_once = min(cores() // (chosen_threads() or 1), 8)
+    return next((n for n in range(at_once, 1, -1) if shares % n == 0), 1)
+
+
+def chosen_threads() -> int:
+    """The first number in OMP_NUM_THREADS, which has one for each level of nesting; else 0."""
+    number = re.match(r"\s*(\d+)", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(number[1]) if number else 0
+
+
+def cores() -> int:
+    """The cores that a job may use. Beyond a container's quota, threads are halted."""
+    return max(1, int(min(available_cores(), cpu_quota(Path("/")))))
+
+
+def cpu_quota(root: Path) -> float:
+    """CPU seconds per second that this process's control groups allow; infinite without a limit.
+
+    Version 2 has one group with cpu.max ("max 100000", "150000 100000"). Version 1 has one for the
+    controller `cpu`, with two files. A container sees its own group at the top of the tree.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
+    """
+    quota = math.inf
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        own = top / path.lstrip("/")
+        for directory in (own, *own.parents):  # each limits the groups below it
+            with suppress(OSError):
+                words = " ".join((directory / name).read_text() for name in names).split()
+                if words[0] not in ("max", "-1"):
+                    quota = min(quota, int(words[0]) / int(words[1]))
+    return quota
+
+
+def available_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Image:
+    """One release of the image. version is torch's; cuda is that of the image for GPUs."""
+
+    version: str
+    repository: str
+    python: str
+    cuda: str
+    patched_until: date
+
+    @property
+    def minor(self) -> str:
+        return self.version.rpartition(".")[0]
+
+    def name(self, gpu: bool) -> str:
+        """Repository and tag; patched builds keep the tag."""
+        if self.repository == "pytorch-training":
+            kind = "gpu" if gpu else "cpu"
+            tag = f"{self.version}-{kind}-py{self.python.replace('.', '')}"
+        else:
+            kind = f"cu{self.cuda.replace('.', '')}" if gpu else "cpu"
+            tag = f"{self.minor}-{kind}-amzn2023-sagemaker"
+        return f"{self.repository}:{tag}"
+
+
+# Oldest first.
+IMAGES = (
+    Image("2.8.0", "pytorch-training", "3.12", "12.9", date(2026, 8, 6)),
+    Image("2.9.0", "pytorch-training", "3.12", "13.0", date(2026, 10, 15)),
+    Image("2.10.0", "pytorch-training", "3.13", "13.0", date(2027, 1, 21)),
+    Image("2.11.0", "pytorch", "3.12", "13.0", date(2027, 4, 30)),
+    Image("2.12.1", "pytorch", "3.12", "13.0", date(2027, 7, 2)),
+    Image("2.13.0", "pytorch", "3.12", "13.3", date(2027, 7, 20)),
+    Image("2.14.0", "pytorch", "3.12", "13.3", date(2027, 9, 28)),
+)
+
+# The accounts whose registries hold these images, by region; those of the SDK's version 2.257.7
+# (sagemaker/image_uri_config/pytorch.json).
+REGISTRIES = {
+    "763104351884": "ap-northeast-1 ap-northeast-2 ap-south-1 ap-southeast-1 ap-southeast-2"
+    " ca-central-1 eu-central-1 eu-north-1 eu-west-1 eu-west-2 eu-west-3 sa-east-1 us-east-1"
+    " us-east-2 us-west-1 us-west-2",
+    "626614931356": "af-south-1",
+    "871362719292": "ap-east-1",
+    "975050140332": "ap-east-2",
+    "364406365360": "ap-northeast-3",
+    "772153158452": "ap-south-2",
+    "907027046896": "ap-southeast-3",
+    "457447274322": "ap-southeast-4",
+    "550225433462": "ap-southeast-5",
+    "633930458069": "ap-southeast-6",
+    "590183813437": "ap-southeast-7",
+    "204538143572": "ca-west-1",
+    "727897471807": "cn-north-1 cn-northwest-1",
+    "380420809688": "eu-central-2",
+    "692866216735": "eu-south-1",
+    "503227376785": "eu-south-2",
+    "780543022126": "il-central-1",
+    "914824155844": "me-central-1",
+    "217643126080": "me-south-1",
+    "637423239942": "mx-central-1",
+    "446045086412": "us-gov-east-1",
+    "442386744353": "us-gov-west-1",
+}
+
+# The newest image with CUDA 13.0, which needs driver 580 or later on the host; a job cannot choose
+# its host's. AWS does not publish the drivers of its training hosts, but releases an image with
+# CUDA 13.0 after training jobs on ml.g5.12xlarge and ml.g6.12xlarge with NCCL; CUDA 13.3 is tested
+# on ml.g4dn.12xlarge. Where a host's driver is older, train.py says that it sees no GPU, and 2.8.0
+# (CUDA 12.9, driver 525) is left.
+DEFAULT_VERSION = "2.12.1"
+
+TORCHRUN_ALONE = "ml.p5.48xlarge"  # the only type for which the SDK refuses pytorchddp
+
+
+def default_launcher(instance: str) -> str:
+    return "torchrun" if TORCHRUN_ALONE in instance else "pytorchddp"
+
+
+def find_image(version: str) -> Image:
+    """Find the image of a version such as 2.13 or 2.13.0.
+
+    Raises:
+        InputError: the table has none.
+    """
+    for image in IMAGES:
+        if version in (image.version, image.minor):
+            return image
+    known = ", ".join(image.version for image in IMAGES)
+    raise InputError(
+        f"--pytorch-version {version}: must be one of {known}; --image-uri takes any other image"
+    )
+
+
+def training_image(region: str, pytorch_version: str, gpu: bool) -> str:
+    """The URI of AWS's PyTorch training image for GPU or CPU.
+
+    Raises:
+        InputError: there is no image of that version, or no registry in that region.
+    """
+    image = find_image(pytorch_version)
+    for account, regions in REGISTRIES.items():
+        if region in regions.split():
+            suffix = ".cn" if region.startswith("cn-") else ""
+            return f"{account}.dkr.ecr.{region}.amazonaws.com{suffix}/{image.name(gpu)}"
+    raise InputError(
+        f"region {region}: no registry of AWS's training images is known there; --image-uri names"
+        " an image"
+    )
+
+
+def image_of(uri: str) -> Image | None:
+    """The release that a URI in any registry names; None if it is unknown."""
+    named = re.search(r"(?:^|/)([\w-]+):(\d+\.\d+)(?:\.\d+)?-(?:gpu|cpu|cu\d)", uri)
+    for image in IMAGES:
+        if named and named.groups() == (image.repository, image.minor):
+            return image
+    return None
+
+
+def problem(uri: str, instance: str, launcher: str) -> str | None:
+    """Why a launcher does not run in an image on an instance type, or None.
+
+    instance may be several types, separated by commas.
+    """
+    kind = re.search(
+        r"(^|/)pytorch[\w-]*:.*?-(inference|ec2|eks|ecs|cpu)\b|/pytorch-inference", uri
+    )
+    if kind and (kind[2] != "cpu" or looks_like_gpu(instance)):
+        return f"{name_of(uri)} is no SageMaker training image for {instance}"
+    if launcher == "pytorchddp" and TORCHRUN_ALONE in instance:
+        return f"the SageMaker SDK refuses pytorchddp on {TORCHRUN_ALONE}; use --launcher torchrun"
+    image = image_of(uri)
+    for name in types_of(instance):
+        _, gpu = GPUS.get(name, (0, ""))
+        if image and gpu == "V100" and not image.cuda.startswith("12."):
+            return (
+                f"{name_of(uri)} has CUDA {image.cuda}, which does not support the V100 of {name};"
+                " use --pytorch-version 2.8.0"
+            )
+    return None
+
+
+def log_image(uri: str, instance: str, launcher: str, today: date) -> None:
+    """Log the release of a known image; warn if AWS no longer patches it."""
+    image = image_of(uri)
+    if image is None:
+        return
+    if image.patched_until < today:
+        logger.warning(no_patches(image, uri, instance, launcher, today))
+    else:
+        until = f"patched until {image.patched_until}"
+        logger.info(f"image: {name_of(uri)} (Python {image.python}, {until})")
+
+
+def no_patches(image: Image, uri: str, instance: str, launcher: str, today: date) -> str:
+    """Say that AWS no longer patches an image, and which options choose the newest one that it
+    patches and that runs on the instance type."""
+    ended = f"AWS stopped patching {name_of(uri)} on {image.patched_until}"
+    patched = [other for other in reversed(IMAGES) if other.patched_until >= today]
+    for starter in dict.fromkeys((launcher, "torchrun")):
+        for other in patched:
+            if problem(other.name(looks_like_gpu(instance)), instance, starter) is None:
+                way = f"--pytorch-version {other.version}"
+                way += "" if starter == launcher else f" --launcher {starter}"
+                return f"{ended}; use {way}, patched until {other.patched_until}"
+    return f"{ended}, and no image known here is patched and runs on {instance}"
+
+
+def name_of(uri: str) -> str:
+    """Repository and tag, without the registry."""
+    return uri.rpartition("/")[2]

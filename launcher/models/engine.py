@@ -1,0 +1,264 @@
+"""Fast generation by the packaged model on this machine; `launcher.models.sample` calls it.
+
+A token costs the reading of the weights and little else, so keys and values are kept, and the
+weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold `generate`
+against `generate_plainly`, which serves edited models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from entry_point.model import GPT, Attention, Block, Linear, norm, repeat_kv, rotary
+
+# With so few sequences at once, sampling a token is bound by the reading of the weights, which int8
+# makes smaller (PackedLinear); with more, by the products with the weights and in the attention.
+FEW_SEQUENCES = 4
+# A model with so many numbers in its matrices gains from packing: below, calling oneDNN takes
+# longer than reading them.
+PACKED_FROM = 1 << 20
+
+# Called with the logits, float32 [B, V], and the ids, int64 [B], that were drawn from them.
+Watch = Callable[[Tensor, Tensor], object]
+
+
+class KeyValueCache:
+    """Keys and values of the last positions, block_size at most, which new ones overwrite in turn.
+
+    k and v hold, for each layer, [B, n_kv_head, size, head_dim]; position p lives in slot p % size.
+    Keys hold their rotary angle, so their slot does not matter, and the context slides. `positions`
+    is how many there will be: a short text takes no more than it needs.
+    """
+
+    def __init__(self, model: GPT, batch_size: int, positions: int) -> None:
+        self.config, self.dtype = model.config, model.compute_dtype
+        self.device = model.embed.weight.device
+        c = self.config
+        self.size = min(positions, c.block_size)
+        shape = (c.n_layer, batch_size, c.kv_heads, self.size, c.head_width)
+        self.k = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
+        self.v = torch.zeros(shape, device=self.device, dtype=self.dtype).unbind()
+        self.length = 0  # positions seen so far
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def rotary(self, T: int) -> tuple[Tensor, Tensor]:
+        """rotary of the next T positions, from a table that is made for `size` of them."""
+        slot = self.length % self.size
+        if slot == 0 or self.angles is None:
+            first = self.length - slot
+            positions = torch.arange(first, first + self.size, device=self.device)
+            self.angles = rotary(positions, self.config, self.dtype)
+        cos, sin = self.angles
+        return cos.narrow(0, slot, T), sin.narrow(0, slot, T)
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v [B, n_kv_head, T, head_dim] of the newest positions; returns all kept.
+
+        T is 1, or the cache is empty and T is at most its size.
+        """
+        T = k.size(2)
+        slot, kept = self.length % self.size, min(self.length + T, self.size)
+        all_k, all_v = self.k[layer], self.v[layer]
+        all_k.narrow(2, slot, T).copy_(k)
+        all_v.narrow(2, slot, T).copy_(v)
+        return all_k.narrow(2, 0, kept), all_v.narrow(2, 0, kept)
+
+
+class PackedLinear(nn.Module):
+    """A Linear of float32 activations whose products, of few rows, are of type float32 or bf16.
+
+    The weight lies in oneDNN's own layout, with which they take half the time or less. Where dtype
+    is bf16 and the rows are very few it is of int8 instead, each of its rows scaled to [-127, 127].
+    The operators are those that torch.compile turns a Linear into on a CPU.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, rows: int) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.scale: Tensor | None = None
+        # The operator reads 16 columns at a time, and checks nothing.
+        if dtype == torch.bfloat16 and rows <= FEW_SEQUENCES and weight.size(1) % 16 == 0:
+            largest = weight.float().abs().amax(dim=1).clamp_min(1e-12)
+            self.scale = (largest / 127).to(dtype)
+            # The scale was rounded, so the largest may come to 128.
+            scaled = (weight.float() / self.scale.float()[:, None]).round_().clamp_(-127, 127)
+            self.weight = scaled.to(torch.int8)
+        else:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        if self.scale is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "").float()
+        if x.size(0) * x.size(1) > FEW_SEQUENCES:  # a prompt
+            return (F.linear(x, self.weight.to(x.dtype)) * self.scale).float()
+        y = torch.ops.aten._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
+        return y.view(*x.shape[:-1], -1).float()
+
+    @staticmethod
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether this CPU has the operators."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return dtype == torch.float32 or bf16
+
+
+@torch.inference_mode()
+def for_sampling(model: GPT, batch_size: int, dtype: torch.dtype) -> GPT:
+    """A copy that computes in dtype, for batch_size sequences; its weights are cast once.
+
+    On a CPU dtype is that of a large model's matrix products alone: a token costs the reading of
+    their weights, so a short type elsewhere would gain nothing and lose precision.
+    """
+    on_cpu = model.embed.weight.device.type == "cpu"
+    large = model.config.matrix_parameters >= PACKED_FROM
+    with torch.device("meta"):
+        copy = GPT(model.config, model.embed.num_embeddings, torch.float32 if on_cpu else dtype)
+    weights = {name: p.detach().to(copy.compute_dtype) for name, p in model.named_parameters()}
+    copy.load_state_dict(weights, assign=True)
+    if on_cpu and large and PackedLinear.supports(dtype):
+        for part in list(copy.blocks.modules()):
+            for name, child in part.named_children():
+                if isinstance(child, Linear):
+                    setattr(part, name, PackedLinear(child.weight, dtype, batch_size))
+    return copy.eval()
+
+
+def forward(model: GPT, ids: Tensor, cache: KeyValueCache) -> Tensor:
+    """Logits, float32 [B, V], after ids [B, T], which continue what the cache has seen."""
+    T = ids.size(1)
+    cos, sin = cache.rotary(T)
+    x = model.embed(ids).to(model.compute_dtype)
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        y = norm(x, block.attention_norm)
+        x = x + attention(block.attention, layer, y, cos, sin, cache)
+        x = x + block.mlp(norm(x, block.mlp_norm))
+    cache.length += T
+    head = model.embed if model.head is None else model.head
+    x = norm(x[:, -1], model.norm)
+    return F.linear(x, head.weight.to(x.dtype)).float()
+
+
+def attention(
+    part: Attention, layer: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache
+) -> Tensor:
+    """Attention.forward over x [B, T, n_embd] and the positions that the cache holds."""
+    q, k, v = part.heads(x, cos, sin)
+    k, v = cache.update(layer, k, v)
+    k, v = repeat_kv(k, q.size(1)), repeat_kv(v, q.size(1))
+    if (
+        x.device.type == "cpu"
+        and q.dtype == torch.float32
+        and q.size(2) == 1
+        and len(q) > FEW_SEQUENCES
+    ):
+        # For 8 or 16 sequences this is faster than torch's kernel, and keys times queries take half
+        # as long as queries times keys.
+        y = (k @ (q * q.size(-1) ** -0.5).mT).mT.softmax(dim=-1) @ v
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
+    return part.out(y.transpose(1, 2).flatten(2))
+
+
+def logits_to_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Probabilities [B, V] after temperature, the top_k most likely (0: all) and nucleus top_p.
+
+    The nucleus is the smallest set of most likely tokens with at least top_p of the probability
+    (arXiv:1904.09751).
+    """
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(dim=-1) - ordered >= top_p
+        outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        probabilities = probabilities.masked_fill(outside, 0.0)
+        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """The next ids, int64 [B], of logits [B, V].
+
+    A temperature of 0, or close to 0, takes the most likely id.
+    """
+    if temperature < 1e-30:  # logits divided by a smaller number may be infinite
+        return logits.argmax(dim=-1)
+    probabilities = logits_to_probabilities(logits, temperature, top_k, top_p)
+    # The same as torch.multinomial, without its checks of the probabilities.
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    watch: Watch | None = None,
+) -> Iterator[Tensor]:
+    """Yields the next ids, int64 [B], of a prompt [B, T], one at a time; a seed gives the same ids.
+
+    Temperature 0 computes in float32: rounding must not choose between two that are almost equally
+    likely. The last block_size ids of a longer prompt count; the context then slides on, where the
+    plain loop cuts it anew for each token.
+    """
+    dtype = torch.float32 if temperature < 1e-30 else model.compute_dtype
+    model = for_sampling(model, prompt.size(0), dtype)
+    ids = prompt[:, -model.config.block_size :]
+    cache = KeyValueCache(model, ids.size(0), ids.size(1) + max_new_tokens)
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    for _ in range(max_new_tokens):
+        logits = forward(model, ids, cache)
+        following = draw(logits, temperature, top_k, top_p, generator)
+        if watch is not None:
+            watch(logits, following)
+        yield following
+        ids = following[:, None]
+
+
+@torch.inference_mode()
+def generate_plainly(
+    model: GPT,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    watch: Watch | None = None,
+) -> Iterator[Tensor]:
+    """The same by a forward pass over the last block_size ids for each token.
+
+    This is slow, and correct for any model, so also for an edited one.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    ids = prompt
+    for _ in range(max_new_tokens):
+        ids = ids[:, -model.config.block_size :]
+        logits = model(ids)[:, -1]
+        following = draw(logits, temperature, top_k, top_p, generator)
+        if watch is not None:
+            watch(logits, following)
+        yield following
+        ids = torch.cat((ids, following[:, None]), dim=1)

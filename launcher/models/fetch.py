@@ -1,0 +1,270 @@
+"""Download, unpack and check the models and checkpoints of jobs.
+
+A fetched model is a directory HOME/models/JOB-ID/WHICH, created atomically. Archives are not
+trusted. Called by `fetch-and-sample`, by the Python API and by `sampling`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import shutil
+import socket
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from launcher.errors import ServiceError
+from launcher.files import storage
+from launcher.files.storage import Progress
+from launcher.job import JobDescription
+from launcher.settings import Settings, load_settings
+from launcher.tracking import describe
+
+if TYPE_CHECKING:
+    pass
+
+# Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
+# unpacks to much more is no model.
+LARGEST_RATIO = 20
+RATIO_FREE_BYTES = 1 << 26
+# What tarfile raises for a damaged archive; IndexError if the header of a sparse file is cut off.
+NOT_TAR = (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, IndexError)
+LARGEST_COUNT, LARGEST_DEPTH = 1000, 8  # of an archive; a model has 6 files
+
+
+def fetch_model(
+    job_id: str,
+    settings: Settings | None = None,
+    progress: Progress = lambda n: None,
+    entry_point: Path | None = None,
+) -> Path:
+    """Download a job's model, unless it is here, and return its directory.
+
+    For a job that failed or was stopped, this is the model of its newest checkpoint. entry_point
+    names the folder that trained the model, if its launch kept none here.
+
+    Raises:
+        InputError: the model needs the folder that trained it, and that is not here.
+        ServiceError: there is no such job, it still runs or left nothing, or the archive is no
+            model.
+    """
+    settings = settings or load_settings()
+    return fetch_described(describe(job_id, settings), settings, progress, entry_point)
+
+
+def fetch_described(
+    description: JobDescription,
+    settings: Settings,
+    progress: Progress = lambda n: None,
+    entry_point: Path | None = None,
+) -> Path:
+    """Download the model of a described job; from a checkpoint if it has no `model_uri`."""
+    if description.model_uri is not None:
+        return fetch_archive(description, settings, progress, entry_point)
+    job_id = description.job_id
+    if description.is_running:
+        raise ServiceError(
+            f"job {job_id} is still {description.status}:"
+            f" `sm-nanogpt logs {job_id} --follow` shows its progress,"
+            f" `sm-nanogpt stop {job_id}` stops it"
+        )
+    if description.checkpoint_uri is not None:
+        return fetch_checkpoint(description, settings, progress, entry_point)
+    reason = f": {description.failure_reason}" if description.failure_reason else ""
+    raise ServiceError(
+        f"job {job_id} is {description.status}{reason}; it left neither a model nor a checkpoint;"
+        f" `sm-nanogpt logs {job_id}` shows what happened"
+    )
+
+
+def fetch_archive(
+    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
+) -> Path:
+    """Download and unpack load.tar.gz."""
+    assert description.model_uri is not None
+    parent = settings.models_dir / description.job_id
+    target = parent / storage.fingerprint(description.model_uri, settings)
+    if target.exists():
+        return target
+    with scratch(settings.models_dir) as directory:
+        (archive,) = storage.fetch(description.model_uri, directory / "archive", progress, settings)
+        try:
+            extract(archive, directory / "model", description.model_uri)
+            check_model(directory / "model", description.model_uri, settings, entry_point)
+        except ServiceError as error:
+            raise ServiceError(f"{error}; {another_model(description, settings)}") from None
+        keep(directory / "model", target)
+    return target
+
+
+def another_model(description: JobDescription, settings: Settings) -> str:
+    """What to do if the model of a completed job is unusable."""
+    if description.checkpoint_uri is None:
+        return "train again"
+    return (
+        f"`sm-nanogpt launch --resume {description.job_id} --set max_steps=N`, N above"
+        f" {description.checkpoint_step}, trains another from its checkpoint"
+    )
+
+
+def fetch_checkpoint(
+    description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
+) -> Path:
+    """Download the newest checkpoint that is intact and export it as a model directory."""
+    from entry_point.errors import TrainingError
+    from launcher.models import load
+
+    def place(step: int) -> Path:
+        return settings.models_dir / description.job_id / f"step-{step:08d}"
+
+    assert description.checkpoint_uri is not None
+    assert description.checkpoint_step is not None
+    if (newest := place(description.checkpoint_step)).exists():
+        return newest
+    with scratch(settings.models_dir) as directory:
+        storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
+        try:
+            step = load.export_checkpoint(
+                directory / "checkpoints", directory / "model", settings, entry_point
+            )
+        except TrainingError as error:
+            raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
+        check_model(directory / "model", description.checkpoint_uri, settings, entry_point)
+        keep(directory / "model", place(step))
+    return place(step)
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A temporary directory below `parent`, on the file system of the result.
+
+    Raises:
+        ServiceError: an OSError occurred inside.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        mine = f".fetch-{socket.gethostname()}-"
+        for old in parent.glob(".fetch-*"):
+            named = re.fullmatch(rf"{re.escape(mine)}(\d+)-\w+", old.name)
+            if named and not is_alive(int(named[1])):  # it was killed
+                shutil.rmtree(old, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f"{mine}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
+        ) as directory:
+            yield Path(directory)
+    except OSError as error:
+        raise ServiceError(
+            f"{parent}: {error.strerror or error}; set SM_NANOGPT_HOME to another directory"
+        ) from None
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
+def keep(directory: Path, target: Path) -> None:
+    """Move a finished directory into place, unless another process was first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def extract(archive: Path, target: Path, uri: str) -> None:
+    """Unpack an archive of regular files and directories.
+
+    Raises:
+        ServiceError: the archive, from `uri`, is damaged, or has absolute paths, `..`, links,
+            devices, or far more bytes than its size allows.
+        OSError: the target cannot be written.
+    """
+    allowed = LARGEST_RATIO * archive.stat().st_size + RATIO_FREE_BYTES
+    target.mkdir()
+    try:
+        with (
+            gzip.open(archive) as file,
+            Bounded(file, allowed, uri) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as tar,
+        ):
+            for count, member in enumerate(tar):
+                place = safe_place(member, uri)
+                if count >= LARGEST_COUNT or len(place.parts) > LARGEST_DEPTH:
+                    raise ServiceError(f"{uri} is refused: too many files, or too deep directories")
+                stream.check(member.size)
+                path = target / place
+                if member.isdir():
+                    path.mkdir(parents=True, exist_ok=True)
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                source = tar.extractfile(member)
+                assert source is not None
+                with path.open("xb") as out:
+                    shutil.copyfileobj(source, out)
+            while stream.read(storage.CHUNK_BYTES):  # reads the checksum at the end
+                pass
+    except (*NOT_TAR, RecursionError) as error:
+        raise ServiceError(f"{uri} is damaged: {error}") from None
+    except (FileExistsError, NotADirectoryError):
+        raise ServiceError(
+            f"{uri} is refused: it contains {member.name!r} twice, or below a file"
+        ) from None
+    except ValueError as error:
+        raise ServiceError(f"{uri} is refused: {error}") from None
+
+
+class Bounded(io.RawIOBase):
+    """A gzip stream, headers included, that refuses more bytes than a model may have."""
+
+    def __init__(self, file: gzip.GzipFile, allowed: int, uri: str) -> None:
+        self.file, self.left, self.uri = file, allowed, uri
+
+    def check(self, n: int) -> None:
+        if not 0 <= n <= self.left:
+            raise ServiceError(
+                f"{self.uri} is refused: it unpacks to over {LARGEST_RATIO} times its size"
+            )
+
+    def read(self, n: int = -1) -> bytes:
+        content = self.file.read(n if 0 <= n <= storage.CHUNK_BYTES else storage.CHUNK_BYTES)
+        self.check(len(content))
+        self.left -= len(content)
+        return content
+
+
+def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
+    """The member's path below the target."""
+    place = PurePosixPath(member.name)
+    if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
+        raise ServiceError(f"{uri} is refused: {member.name!r} would lie outside of the model")
+    if member.issparse() or not (
+        member.isreg() or member.isdir()
+    ):  # holes take no space in the archive
+        kind = "a link" if member.issym() or member.islnk() else "not a regular file"
+        raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
+    return place
+
+
+def check_model(directory: Path, uri: str, settings: Settings, entry_point: Path | None) -> None:
+    """Raise ServiceError unless the directory has a model that loads."""
+    from entry_point.errors import TrainingError
+    from launcher.models import load
+
+    try:
+        load.load_artefact(directory, settings, entry_point)
+    except TrainingError as error:
+        raise ServiceError(f"{uri}: {error}") from None

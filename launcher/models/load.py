@@ -1,0 +1,254 @@
+"""Load a model directory without trusting it, or export one from a checkpoint.
+
+Called by `launcher.models.fetch`, to check downloads, and by `launcher.models.sample`. The training
+folder of a model, identified by its SHA-256, computes it. Without that folder, the packaged model
+computes a model that is Qwen3's, since its run compared the logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import Field, JsonValue
+from torch import Tensor
+
+from entry_point.checkpoint import Checkpoints, read_safetensors
+from entry_point.config import Config, make_config
+from entry_point.data import Tokenizer
+from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
+from entry_point.huggingface import MODEL_FILES, hugging_face_config
+from entry_point.model import GPT, activation_name
+from launcher.errors import InputError
+from launcher.files.documents import Count, Damaged, Document, Scalar, open_file, parse, read_file
+from launcher.settings import Settings, load_settings
+from launcher.source import Source, find_source
+
+ACTIVATION = activation_name()
+LARGEST_TOKENIZER = 1 << 25  # bytes
+LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class TokenizerConfig(Document):
+    """tokenizer_config.json."""
+
+    eos_token: str | None = None
+
+
+class Training(Document):
+    """training.json."""
+
+    script_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    model_sha256: str = ""  # of model.py alone
+    config: dict[str, Scalar | None]
+
+
+class Saved(Training):
+    """The state of a checkpoint."""
+
+    step: Count
+    tokenizer: dict[str, JsonValue]
+    end_of_text: str | None
+
+
+def is_shaped_as(
+    found: Mapping[str, JsonValue], values: Mapping[str, Any], tokenizer: Tokenizer
+) -> bool:
+    """Whether the packaged config.py makes this config.json of a run's hyperparameters."""
+    try:
+        config = known_config(values)
+    except (ValueError, ConfigError):
+        return False
+    expected = hugging_face_config(config, len(tokenizer), tokenizer.end)
+    return all(found.get(key) == value for key, value in expected.items())
+
+
+def known_config(values: Mapping[str, Any]) -> Config:
+    """The packaged script's Config; drops hyperparameters that an edited script added."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    return make_config({name: value for name, value in values.items() if name in known})
+
+
+def load_artefact(
+    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
+) -> tuple[GPT, Tokenizer]:
+    """Load the model (CPU, float32, eval mode) and the tokenizer of a model directory.
+
+    The folder that trained the model computes it: entry_point, if given, else the one that its
+    launch kept. The packaged model, which is faster, computes it if both have the same model.py;
+    also if that folder is gone and the model is Qwen3's, which is logged.
+
+    Raises:
+        FormatError: write_artefact did not write this directory, or it is damaged.
+        InputError: the model needs the folder that trained it, and that is not here.
+    """
+    settings = settings or load_settings()
+    try:
+        check_sums(directory)
+        found = read(directory, "config", dict[str, JsonValue])
+        content = read_file(directory / "tokenizer.json", LARGEST_TOKENIZER)
+        end = read(directory, "tokenizer_config", TokenizerConfig).eos_token
+        tokenizer = Tokenizer(parse(content, dict[str, Any], "tokenizer.json"), end)
+        training = read(directory, "training", Training)
+        sha256 = training.script_sha256
+        tensors, _ = read_safetensors(directory / "model.safetensors", largest=LARGEST_HEADER)
+        source = Source.packaged()
+        model = hashlib.sha256(source.files["model.py"]).hexdigest()
+        qwen3 = (found.get("model_type"), found.get("hidden_act")) == ("qwen3", ACTIVATION)
+        same = training.model_sha256 == model and is_shaped_as(found, training.config, tokenizer)
+        if not qwen3 or not same or entry_point is not None:
+            try:
+                source = find_source(sha256, settings, entry_point)
+            except InputError:
+                if entry_point is not None or not qwen3:
+                    raise
+                log_absent_script(sha256)
+        if source.is_packaged:
+            config = known_config(training.config)
+            expected = hugging_face_config(config, len(tokenizer), tokenizer.end)
+    except OSError as error:
+        name = Path(error.filename or directory).name
+        raise FormatError(f"{name}: {error.strerror}") from None
+    except (Damaged, ValueError, ConfigError, DataError) as error:
+        raise FormatError(
+            f"{directory.name}: not a model directory of this script ({error})"
+        ) from None
+    if source.is_packaged:
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise FormatError(
+                    f"config.json and training.json disagree: {key} is {found.get(key)!r},"
+                    f" not {value!r}"
+                )
+    with errors_of(source):
+        if not source.is_packaged:
+            config = source.module("config").make_config(training.config)
+        edited = found["model_type"] != "qwen3"
+        return build_model(source, config, tensors, edited, len(tokenizer)), tokenizer
+
+
+@lru_cache  # once, though a model is checked and then loaded
+def log_absent_script(sha256: str) -> None:
+    logger.warning(
+        f"the folder that trained this model (SHA-256 {sha256[:12]}...) is not on this machine;"
+        " using the packaged script, which gave the same logits when the model was written"
+        " (--entry-point DIR names another)"
+    )
+
+
+def read(directory: Path, name: str, kind: type[T]) -> T:
+    return parse(read_file(directory / f"{name}.json"), kind, f"{name}.json")
+
+
+def check_sums(directory: Path) -> None:
+    """Raise FormatError unless each file has the checksum in SHA256SUMS."""
+    lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in MODEL_FILES:
+        with open_file(directory / name) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sums.get(name):
+                raise FormatError(f"{name} is damaged: its SHA-256 is not that of SHA256SUMS")
+
+
+@contextlib.contextmanager
+def errors_of(source: Source) -> Iterator[None]:
+    """Turn any exception of an edited folder, except OSError, into FormatError."""
+    try:
+        yield
+    except (FormatError, OSError):
+        raise
+    except Exception as error:
+        ours = isinstance(error, (source.module("errors").TrainingError, Damaged))
+        words = "" if ours else f"{type(error).__name__}: "
+        raise FormatError(f"{words}{error}") from None
+
+
+@torch.no_grad()
+def build_model(
+    source: Source,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    edited: bool,
+    vocabulary_size: int,
+) -> GPT:
+    """Create the folder's model with the tensors of a file.
+
+    Raises:
+        FormatError: their names, types or shapes do not fit, or a value is not finite.
+    """
+
+    def exported(model: GPT) -> dict[str, Tensor]:
+        weights = model.state_dict()
+        return weights if edited else source.module("huggingface").to_hugging_face(weights, config)
+
+    architecture = source.module("model").GPT
+    # Check the sizes before allocating memory. (An edited model may not support the meta device;
+    # its configuration is the one that it trained.)
+    with torch.device("meta") if source.is_packaged else contextlib.nullcontext():
+        shapes = exported(architecture(config, vocabulary_size))
+    for name in sorted(shapes.keys() | tensors.keys()):
+        expected, found = (
+            f"{str(t[name].dtype).removeprefix('torch.')} {list(t[name].shape)}"
+            if name in t
+            else "nothing"
+            for t in (shapes, tensors)
+        )
+        if expected != found:
+            raise FormatError(f"model.safetensors: {name} should be {expected} and is {found}")
+    model: GPT = architecture(config, vocabulary_size)
+    for name, tensor in exported(model).items():  # views of the model's weights, and norms of ones
+        ones = not edited and name.endswith("norm.weight") and not config.norm_weights
+        if ones and not bool((tensors[name] == 1).all()):
+            raise FormatError(f"model.safetensors is of another kind: {name} is not all ones")
+        # The mask of an edited model may hold infinities.
+        if bool(tensors[name].isnan().any() if edited else not tensors[name].isfinite().all()):
+            raise FormatError(f"model.safetensors: {name} holds numbers that are not finite")
+        tensor.copy_(tensors[name])
+    return model.eval()
+
+
+def export_checkpoint(
+    checkpoint_dir: Path,
+    model_dir: Path,
+    settings: Settings | None = None,
+    entry_point: Path | None = None,
+) -> int:
+    """Export the newest intact checkpoint as a model directory; return its step.
+
+    The folder that trained the model exports it.
+
+    Raises:
+        TrainingError: there is no checkpoint.
+        FormatError: the folder cannot read it.
+        InputError: the folder is not here.
+    """
+    with (
+        errors_of(Source.packaged()),
+        contextlib.redirect_stdout(sys.stderr),
+    ):  # it prints which it skips
+        loaded = Checkpoints(checkpoint_dir).load_latest()
+    if loaded is None:
+        raise TrainingError(f"no checkpoint in {checkpoint_dir}")
+    tensors, state = loaded
+    with errors_of(Source.packaged()):
+        saved = parse(state, Saved, "its state")
+    training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
+    source = find_source(saved.script_sha256, settings or load_settings(), entry_point)
+    with errors_of(source):
+        export = source.module("huggingface")
+        weights = export.model_tensors(tensors)
+        config = source.module("config").make_config(saved.config)
+        tokenizer = source.module("data").Tokenizer(saved.tokenizer, saved.end_of_text)
+        model = export.with_weights(config, len(tokenizer), weights)
+        export.write_artefact(model_dir, model, tokenizer, training)
+    return saved.step

@@ -1,0 +1,178 @@
+"""Generate text with a fetched model. Called by `fetch-and-sample` and the Python API."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from entry_point.container import has_fast_bfloat16
+from entry_point.data import Tokenizer
+from entry_point.errors import TrainingError
+from entry_point.model import GPT
+from launcher.errors import InputError, ServiceError
+from launcher.models import engine
+from launcher.models.encoder import load_words
+from launcher.models.fetch import fetch_described
+from launcher.models.load import load_artefact
+from launcher.settings import Settings, load_settings
+from launcher.tracking import describe
+
+
+def load_model(
+    directory: Path, settings: Settings | None = None, entry_point: Path | None = None
+) -> tuple[GPT, Tokenizer]:
+    """Load a model (CPU, float32 weights) and its tokenizer.
+
+    A large model computes its products in bfloat16 if the CPU is fast at that, unless it was
+    trained with precision=float32. For settings and entry_point see
+    launcher.models.load.load_artefact.
+
+    Raises:
+        ServiceError: the directory holds no model of sm-nanogpt.
+        InputError: the model needs the script that trained it, and that is not here.
+    """
+    try:
+        model, tokenizer = load_artefact(directory, settings, entry_point)
+    except TrainingError as error:
+        raise ServiceError(f"{directory} does not load: {error}") from None
+    fast = has_fast_bfloat16(torch.device("cpu"))
+    if not is_edited(model) and model.config.precision != "float32" and fast:
+        model.compute_dtype = torch.bfloat16
+    return model, tokenizer
+
+
+def is_edited(model: GPT) -> bool:
+    """Whether an edited script computes the model, not the packaged one."""
+    return type(model) is not GPT
+
+
+def stream_samples(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str | None = None,
+    max_new_tokens: int = 500,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    watch: engine.Watch | None = None,
+) -> Iterator[list[str]]:
+    """Yield the next piece of text of every sample, token by token.
+
+    A piece holds whole characters, so it is empty where a token ends inside of one. The prompt
+    (default: the start of a document, or a newline) is not repeated. A sample ends with its
+    document, or after max_new_tokens. The same arguments give the same text. temperature 0 takes
+    the most likely token; top_k 0 and top_p 1 allow all. watch is called with the logits, float32
+    [num_samples, V], and the ids, int64 [num_samples], of each step, before its pieces are yielded.
+
+    Raises:
+        InputError: the prompt is empty or has characters that are not in the vocabulary, or a
+            number is out of range.
+    """
+    for name, value, good, allowed in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("num_samples", num_samples, 1 <= num_samples <= 10_000, "from 1 to 10,000"),
+        ("temperature", temperature, 0 <= temperature < float("inf"), "a number, at least 0"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0: all)"),
+        ("top_p", top_p, 0 < top_p <= 1, "over 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1"),
+    ):
+        if not good:
+            raise InputError(f"{name}={value}: must be {allowed}")
+    ids = torch.tensor([[tokenizer.start] if prompt is None else encode(tokenizer, prompt)])
+    generate = engine.generate_plainly if is_edited(model) else engine.generate
+    steps = generate(
+        model,
+        ids.expand(num_samples, -1),
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        watch=watch,
+    )
+    return pieces(steps, tokenizer, num_samples)
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt. Raises InputError if it is empty or has unknown characters."""
+    if not prompt:
+        raise InputError("the prompt is empty; leave it out to start with a new text")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise InputError("the prompt is not UTF-8 text")
+    if tokenizer.unit == "tokens":
+        words = load_words(json.dumps(tokenizer.document))
+        ids: list[int] = words.encode(prompt, add_special_tokens=False).ids
+        return ids
+    known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
+    if unknown := sorted(set(prompt) - set(known)):
+        raise InputError(
+            "the prompt has characters that the model has never seen:"
+            f" {', '.join(map(repr, unknown[:20]))}"
+        )
+    return [known[character] for character in prompt]
+
+
+def pieces(
+    steps: Iterator[torch.Tensor], tokenizer: Tokenizer, num_samples: int
+) -> Iterator[list[str]]:
+    """The text of each step's ids. Raises ServiceError if an edited script fails."""
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
+    ended = [False] * num_samples
+    try:
+        for step in steps:
+            ids = step.tolist()
+            ended = [was or id == tokenizer.end for was, id in zip(ended, ids, strict=True)]
+            words = [b"" if end else tokenizer.word(id) for end, id in zip(ended, ids, strict=True)]
+            yield [
+                decoder.decode(word, final=end)
+                for decoder, word, end in zip(decoders, words, ended, strict=True)
+            ]
+            if all(ended):
+                return
+        yield [decoder.decode(b"", final=True) for decoder in decoders]
+    except Exception as error:
+        raise ServiceError(
+            f"the script that trained the model fails to sample: {type(error).__name__}: {error}"
+        ) from error
+
+
+def sample(
+    job_id: str,
+    prompt: str | None = None,
+    max_new_tokens: int = 500,
+    num_samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 1337,
+    settings: Settings | None = None,
+    entry_point: Path | None = None,
+) -> list[str]:
+    """Generate num_samples texts with a job's model, each starting with the prompt.
+
+    entry_point names the folder that trained the model, if its launch kept none here.
+
+    Raises:
+        InputError: as stream_samples.
+        ServiceError: as fetch_model.
+    """
+    settings = settings or load_settings()
+    description = describe(job_id, settings)
+    directory = fetch_described(description, settings, entry_point=entry_point)
+    if description.model_uri is None:
+        warnings.warn(
+            f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
+        )
+    model, tokenizer = load_model(directory, settings, entry_point)
+    columns = stream_samples(
+        model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+    )
+    texts = zip(*columns, strict=True)
+    return [(prompt or "") + "".join(text) for text in texts]

@@ -1,0 +1,1 @@
+"""Jobs on SageMaker, what they cost, and the stack of the account."""

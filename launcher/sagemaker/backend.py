@@ -1,0 +1,748 @@
+"""The backend for Amazon SageMaker: the SDK makes the request, boto3 does everything else.
+
+Called by `submission`, `tracking`, `doctor` and `infra`. A job keeps its files below its own
+prefixes in the store:
+
+    STORE/jobs/JOB-ID/job.json                    the job, for --resume
+    STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training folder
+    STORE/jobs/JOB-ID/output/model.tar.gz         /opt/ml/model, packed by SageMaker
+    STORE/jobs/JOB-ID/output/output.tar.gz
+    STORE/checkpoints/JOB-ID/                     /opt/ml/checkpoints, which SageMaker syncs; S3 may
+                                                  expire them
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import math
+import re
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date, datetime
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from launcher.aws import (
+    Missing,
+    aws_session,
+    check_region,
+    patiently,
+    service_errors,
+    steady_client,
+)
+from launcher.curve import LARGEST_CURVE, Row, rows_of_file, rows_of_log
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.job import (
+    JOB_ID,
+    RUNNING,
+    TAG_KEY,
+    TAG_VALUE,
+    JobDescription,
+    Request,
+    Scalar,
+    TrainingJob,
+    log_pending,
+    newest_checkpoint,
+    newest_curve,
+)
+from launcher.machines import (
+    gpus_of,
+    has_local_storage,
+    log_image,
+    looks_like_gpu,
+    problem,
+    training_image,
+)
+from launcher.sagemaker import cost
+from launcher.sagemaker.cost import Prices
+from launcher.sagemaker.quotas import check_quotas
+from launcher.sagemaker.request import Plan, create_request, sdk_version
+from launcher.sagemaker.stack import remembered
+from launcher.settings import Settings
+from launcher.source import Source
+
+logger = logging.getLogger(__name__)
+
+# What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
+NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
+CONSOLES = {
+    "aws": "console.aws.amazon.com",
+    "aws-cn": "console.amazonaws.cn",
+    "aws-us-gov": "console.amazonaws-us-gov.com",
+}
+QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
+
+# A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
+# toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
+CAUSE = re.compile(
+    r'^(?:AlgorithmError: |ErrorMessage ")(\w+: .*?)(?: \[\w+\])?"?(?:, exit code: \d+)?\s*$',
+    re.MULTILINE,
+)
+EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
+
+
+Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
+
+
+class SageMakerBackend:
+    """The Backend of `--instance ml.*`."""
+
+    poll_seconds = 5.0
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.session = aws_session(settings)
+        self.clients: dict[str, Any] = {}
+        self.read: dict[
+            str, tuple[Sequence[Event], dict[str, str]]
+        ] = {}  # by job; see stream_lines
+
+    @property
+    def place(self) -> str:
+        return f"in {self.region}"
+
+    @cached_property
+    def region(self) -> str:
+        return check_region(self.session)
+
+    def client(self, service: str) -> Any:
+        if service not in self.clients:
+            self.clients[service] = steady_client(self.session, service, self.region)
+        return self.clients[service]
+
+    # -- launch -----------------------------------------------------------------------------------
+
+    def default_bucket(self) -> str | None:
+        """SageMaker's default bucket of the account and region, if it exists."""
+        with service_errors("GetCallerIdentity"):
+            account = self.client("sts").get_caller_identity()["Account"]
+        bucket = f"sagemaker-{self.region}-{account}"
+        try:
+            with service_errors("HeadBucket"):
+                self.client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=account)
+        except Missing:
+            return None
+        except ServiceError as error:
+            raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
+        return bucket
+
+    def notebook_role(self) -> str:
+        """The role of the SageMaker notebook that this runs in, or ''."""
+        return notebook_role(self.client)
+
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Plan]:
+        plan = self.check(job)
+        job = self.afford(job)
+        return job, replace(plan, request=self.request(job_id, job, plan))
+
+    def check(self, job: TrainingJob) -> Plan:
+        """The role, image and keys of a job.
+
+        Raises:
+            InputError: AWS would refuse the job, or something that it needs is not known.
+        """
+        store = self.settings.data_store
+        for instance in job.instances:
+            if "volume_size" in job.given() and has_local_storage(instance):
+                raise InputError(
+                    f"--volume-size: {instance} has local disks and takes no volume; leave"
+                    " --volume-size out, or use a larger --instance"
+                )
+        # The processes must share the batch evenly on each type whose GPUs are known.
+        gpus = [n for instance in job.instances if (n := gpus_of(instance)) is not None]
+        job.config(math.lcm(*(job.instance_count * max(1, n) for n in gpus)))
+        if not store.startswith("s3://"):
+            raise InputError(
+                f"SageMaker cannot read {store}: set --store or SM_NANOGPT_STORE to"
+                " s3://bucket/prefix"
+            )
+        key = job.kms_key or self.settings.kms_key or None
+        own_disks = {has_local_storage(instance) for instance in job.instances}
+        if key and len(own_disks) > 1:
+            raise InputError(
+                f"--instance {job.instance}: AWS refuses a KMS key for local disks, so with a key"
+                " name only types with local disks, or only types without"
+            )
+        gpu = looks_like_gpu(job.instance)
+        image = job.image_uri or training_image(self.region, job.pytorch_version, gpu)
+        hyperparameters = sendable_hyperparameters(job)
+        if unfit := problem(image, job.instance, job.launcher):
+            raise InputError(unfit)
+        registry = re.match(r"\d{12}\.dkr\.ecr\.([\w-]+)\.", image)
+        if registry and registry[1] != self.region:
+            raise InputError(
+                f"--image-uri {image}: SageMaker pulls images only from {self.region}, the region"
+                " of the job"
+            )
+        log_image(image, job.instance, job.launcher, date.today())
+        if not sdk_version():
+            logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
+        if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
+            logger.warning(
+                "--environment NCCL_DEBUG has no effect: SageMaker's toolkit sets it to WARN for"
+                " torchrun; --launcher pytorchddp keeps it"
+            )
+        if not self.settings.role and not self.settings.offline:
+            raise InputError(
+                "no execution role: `sm-nanogpt infra deploy` creates one, or set"
+                " --role or SM_NANOGPT_ROLE to its ARN (SageMaker uses this role to read and write"
+                " the store and to delete checkpoints there)"
+            )
+        stack = remembered(self.settings, self.region)
+        if job.subnets and stack and stack.role == self.settings.role and not stack.vpc:
+            raise InputError(
+                f"--subnet{job.origin('subnets')}: the role of stack {stack.name} may not join a"
+                f" VPC: allow it with `sm-nanogpt infra deploy --vpc`, or set"
+                " another --role"
+            )
+        return Plan(
+            region=self.region,
+            role=self.settings.role or ROLE_PLACEHOLDER,
+            image_uri=image,
+            store=store,
+            hyperparameters=hyperparameters,
+            kms_key=key,
+            # AWS refuses a key for local disks, which are always encrypted.
+            volume_kms_key=None if True in own_disks else key,
+        )
+
+    def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+        """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
+
+        Raises:
+            InputError: AWS would refuse it.
+        """
+        from botocore.loaders import Loader
+        from botocore.model import ServiceModel
+
+        if sdk_version():
+            from launcher.sagemaker import estimator
+
+            request = estimator.create_request(job_id, job, plan, self.settings.home)
+        else:
+            request = create_request(job_id, job, plan)
+        model = ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
+        check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
+        return request
+
+    def afford(self, job: TrainingJob) -> TrainingJob:
+        offline = self.settings.offline
+        prices = Prices(self.settings, self.region, None if offline else self.session)
+        ready = cost.afford(job, self.settings, prices, lambda: self.spent(job, prices))
+        check_checkpoints(ready)
+        if not offline:
+            check_quotas(ready, self.settings, self.session)
+        return ready
+
+    def spent(self, job: TrainingJob, prices: Prices) -> float:
+        """The cost in USD of the jobs that this one resumes.
+
+        Raises:
+            InputError: the cost of one of them is unknown.
+        """
+        total, now = 0.0, time.time()
+        while job.resume is not None:
+            job_id, raw = job.resume, self.raw(job.resume)
+            earlier = describe_job(raw, None) if raw is not None else None
+            if earlier is None or earlier.is_placed:
+                price = prices.of(earlier.instance) if earlier else None
+                if earlier is None or price is None:
+                    raise InputError(f"the cost of the earlier job {job_id} is unknown")
+                total += cost.cost_of(earlier, price, now)
+            job = self.job(job_id)
+        return total
+
+    def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+        storage.write_text(str(self.settings.last_launched), job_id)
+        try:
+            self.send_files(job_id, job, plan)
+        except BaseException:
+            self.remove_files(job_id, plan)
+            raise
+        try:
+            with service_errors("CreateTrainingJob"):
+                self.client("sagemaker").create_training_job(**plan.request)
+        except ServiceError as error:
+            answer = getattr(error.__context__, "response", None) or {}
+            metadata = answer.get("ResponseMetadata", {})
+            refused = metadata.get("HTTPStatusCode", 500) < 500
+            if not refused or metadata.get("RetryAttempts"):  # a lost answer may be a success
+                try:
+                    if self.raw(job_id) is not None:
+                        return
+                except ServiceError:
+                    refused = False
+            if not refused:
+                raise ServiceError(
+                    f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
+                ) from None
+            if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
+                self.remove_files(job_id, plan)
+            raise
+
+    def send_files(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
+        archive = source_archive(job.source, job.launcher)
+        storage.write_bytes(plan.source_uri(job_id), archive, self.settings)
+        if job.resume is not None:
+            source = self.known(job.resume)["CheckpointConfig"]["S3Uri"]
+            if not storage.copy(source, plan.checkpoint_uri(job_id), self.settings):
+                raise ServiceError(f"job {job.resume} has no checkpoints at {source}")
+        record = job.model_dump(mode="json", exclude_defaults=True)
+        storage.write_json(plan.file_uri(job_id, "job.json"), record, self.settings)
+
+    def remove_files(self, job_id: str, plan: Plan) -> None:
+        """Remove what a job that does not exist left in the store; `delete` cannot find it."""
+        for uri in (plan.file_uri(job_id), plan.checkpoint_uri(job_id)):
+            try:
+                storage.remove(uri, self.settings)
+            except ServiceError as error:
+                logger.info(f"{uri} is left behind: {error}")
+
+    def console_link(self, job_id: str) -> str | None:
+        console = CONSOLES.get(self.session.get_partition_for_region(self.region))
+        if console is None:
+            return None
+        place = f"sagemaker/home?region={self.region}#/jobs/{job_id}"
+        return f"https://{self.region}.{console}/{place}"
+
+    # -- after ------------------------------------------------------------------------------------
+
+    def raw(self, job_id: str) -> dict[str, Any] | None:
+        """The answer of DescribeTrainingJob; None if there is no such job."""
+        try:
+            with service_errors("DescribeTrainingJob"):
+                raw = dict(self.client("sagemaker").describe_training_job(TrainingJobName=job_id))
+                ours = is_our_job(raw)
+        except Missing:
+            return None
+        if not ours:
+            raise ServiceError(f"{job_id} is a training job that sm-nanogpt did not launch")
+        return raw
+
+    def known(self, job_id: str) -> dict[str, Any]:
+        """As `raw`, but raises ServiceError if there is no such job."""
+        raw = self.raw(job_id)
+        if raw is None:
+            raise ServiceError(f"there is no job {job_id!r} {self.place}")
+        return raw
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        raw = self.raw(job_id)
+        if raw is None:
+            return None
+        ended = raw["TrainingJobStatus"] not in RUNNING
+        place = raw["CheckpointConfig"]["S3Uri"]
+        names = storage.list_files(place, self.settings) if ended else {}
+        return describe_job(raw, newest_checkpoint(names))
+
+    def job(self, job_id: str) -> TrainingJob:
+        raw = self.known(job_id)
+        record = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id, "job.json")
+        job = storage.read_document(record, TrainingJob, self.settings)
+        if job is None:
+            raise ServiceError(f"{record} is missing, so the submitted job is unknown")
+        # Others may write to the store, so it chooses neither the container, nor its environment,
+        # nor the instances.
+        image, resources = raw["AlgorithmSpecification"]["TrainingImage"], raw["ResourceConfig"]
+        types = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
+        return job.model_copy(
+            update={
+                "image_uri": job.image_uri and image,
+                "environment": raw.get("Environment", {}),
+                "instance": ",".join(types) or resources["InstanceType"],
+                "instance_count": resources["InstanceCount"],
+            }
+        )
+
+    def files_of(self, job_id: str) -> str:
+        """The prefix of a job's files, in the store that it was launched to."""
+        return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
+
+    def list(self) -> Iterator[JobDescription]:
+        with service_errors("Search"):
+            for raw in self.all_raw():
+                yield describe_job(raw, None)
+
+    def all_raw(self) -> Iterator[dict[str, Any]]:
+        """Search the account's jobs by our tag. Iterate within `service_errors`.
+
+        Search lags, so the job that this machine launched last is asked for by its name.
+        """
+        last = (storage.read_bytes(str(self.settings.last_launched)) or b"").decode()
+        for raw in search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE):
+            if is_our_job(raw):
+                yield raw
+                last = last if raw["TrainingJobName"] != last else ""
+        if JOB_ID.fullmatch(last) and (known := self.raw(last)) is not None:
+            yield known
+
+    def stop(self, job_id: str) -> None:
+        with service_errors("StopTrainingJob"):
+            self.client("sagemaker").stop_training_job(TrainingJobName=job_id)
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """From the log while the job runs, since checkpoints arrive late; then from the file."""
+        raw = self.known(job_id)
+        if raw["TrainingJobStatus"] not in RUNNING:
+            place = raw["CheckpointConfig"]["S3Uri"]
+            uri = storage.join(place, newest_curve(storage.list_files(place, self.settings)))
+            content = storage.read_bytes(uri, self.settings, LARGEST_CURVE)
+            if content is not None:
+                return rows_of_file(content.splitlines(), uri), uri
+        return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
+
+    def places(self, job_id: str) -> Sequence[str]:
+        return [self.files_of(job_id), self.known(job_id)["CheckpointConfig"]["S3Uri"]]
+
+    def forget(self, job_id: str) -> None:
+        with service_errors("DeleteTrainingJob"):
+            self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
+
+    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+        lines = self.stream_lines(job_id, follow)
+        if not raw:
+            return script_lines(lines)
+        return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
+
+    def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
+        """The CloudWatch events of all hosts in order of time; with follow, until the job ends.
+
+        Without, the events of an earlier call are kept, and only later events are asked for.
+        """
+        if not follow:
+            before, seen = self.read.get(job_id, ([], {}))
+            _, events, seen = self.news(job_id, seen)
+            events = sorted([*before, *events], key=lambda event: event[0])
+            self.read[job_id] = events, seen
+            yield from ((stream, message) for _, stream, message in events)
+            return
+        seen = {}
+        again = f"sm-nanogpt logs {job_id} --follow"
+        heard, ended, pending = time.monotonic(), False, False
+        while True:
+            raw, events, seen = patiently(partial(self.news, job_id, seen), again)
+            for _, stream, message in events:
+                yield stream, message
+            if events or not ended:  # the last lines come after the end
+                heard = time.monotonic()
+            ended = raw is None or raw["TrainingJobStatus"] not in RUNNING
+            if ended and time.monotonic() - heard > QUIET_SECONDS:
+                return
+            if raw and raw.get("SecondaryStatus") == "Pending" and not pending:
+                pending = True
+                log_pending(describe_job(raw, None))
+            time.sleep(self.poll_seconds)
+
+    def news(
+        self, job_id: str, seen: dict[str, str]
+    ) -> tuple[dict[str, Any] | None, Sequence[Event], dict[str, str]]:
+        """The state of a job, its events since `seen` in order of time, and the new `seen`.
+
+        The argument is not changed, so that no line is lost if an outage interrupts the call.
+        """
+        raw, seen = self.raw(job_id), dict(seen)
+        return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
+
+    def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
+        """Yield each event since `seen`, which is updated."""
+        client = self.client("logs")
+        try:
+            with service_errors("DescribeLogStreams"):
+                pages = client.get_paginator("describe_log_streams").paginate(
+                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
+                )
+                streams = [
+                    stream["logStreamName"] for page in pages for stream in page["logStreams"]
+                ]
+        except Missing:  # the account has no logs yet
+            return
+        for stream in streams:
+            while True:
+                token = {"nextToken": seen[stream]} if stream in seen else {}
+                with service_errors("GetLogEvents"):
+                    page = client.get_log_events(
+                        logGroupName=LOG_GROUP,
+                        logStreamName=stream,
+                        startFromHead=True,
+                        **token,
+                    )
+                    events, following = page["events"], page["nextForwardToken"]
+                for event in events:
+                    message = event["message"].rstrip("\n")
+                    yield event["timestamp"], stream.removeprefix(f"{job_id}/"), message
+                # At its end, a stream returns the token of the request.
+                finished = seen.get(stream) == following
+                seen[stream] = following
+                if finished:
+                    break
+
+
+def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
+    """The hyperparameters to send to SageMaker.
+
+    Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
+    only safe characters are allowed.
+
+    Raises:
+        InputError: a value has other characters.
+    """
+    values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
+    harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
+    for name, value in list(values.items()):
+        if harmless.fullmatch(str(value)):
+            continue
+        if name in explicit:
+            raise InputError(
+                f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
+            )
+        del values[name]  # the edited script has the same default there
+    if len(values) > 80:  # AWS allows 100, including those of the SDK
+        raise InputError(
+            f"{len(values)} hyperparameters are too many: AWS allows 80 besides those of the SDK"
+        )
+    return values
+
+
+def check_value(shape: Any, value: Any, place: str) -> None:
+    """Hold a part of a request against botocore's model of it. Raises InputError."""
+    members: dict[str, tuple[Any, Any]] = {}
+    if shape.type_name == "structure":
+        members = {name: (shape.members[name], value[name]) for name in value}
+    elif shape.type_name == "list":
+        members = {str(i): (shape.member, each) for i, each in enumerate(value, 1)}
+    elif shape.type_name == "map":
+        members = {name: (shape.value, each) for name, each in value.items()}
+        for name in value:
+            check_value(shape.key, name, f"{place}.{name}")
+    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
+    pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w \xa0")  # of Java
+    if not limits.get("min", size) <= size <= limits.get("max", size):
+        what = "must be" if size is value else f"its length is {size}, and must be"
+        problem = f"{what} {limits.get('min', 0)} to {limits.get('max', 'any')}"
+    elif shape.type_name == "string" and not re.fullmatch(pattern, value, re.DOTALL):
+        problem = f"must match {pattern}"
+    elif value not in limits.get("enum", [value]) and shape.name != "TrainingInstanceType":
+        problem = f"must be one of {', '.join(limits['enum'])}"  # types may be new to botocore
+    else:
+        for name, (member, each) in members.items():
+            check_value(member, each, f"{place}.{name}".lstrip("."))
+        return
+    raise InputError(f"AWS would refuse {place}: {str(value)[:100]!r}: {problem}")
+
+
+def check_checkpoints(job: TrainingJob) -> None:
+    """Raise InputError for a spot job that would start over after each interruption.
+
+    SageMaker does not signal an interruption, so a job resumes from a checkpoint of its timer
+    (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
+    """
+    if not job.spot:
+        return
+    config = job.config(1)
+    timer = getattr(config, "checkpoint_seconds", math.inf) or 60.0
+    evaluations = getattr(config, "eval_interval", math.inf)
+    if timer >= job.time_limit and evaluations >= config.max_steps:
+        raise InputError(
+            "--spot: an interrupted job would start over, since it writes no checkpoint before"
+            f" its end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
+            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
+            " checkpoint_seconds (default: 60)"
+        )
+
+
+def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
+    """The account's training jobs with this value of a property, newest first."""
+    pages = client.get_paginator("search").paginate(
+        Resource="TrainingJob",
+        SearchExpression={"Filters": [{"Name": name, "Operator": "Equals", "Value": value}]},
+        SortBy="CreationTime",
+        SortOrder="Descending",
+    )
+    for page in pages:
+        for result in page["Results"]:
+            yield result["TrainingJob"]
+
+
+def is_our_job(raw: dict[str, Any]) -> bool:
+    """Whether a job has our layout of files in S3; other jobs are ignored."""
+    job_id = raw["TrainingJobName"]
+    output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
+    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
+    store = output.removesuffix("/jobs")
+    ours = output.startswith("s3://") and store != output
+    return ours and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
+
+
+def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
+    has_checkpoint = checkpoint_step is not None
+    channels = {
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
+        for channel in raw.get("InputDataConfig", [])
+    }
+    hyperparameters = {
+        name: json.loads(value)
+        for name, value in raw.get("HyperParameters", {}).items()
+        if not name.startswith("sagemaker_")
+    }
+    metrics = {
+        metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
+    }
+    if "step" in metrics:
+        metrics["step"] = int(metrics["step"])
+    secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
+    transitions = raw.get("SecondaryStatusTransitions", [])
+    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
+    # An interrupted spot job runs again, so it has not failed.
+    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
+    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
+    instance, instance_count = machines_of(resources)
+    completed = raw["TrainingJobStatus"] == "Completed"
+    return JobDescription(
+        job_id=raw["TrainingJobName"],
+        status=raw["TrainingJobStatus"],
+        secondary_status=secondary,
+        instance=instance,
+        instance_count=instance_count,
+        volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
+        created=raw["CreationTime"].timestamp(),
+        data=channels.get("training", ""),
+        hyperparameters=hyperparameters,
+        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
+        message=transitions[-1].get("StatusMessage") if transitions else None,
+        started=timestamp(raw.get("TrainingStartTime")),
+        ended=timestamp(raw.get("TrainingEndTime")),
+        metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
+        model_uri=raw.get("ModelArtifacts", {}).get("S3ModelArtifacts") if completed else None,
+        checkpoint_uri=raw["CheckpointConfig"]["S3Uri"] if has_checkpoint else None,
+        checkpoint_step=checkpoint_step,
+        billable_seconds=raw.get("BillableTimeInSeconds"),
+        training_seconds=raw.get("TrainingTimeInSeconds"),
+        keep_alive=resources.get("KeepAlivePeriodInSeconds"),
+        warm_pool_seconds=(
+            pool.get("ResourceRetainedBillableTimeInSeconds")
+            if pool.get("Status") != "Available"
+            else None
+        ),
+        spot=raw.get("EnableManagedSpotTraining", False),
+    )
+
+
+def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
+    """The instance type and count of a job's ResourceConfig.
+
+    Until SageMaker chooses one of several types, this is all of them, separated by commas.
+    """
+    preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
+    instance = resources.get("SelectedInstanceType") or ",".join(preferred)
+    instance = instance or resources.get("InstanceType", "")
+    return instance, resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
+
+
+def in_short(reason: str) -> str:
+    """A FailureReason in one line: the error of train.py, else all of it."""
+    found = CAUSE.search(reason) or EXTRA.search(reason)
+    return " ".join((found[1] if found else reason).split())
+
+
+def timestamp(moment: datetime | None) -> float | None:
+    return None if moment is None else moment.timestamp()
+
+
+def notebook_role(client: Callable[[str], Any]) -> str:
+    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
+
+    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
+
+    Raises:
+        ServiceError: AWS cannot be asked.
+    """
+    try:
+        here = json.loads(NOTEBOOK_METADATA.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    if role := here.get("ExecutionRoleArn"):
+        return str(role)
+    if "DomainId" in here:  # a space of Studio whose role is not told
+        return ""
+    with service_errors("DescribeNotebookInstance"):
+        name = here["ResourceName"]
+        answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
+        return str(answer["RoleArn"])
+
+
+# The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
+# GPUs have no mpi4py since PyTorch 2.11. Its part there is to end all ranks when one fails, which
+# mpirun does by itself, as no rank calls MPI_Init.
+MPI4PY = b"""\
+import os, runpy, sys
+
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def source_archive(source: Source, launcher: str) -> bytes:
+    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
+    give the same bytes."""
+    files = dict(sorted(source.files.items()))
+    if launcher == "pytorchddp":
+        files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+    ):
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+# -- the lines of the toolkit ----------------------------------------------------------------------
+
+
+# mpirun tags each line with its rank and host; torchrun does not.
+TAGGED = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
+TOOLKIT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
+START = "Invoking script with the following command:"  # the command is on the next line
+# The images since 2.11 preload a library that they fail to make, so each process says so.
+NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
+
+
+def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
+
+    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other
+    than the first start with the host's name.
+    """
+    started, at_command = set[str](), set[str]()
+    for stream, line in lines:
+        host = stream.rpartition("-")[0]
+        if tagged := TAGGED.match(line):
+            host, line = tagged[1], tagged[2]
+        elif by_toolkit := TOOLKIT.match(line):
+            if by_toolkit[1] not in ("ERROR", "CRITICAL"):
+                continue
+        elif stream not in started:  # hundreds of lines of environment
+            if line.startswith(START):
+                started.add(stream)
+                at_command.add(stream)
+            continue
+        elif stream in at_command:
+            if line.strip():
+                at_command.remove(stream)
+            continue
+        if not line.startswith(NOISE):
+            yield line if host == "algo-1" else f"{host}: {line}"

@@ -1,0 +1,376 @@
+"""What a job costs, and the time limit that keeps it below a cost ceiling.
+
+Called by the SageMaker backend at launch, and by `tracking` for the costs of jobs.
+
+SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime: the
+download of image and data, the run, stop and upload, but not the wait for machines. The time limit
+(MaxRuntimeInSeconds) covers only the run: a report to the SDK's authors shows a job with a limit of
+603 s that was billed for 841 s. SageMaker does not limit the rest, so a ceiling holds as long as
+the allowance AROUND_SECONDS suffices. Spot capacity is billed at about the same price for fewer
+seconds; that difference covers the start-ups that interruptions add.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any
+
+from pydantic import Field
+
+from launcher.aws import quick_client, why
+from launcher.errors import InputError
+from launcher.files import storage
+from launcher.files.documents import Document
+from launcher.job import JobDescription, TrainingJob
+from launcher.machines import has_local_storage
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# Seconds that are billed besides the run, which SageMaker does not limit: a generous allowance (the
+# default image has some 10 GB), not a promise. Very large data takes longer.
+START_SECONDS = 420
+STOP_SECONDS = 120  # between the limit's SIGTERM and SIGKILL
+UPLOAD_SECONDS = 60
+AROUND_SECONDS = START_SECONDS + STOP_SECONDS + UPLOAD_SECONDS
+
+SHORTEST_RUN = 60
+
+# USD of a GiB of disk for an hour. AWS asks 0.14 a month in us-east-1 and 0.27 where it is dearest.
+DISK_PER_HOUR = 0.27 / 730
+
+
+class CeilingTooLow(InputError):
+    """Not even the shortest run stays below the cost ceiling."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The most that a job and those it resumes may cost, in USD, and the option that says so."""
+
+    amount: float
+    source: str
+
+
+def usd(amount: float) -> str:
+    """An amount of money, rounded up to the cent."""
+    return f"{math.ceil(round(amount * 100, 6)) / 100:,.2f} USD"
+
+
+def rate(job: TrainingJob | JobDescription, price: Price) -> float:
+    """USD per hour of a job: its instances, and their disks if those are billed."""
+    disk = 0 if has_local_storage(job.instance) else job.volume_size * DISK_PER_HOUR
+    return job.instance_count * (price.per_hour + disk)
+
+
+def cost_of(job: JobDescription, price: Price, now: float) -> float:
+    """USD that a job has cost so far or in total; now is in seconds since the epoch."""
+    return job.billed_seconds(now) / 3600 * rate(job, price)
+
+
+def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
+    """USD of a job that runs to its time limit, and of its warm pool."""
+    return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
+
+
+def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
+    """The time limit in seconds, possibly negative, at which a job costs at most `amount`."""
+    return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
+
+
+def ceiling_of(job: TrainingJob, settings: Settings) -> Ceiling | None:
+    """The cost ceiling of a job. A lower one in the settings replaces that of a resumed job.
+
+    Raises:
+        InputError: --max-cost exceeds the ceiling of the settings.
+    """
+    configured = settings.max_cost
+    lower = configured is not None and job.max_cost is not None and configured < job.max_cost
+    if job.max_cost is None or (lower and job.origin("max_cost")):
+        source = "the configured ceiling, SM_NANOGPT_MAX_COST or max_cost in config.toml"
+        return None if configured is None else Ceiling(configured, source)
+    if configured is not None and job.max_cost > configured:
+        raise InputError(
+            f"--max-cost says {usd(job.max_cost)}, and the configured ceiling (SM_NANOGPT_MAX_COST"
+            f" or max_cost in config.toml) is {usd(configured)}"
+        )
+    return Ceiling(job.max_cost, f"--max-cost{job.origin('max_cost')}")
+
+
+def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -> TrainingJob:
+    """The job with a time limit that keeps it below the ceiling.
+
+    spent is the cost in USD of the jobs that this one resumes.
+
+    Raises:
+        CeilingTooLow: even the shortest run would cost more.
+        InputError: --max-run is too long for the ceiling.
+    """
+    keep_alive = job.keep_alive or 0
+    parts = [f"{usd(per_hour)} an hour", *counted(job, spent)]
+    longest = longest_run(ceiling.amount - spent, per_hour, keep_alive)
+    least = spent + worst_case(per_hour, SHORTEST_RUN, keep_alive)
+    if longest < SHORTEST_RUN:
+        raise CeilingTooLow(
+            f"a cost of {usd(ceiling.amount)} ({ceiling.source}) is too low: even a run"
+            f" of {SHORTEST_RUN} s may cost {usd(least)} ({', '.join(parts)})"
+        )
+    if longest >= job.time_limit:
+        return job
+    if job.max_run is not None and job.max_cost is None:
+        worst = spent + worst_case(per_hour, job.max_run, keep_alive)
+        raise InputError(
+            f"--max-run {job.max_run}{job.origin('max_run')} may cost {usd(worst)} with"
+            f" {', '.join(parts)}: more than {usd(ceiling.amount)} ({ceiling.source}); use at most"
+            f" --max-run {longest}"
+        )
+    return job.model_copy(update={"affordable_run": longest})
+
+
+def afford(
+    job: TrainingJob,
+    settings: Settings,
+    prices: Prices,
+    spent: Callable[[], float],
+) -> TrainingJob:
+    """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
+
+    Raises:
+        InputError: the ceiling is too low, or the price is unknown.
+    """
+    ceiling = ceiling_of(job, settings)
+    found = {instance: prices.of(instance) for instance in job.instances}
+    if prices.trouble:
+        logger.info(prices.trouble)
+    if lacking := [instance for instance, price in found.items() if price is None]:
+        unknown = f"the price of {' and '.join(lacking)} in {prices.region} is unknown"
+        if ceiling is not None:
+            raise InputError(
+                f"{unknown}, so the job may cost more than {usd(ceiling.amount)} ({ceiling.source})"
+            )
+        logger.info(f"price: {unknown}")
+        return job
+    # SageMaker may choose any of the types, so count the most expensive one.
+    on_each = [
+        (job.model_copy(update={"instance": instance}), price)
+        for instance, price in found.items()
+        if price is not None
+    ]
+    dearest, price = max(on_each, key=lambda choice: rate(*choice))
+    per_hour = rate(dearest, price)
+    earlier = 0.0 if ceiling is None else spent()
+    ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, earlier)
+    worst = earlier + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
+    of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
+    logger.info(f"price: {price_words(dearest, price)}{of_which}")
+    logger.info(f"cost: {cost_words(ready, worst, earlier)}")
+    if ceiling is not None and (reason := limit_words(ready, ceiling)):
+        logger.info(f"time limit: {ready.time_limit} s, from {reason}")
+    return ready.model_copy(update={"instance": job.instance, "worst_cost": worst})
+
+
+def price_words(job: TrainingJob, price: Price) -> str:
+    each = f"{job.instance_count} x {usd(price.per_hour)}" if job.instance_count > 1 else ""
+    total = usd(job.instance_count * price.per_hour)
+    spot = "; spot is billed for fewer seconds (AWS says: up to 90% less)" if job.spot else ""
+    return f"{total} an hour{f' ({each})' if each else ''}, by {price.source}{spot}"
+
+
+def cost_words(job: TrainingJob, worst: float, earlier: float) -> str:
+    parts = ", ".join(counted(job, earlier))
+    return f"at most {usd(worst)}, if it runs for {job.time_limit} s (counted: {parts})"
+
+
+def limit_words(job: TrainingJob, ceiling: Ceiling) -> str:
+    """What set the time limit of a job below a ceiling; empty for the default limit."""
+    money = f"{ceiling.source} ({usd(ceiling.amount)})"
+    if job.time_limit == job.affordable_run:
+        return money
+    if job.time_limit == job.max_run:
+        return f"--max-run{job.origin('max_run')}, within {money}"
+    if job.time_limit == job.max_wait:
+        return f"--max-wait{job.origin('max_wait')}, within {money}"
+    return ""
+
+
+def counted(job: TrainingJob, earlier: float) -> list[str]:
+    """What the estimate includes besides the run."""
+    parts = [f"an allowance of {AROUND_SECONDS} s for start-up, stop and upload"]
+    if not has_local_storage(job.instance):
+        parts.append("disks")
+    if job.keep_alive:
+        parts.append(f"{job.keep_alive} s of warm pool")
+    if earlier:
+        parts.append(f"{usd(earlier)} of the earlier jobs")
+    return parts
+
+
+# -- prices ----------------------------------------------------------------------------------------
+
+
+ENDPOINT_REGION = "us-east-1"
+FRESH = timedelta(days=7)
+UNKNOWN_FRESH = timedelta(days=1)
+
+# USD an hour in us-east-1, by the month in which they were last seen: in answers of the price list,
+# or (the second group) on the pricing page. Types that are in neither group are not known: among
+# them p3 (on its way out), p4 and p5 (cut since), p6, t3 (not sold for training everywhere).
+OFFLINE_REGION = "us-east-1"
+OFFLINE: dict[str, dict[str, float]] = {
+    "2026-07": {
+        "ml.g5.xlarge": 1.408,
+        "ml.g5.2xlarge": 1.515,
+        "ml.g5.4xlarge": 2.03,
+        "ml.g5.8xlarge": 3.06,
+        "ml.g5.12xlarge": 7.09,
+        "ml.g6.xlarge": 1.127,
+        "ml.g6.2xlarge": 1.222,
+        "ml.g6.4xlarge": 1.654,
+        "ml.g6.12xlarge": 5.752,
+        "ml.g6e.2xlarge": 2.8,
+        "ml.g6e.4xlarge": 3.76,
+        "ml.g6e.8xlarge": 5.66,
+        "ml.g6e.12xlarge": 13.12,
+        "ml.g4dn.xlarge": 0.736,
+        "ml.m5.large": 0.115,
+        "ml.m5.xlarge": 0.23,
+        "ml.m5.4xlarge": 0.922,
+        "ml.m6i.4xlarge": 0.922,
+        "ml.c6i.8xlarge": 1.632,
+        "ml.r5.4xlarge": 1.21,
+        "ml.r7i.2xlarge": 0.635,
+        "ml.r7i.4xlarge": 1.2701,
+    },
+    "2024-12": {
+        "ml.g5.16xlarge": 5.12,
+        "ml.g5.24xlarge": 10.18,
+        "ml.g5.48xlarge": 20.36,
+        "ml.g4dn.2xlarge": 0.94,
+        "ml.g4dn.4xlarge": 1.505,
+        "ml.g4dn.8xlarge": 2.72,
+        "ml.g4dn.12xlarge": 4.89,
+        "ml.g4dn.16xlarge": 5.44,
+        "ml.m5.2xlarge": 0.461,
+        "ml.m5.12xlarge": 2.765,
+        "ml.m5.24xlarge": 5.53,
+        "ml.c5.xlarge": 0.204,
+        "ml.c5.2xlarge": 0.408,
+        "ml.c5.4xlarge": 0.816,
+        "ml.c5.9xlarge": 1.836,
+        "ml.c5.18xlarge": 3.672,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Price:
+    """per_hour is in USD per instance; source says where the price comes from, and its date."""
+
+    per_hour: float
+    source: str
+
+
+class Answer(Document):
+    """What the price list said on a day: USD per hour, or None for no price."""
+
+    per_hour: float | None = Field(gt=0, lt=1e6)
+    day: date
+
+    @property
+    def is_fresh(self) -> bool:
+        lasts = UNKNOWN_FRESH if self.per_hour is None else FRESH
+        return timedelta() <= date.today() - self.day < lasts
+
+    @property
+    def price(self) -> Price | None:
+        if self.per_hour is None:
+            return None
+        return Price(self.per_hour, f"AWS's price list of {self.day.isoformat()}")
+
+
+Answers = dict[str, dict[str, Answer]]  # prices.json: by region and instance type
+
+
+class Prices:
+    """The prices of a region. With no session, AWS is not asked."""
+
+    def __init__(self, settings: Settings, region: str, session: Any) -> None:
+        self.file = settings.home / "prices.json"
+        self.region = region
+        self.session = session
+        self.trouble = ""  # why AWS could not be asked; it is not asked again
+
+    def of(self, instance: str) -> Price | None:
+        """The price of an instance type, or None if it is unknown. Raises nothing."""
+        answer = self.kept(instance)
+        asks = self.session is not None and not self.trouble
+        if asks and not (answer and answer.is_fresh):
+            answer = self.ask(instance) or answer
+        listed = answer.price if answer else None
+        if answer and answer.is_fresh and listed:
+            return listed
+        known = [price for price in (listed, offline_price(instance, self.region)) if price]
+        return max(known, key=lambda price: price.per_hour, default=None)
+
+    def ask(self, instance: str) -> Answer | None:
+        """Ask the price list and keep its answer; on failure set `trouble` and return None."""
+        filters = {"regionCode": self.region, "instanceName": instance}
+        try:
+            partition = self.session.get_partition_for_region(self.region)
+            if partition != "aws":  # the endpoint rejects its credentials
+                self.trouble = f"there is no price list for {self.region} (partition {partition})"
+                return None
+            found = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
+                ServiceCode="AmazonSageMaker",
+                Filters=[
+                    {"Type": "TERM_MATCH", "Field": name, "Value": value}
+                    for name, value in filters.items()
+                ],
+                MaxResults=100,
+            )
+            per_hour = training_price(found["PriceList"], instance)
+            answer = Answer(per_hour=per_hour, day=date.today())
+        # A launch must not fail here, whatever a parser raises.
+        except Exception as error:
+            self.trouble = f"could not ask AWS's price list: {why(error)}"
+            return None
+        known = storage.read_cache(self.file, Answers)
+        known.setdefault(self.region, {})[instance] = answer
+        storage.write_cache(self.file, known)
+        return answer
+
+    def kept(self, instance: str) -> Answer | None:
+        """The cached answer."""
+        return storage.read_cache(self.file, Answers).get(self.region, {}).get(instance)
+
+
+def training_price(products: list[str], instance: str) -> float | None:
+    """USD per hour of training among products of the price list, each a JSON document.
+
+    Each use of an instance type is a product. That of training has a usage type such as
+    `USE1-Train:ml.g5.12xlarge`; hosting, spot and the rest have others.
+    """
+    usage = re.compile(rf"(.+-)?Train:{re.escape(instance)}")
+    found = [
+        float(dimension["pricePerUnit"].get("USD", 0))
+        for product in map(json.loads, products)
+        if usage.fullmatch(product["product"]["attributes"].get("usagetype", ""))
+        for term in product["terms"].get("OnDemand", {}).values()
+        for dimension in term["priceDimensions"].values()
+        if dimension["unit"].lower() in ("hrs", "hours")
+    ]
+    return max(found, default=0.0) or None  # 0 USD means the free tier
+
+
+def offline_price(instance: str, region: str) -> Price | None:
+    if region == OFFLINE_REGION:
+        for month, prices in OFFLINE.items():
+            if instance in prices:
+                return Price(prices[instance], f"the offline table of {month}")
+    return None

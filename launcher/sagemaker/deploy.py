@@ -1,0 +1,383 @@
+"""Deploy and destroy the stack of infra/template.yaml. Called by the `infra` commands."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.aws import aws_session, check_region, service_errors, steady_client
+from launcher.errors import InputError, ServiceError
+from launcher.job import RUNNING
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.stack import (
+    REVIEW,
+    Stack,
+    describe_stack,
+    is_our_stack,
+    is_whole,
+    no_stack,
+    not_ours,
+    outputs_of,
+    parameters_of,
+    remedy,
+    remember,
+    take_note,
+)
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
+POLL_SECONDS = 2.0
+CHANGE_SET = "sm-nanogpt-"  # prefix of our change sets
+LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
+PREVIOUS = {"UsePreviousValue": True}
+KEPT = ("Bucket", "BucketPolicy", "Key")  # the template retains them
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one resource. action is add, modify, remove, replace, or `modify or replace`."""
+
+    action: str
+    resource: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class ChangeSet:
+    """Changes that can be executed. creates means that there is no stack yet."""
+
+    id: str
+    stack_id: str
+    creates: bool
+    changes: list[Change]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What deleting a stack does.
+
+    removed and kept hold (logical id, type, physical id). policy has to be detached from its
+    holders, (User, Group or Role, name). jobs run with the stack's role.
+    """
+
+    stack_id: str
+    status: str
+    removed: list[tuple[str, str, str]]
+    kept: list[tuple[str, str, str]]
+    policy: str | None
+    holders: list[tuple[str, str]]
+    jobs: list[str]
+
+
+class Deployment:
+    """The stack that the settings name, to create, update and delete. Logs each event in AWS."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.name = settings, settings.stack
+        session = aws_session(settings)
+        self.region = check_region(session)
+        self.client = steady_client(session, "cloudformation", self.region)
+        self.iam = steady_client(session, "iam", self.region)
+
+    def plan(
+        self, kms: bool = False, vpc: bool = False, boundary: str = "", role_path: str = ""
+    ) -> ChangeSet | None:
+        """Create a change set; None if nothing would change.
+
+        kms adds a key, and vpc allows jobs in a VPC. boundary, an ARN, and role_path are of the
+        role. A later plan that leaves them out keeps them. Delete what `left_over` finds first.
+
+        Raises:
+            InputError: the stack does not belong to sm-nanogpt.
+            ServiceError: AWS refuses, or the stack cannot be changed now.
+        """
+        there = self.changeable()
+        if there is not None and there["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+            raise ServiceError(f"stack {self.name} is UPDATE_ROLLBACK_FAILED: {remedy(there)}")
+        raw = None if there is None or there["StackStatus"] == REVIEW else there
+        known = {} if raw is None else parameters_of(raw)  # an older stack lacks some
+        given = {
+            "Kms": "true" * kms,
+            "Vpc": "true" * vpc,
+            "PermissionsBoundary": boundary,
+            "RolePath": role_path,
+        }
+        parameters: list[dict[str, Any]] = [
+            {"ParameterKey": name, **({"ParameterValue": value} if value else PREVIOUS)}
+            for name, value in given.items()
+            if value or name in known
+        ]
+        with service_errors("CreateChangeSet"):
+            made = self.client.create_change_set(
+                StackName=self.name,
+                ChangeSetName=f"{CHANGE_SET}{time.strftime('%Y%m%d-%H%M%S')}",
+                ChangeSetType="CREATE" if raw is None else "UPDATE",
+                TemplateBody=TEMPLATE.read_text(),
+                Parameters=parameters,
+                Capabilities=["CAPABILITY_IAM"],
+            )
+        change_set = ChangeSet(made["Id"], made["StackId"], creates=raw is None, changes=[])
+        try:
+            changes = self.read_changes(change_set)
+        except BaseException:
+            with suppress(ServiceError):  # report the first error
+                self.discard(change_set)
+            raise
+        if changes is None:
+            self.discard(change_set)
+            return None
+        return replace(change_set, changes=changes)
+
+    def changeable(self) -> dict[str, Any] | None:
+        """The answer of DescribeStacks if the stack can be changed; None if there is none."""
+        raw = describe_stack(self.client, self.name)
+        if raw is None or raw["StackStatus"] == REVIEW:
+            return raw
+        if not is_our_stack(raw):
+            raise InputError(not_ours(raw))
+        if raw["StackStatus"].endswith("_IN_PROGRESS"):
+            then = remedy(raw)
+            raise ServiceError(f"stack {self.name} is {raw['StackStatus']}; {then}")
+        return raw
+
+    def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
+        """Wait for a change set and read it; None if nothing would change."""
+        while True:
+            with service_errors("DescribeChangeSet"):
+                paginator = self.client.get_paginator("describe_change_set")
+                pages = list(paginator.paginate(ChangeSetName=change_set.id))
+            if pages[0]["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
+            time.sleep(POLL_SECONDS)
+        if pages[0]["Status"] == "CREATE_COMPLETE":
+            return [read_change(change) for page in pages for change in page["Changes"]]
+        reason = pages[0].get("StatusReason", "")
+        if "didn't contain changes" in reason or "No updates are to be performed" in reason:
+            return None
+        raise ServiceError(
+            f"CloudFormation cannot change stack {self.name}: {reason or pages[0]['Status']}"
+        )
+
+    def discard(self, change_set: ChangeSet) -> None:
+        """Delete a change set, and its empty stack unless others have change sets there."""
+        with service_errors("DeleteChangeSet"):
+            self.client.delete_change_set(ChangeSetName=change_set.id)
+        if change_set.creates and not self.waiting(change_set.stack_id).keys() - {change_set.id}:
+            with service_errors("DeleteStack"):
+                self.client.delete_stack(StackName=change_set.stack_id)
+
+    def waiting(self, stack_id: str) -> dict[str, str]:
+        """The change sets of a stack, by id."""
+        with service_errors("ListChangeSets"):
+            pages = self.client.get_paginator("list_change_sets").paginate(StackName=stack_id)
+            return {
+                each["ChangeSetId"]: each["ChangeSetName"]
+                for page in pages
+                for each in page["Summaries"]
+            }
+
+    def execute(self, change_set: ChangeSet) -> Stack:
+        """Execute the changes and wait until they end.
+
+        Raises:
+            ServiceError: a resource failed; CloudFormation rolls the changes back.
+        """
+        seen = {event["EventId"] for event in self.events(change_set.stack_id)}
+        with service_errors("ExecuteChangeSet"):
+            # If the creation fails, also delete what the template retains: it is empty, and a
+            # key costs money.
+            self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
+        status = self.follow(change_set.stack_id, seen)
+        if status not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
+            raise ServiceError(
+                f"stack {self.name} is {status}: {self.failure(change_set.stack_id)};"
+                " correct that and deploy again"
+            )
+        return self.show()
+
+    def show(self) -> Stack:
+        """The stack. Logs the progress or the failure of its last operation.
+
+        Raises:
+            ServiceError: there is no stack, or it is incomplete.
+        """
+        raw = describe_stack(self.client, self.name)
+        if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
+            status = raw["StackStatus"]
+            if not is_whole(status):
+                well = status.endswith("_IN_PROGRESS") and "ROLLBACK" not in status
+                try:
+                    more = (self.newest_event if well else self.failure)(raw["StackId"])
+                except ServiceError as error:
+                    more = f"{'more' if well else 'why'} is not known ({error})"
+                logger.info(f"stack {self.name} is {status}: {more}")
+        stack = take_note(self.settings, self.region, raw)
+        if stack is None:
+            raise no_stack(self.settings, self.region)
+        return stack
+
+    def left_over(self) -> Removal | None:
+        """What a failed creation or deletion left behind, which prevents a new stack.
+
+        Raises:
+            InputError, ServiceError: as plan.
+        """
+        raw = self.changeable()
+        return self.read_removal(raw) if raw and raw["StackStatus"] in LEFT_OVER else None
+
+    def removal(self) -> Removal | None:
+        """What destroy would do; None if there is no stack.
+
+        A name with only change sets counts as a stack if all of them are ours, which a deployment
+        leaves if it is killed while it waits for confirmation.
+
+        Raises:
+            InputError, ServiceError: as plan.
+        """
+        raw = self.changeable()
+        if raw is None:
+            return None
+        if raw["StackStatus"] == REVIEW:
+            names = self.waiting(raw["StackId"]).values()
+            if not all(name.startswith(CHANGE_SET) for name in names):
+                return None
+        return self.read_removal(raw)
+
+    def read_removal(self, raw: dict[str, Any]) -> Removal:
+        with service_errors("ListStackResources"):
+            pages = self.client.get_paginator("list_stack_resources").paginate(StackName=self.name)
+            held = [
+                (each["LogicalResourceId"], each["ResourceType"], each["PhysicalResourceId"])
+                for page in pages
+                for each in page["StackResourceSummaries"]
+                if each.get("PhysicalResourceId") and each["ResourceStatus"] != "DELETE_COMPLETE"
+            ]
+        policy = next((place for name, _, place in held if name == "LauncherPolicy"), None)
+        role = outputs_of(raw).get("RoleArn")
+        return Removal(
+            stack_id=raw["StackId"],
+            status=raw["StackStatus"],
+            removed=[each for each in held if each[0] not in KEPT],
+            kept=[each for each in held if each[0] in KEPT],
+            policy=policy,
+            holders=self.holders(policy) if policy else [],
+            jobs=self.running_jobs(role) if role else [],
+        )
+
+    def holders(self, policy: str) -> list[tuple[str, str]]:
+        """The users, groups and roles that have a policy, as (kind, name)."""
+        with service_errors("ListEntitiesForPolicy"):
+            paginator = self.iam.get_paginator("list_entities_for_policy")
+            return [
+                (kind, entity[f"{kind}Name"])
+                for page in paginator.paginate(PolicyArn=policy)
+                for kind in ("User", "Group", "Role")
+                for entity in page[f"Policy{kind}s"]
+            ]
+
+    def running_jobs(self, role: str) -> list[str]:
+        """The running jobs that use a role."""
+        with service_errors("Search"):
+            return [
+                raw["TrainingJobName"]
+                for raw in SageMakerBackend(self.settings).all_raw()
+                if raw["TrainingJobStatus"] in RUNNING and raw.get("RoleArn") == role
+            ]
+
+    def destroy(self, removal: Removal) -> None:
+        """Delete the stack and wait for its end; retained resources stay.
+
+        IAM does not delete an attached policy, so it is detached first.
+
+        Raises:
+            ServiceError: a resource could not be deleted.
+        """
+        for kind, name in removal.holders:
+            with service_errors(f"Detach{kind}Policy"):
+                take = getattr(self.iam, f"detach_{kind.lower()}_policy")
+                take(PolicyArn=removal.policy, **{f"{kind}Name": name})
+            logger.info(f"detached the launcher policy from {kind.lower()} {name}")
+        seen = {event["EventId"] for event in self.events(removal.stack_id)}
+        with service_errors("DeleteStack"):
+            self.client.delete_stack(StackName=removal.stack_id)
+        status = self.follow(removal.stack_id, seen)
+        if status != "DELETE_COMPLETE":
+            raise ServiceError(
+                f"stack {self.name} is {status}: {self.failure(removal.stack_id)}; correct that"
+                " and delete it again"
+            )
+        remember(self.settings, self.region, None)
+
+    def follow(self, stack_id: str, seen: set[str]) -> str:
+        """Log each event that is not in `seen` until the operation ends.
+
+        Returns the final status of the stack.
+        """
+        try:
+            while True:
+                # Ask for the status first, so that the events include all that led to it.
+                raw = describe_stack(self.client, stack_id)
+                fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
+                for event in reversed(fresh):  # newest first
+                    seen.add(event["EventId"])
+                    logger.info(f"{event['ResourceStatus']:<20} {resource_of(event)}")
+                status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
+                if not status.endswith("_IN_PROGRESS"):
+                    return str(status)
+                time.sleep(POLL_SECONDS)
+        except (KeyboardInterrupt, ServiceError):
+            logger.info(
+                "CloudFormation continues by itself; `sm-nanogpt infra show` shows its progress"
+            )
+            raise
+
+    def failure(self, stack_id: str) -> str:
+        """Why the last operation failed: the first resource that failed, and its reason."""
+        reason = ""
+        for event in self.events(stack_id):  # newest first
+            of_stack = event["PhysicalResourceId"] == stack_id
+            why = " ".join(event.get("ResourceStatusReason", "").split())
+            if of_stack and why == "User Initiated":
+                break
+            if why and "cancelled" not in why:
+                if event["ResourceStatus"].endswith("_FAILED"):
+                    reason = f"{event['LogicalResourceId']}: {why}"
+                elif of_stack:
+                    reason = why
+        return reason or "CloudFormation gives no reason"
+
+    def newest_event(self, stack_id: str) -> str:
+        """The last event of the current operation."""
+        event = next(self.events(stack_id))
+        if event["PhysicalResourceId"] == stack_id and event["ResourceStatus"].endswith(
+            "_COMPLETE"
+        ):
+            return "nothing has happened yet"  # since the operation before
+        return f"now {event['ResourceStatus']} {resource_of(event)}"
+
+    def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stack, newest first."""
+        with service_errors("DescribeStackEvents"):
+            pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
+            for page in pages:
+                yield from page["StackEvents"]
+
+
+def resource_of(event: dict[str, Any]) -> str:
+    return f"{event['ResourceType']} {event['LogicalResourceId']}"
+
+
+def read_change(raw: dict[str, Any]) -> Change:
+    change = raw["ResourceChange"]
+    replacement = change.get("Replacement")
+    action = "replace" if replacement == "True" else change["Action"].lower()
+    if replacement == "Conditional":
+        action += " or replace"
+    return Change(action, change["LogicalResourceId"], change["ResourceType"])

@@ -1,0 +1,195 @@
+"""The CreateTrainingJob request of a job, as plain data.
+
+Where version 2 of the SageMaker SDK is installed, its PyTorch estimator makes the request, in
+`launcher.sagemaker.estimator`; elsewhere, with version 3 or without an SDK, this module makes the
+same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import InputError
+from launcher.files import storage
+from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, TrainingJob
+from launcher.machines import looks_like_gpu
+
+CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
+LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no default
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the backend decides about a job; the job itself says the rest.
+
+    store is `s3://bucket/prefix`. kms_key encrypts the output, volume_kms_key the disks.
+    """
+
+    region: str
+    role: str
+    image_uri: str
+    store: str
+    hyperparameters: Mapping[str, Any]
+    kms_key: str | None
+    volume_kms_key: str | None
+    request: Mapping[str, Any] = field(default_factory=dict)  # of CreateTrainingJob, once made
+
+    def file_uri(self, job_id: str, *parts: str) -> str:
+        return storage.join(self.store, "jobs", job_id, *parts)
+
+    def source_uri(self, job_id: str) -> str:
+        return self.file_uri(job_id, "source", "sourcedir.tar.gz")
+
+    def checkpoint_uri(self, job_id: str) -> str:
+        """The S3 prefix of a job's checkpoints. SageMaker restores all keys that begin with it:
+        without the slash, GROUP-1 would also get the checkpoints of GROUP-10."""
+        return storage.join(self.store, "checkpoints", job_id, "")
+
+
+def sdk_version() -> str:
+    """The installed version of the SageMaker SDK if it is 2.*, else ''.
+
+    Versions 2 and 3 share a directory and a dependency: with the other's sagemaker-core, or after
+    version 3 was removed, version 2 cannot be imported.
+    """
+    try:
+        sdk = metadata.distribution("sagemaker")
+        whole = Path(str(sdk.locate_file("sagemaker/estimator.py"))).exists()
+        core = metadata.version("sagemaker-core")
+    except metadata.PackageNotFoundError:
+        return ""
+    return sdk.version if whole and sdk.version.startswith("2.") and core.startswith("1.") else ""
+
+
+def channels_of(job: TrainingJob) -> dict[str, str]:
+    """The S3 prefix, or `*.txt` object, of each channel."""
+    channels = {}
+    places = {"training": job.data, "validation": job.validation, "model": job.init_from}
+    for name, uri in places.items():
+        if uri is None:
+            continue
+        if not uri.startswith("s3://"):
+            raise InputError(f"{uri}: SageMaker reads only from s3://")
+        # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
+        channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
+    return channels
+
+
+def mpi_options(environment: Mapping[str, str]) -> str:
+    """The option of mpirun that sets NCCL_DEBUG.
+
+    The toolkit sets NCCL_DEBUG=INFO for all ranks, whatever the job's environment says, and
+    CloudWatch bills each line. Only this option changes that.
+    """
+    debug = environment.get("NCCL_DEBUG") or "WARN"
+    if not debug.isalnum():  # the toolkit passes it through a shell
+        raise InputError(f"NCCL_DEBUG={debug!r}: must be one word, such as WARN or INFO")
+    return f"--NCCL_DEBUG {debug}"
+
+
+def max_wait_of(job: TrainingJob) -> int:
+    """Seconds that a spot job may take, with its interruptions."""
+    return job.max_wait or min(2 * job.time_limit, LONGEST_RUN)
+
+
+def input_channel(name: str, uri: str, mode: str | None) -> dict[str, Any]:
+    """One channel: all objects whose keys begin with the URI, copied to each host."""
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+    channel: dict[str, Any] = {"ChannelName": name, "DataSource": {"S3DataSource": source}}
+    return {**channel, "InputMode": mode} if mode else channel
+
+
+def toolkit_parameters(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+    """What SageMaker's container toolkit reads from the hyperparameters.
+
+    Without a network, the archive of the training folder comes as a channel.
+    """
+    source = plan.source_uri(job_id)
+    values: dict[str, Any] = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": CODE_IN_A_CHANNEL if job.network_isolation else source,
+        "sagemaker_container_log_level": logging.INFO,
+        "sagemaker_job_name": job_id,
+        "sagemaker_region": plan.region,
+    }
+    if len(job.instances) == 1:  # else the toolkit reads the type that the job runs on
+        values["sagemaker_instance_type"] = job.instances[0]
+    if job.launcher == "torchrun":
+        return {**values, "sagemaker_torch_distributed_enabled": True}
+    values["sagemaker_distributed_dataparallel_enabled"] = True
+    values["sagemaker_distributed_dataparallel_custom_mpi_options"] = mpi_options(job.environment)
+    return values
+
+
+def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
+    """The CreateTrainingJob request of a job; tests/test_request.py compares it with the SDK's.
+
+    Raises:
+        InputError: the text is not on S3.
+    """
+    mode = "FastFile" if job.input_mode == "FastFile" else None
+    channels = [
+        input_channel(name, uri, None if name == "model" else mode)
+        for name, uri in channels_of(job).items()
+    ]
+    if job.network_isolation:
+        channels.append(input_channel("code", plan.source_uri(job_id), None))
+
+    resources: dict[str, Any] = {
+        "InstanceCount": job.instance_count,
+        "VolumeSizeInGB": job.volume_size,
+    }
+    if len(job.instances) == 1:
+        resources["InstanceType"] = job.instances[0]
+    else:
+        resources["InstancePreferences"] = [{"InstanceType": name} for name in job.instances]
+    if plan.volume_kms_key:
+        resources["VolumeKmsKeyId"] = plan.volume_kms_key
+    if job.keep_alive:
+        resources["KeepAlivePeriodInSeconds"] = job.keep_alive
+
+    stopping = {"MaxRuntimeInSeconds": job.time_limit}
+    if job.spot:
+        stopping["MaxWaitTimeInSeconds"] = max_wait_of(job)
+    elif looks_like_gpu(job.instance):  # of CPUs and spot, AWS ignores it
+        stopping["MaxPendingTimeInSeconds"] = LONGEST_PENDING
+
+    output = {"S3OutputPath": storage.join(plan.store, "jobs")}
+    if plan.kms_key:
+        output["KmsKeyId"] = plan.kms_key
+    values = {**plan.hyperparameters, **toolkit_parameters(job_id, job, plan)}
+    request: dict[str, Any] = {
+        "TrainingJobName": job_id,
+        "RoleArn": plan.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": plan.image_uri,
+            "TrainingInputMode": "File",
+            "MetricDefinitions": job.module.metric_definitions(),
+        },
+        "HyperParameters": {name: json.dumps(value) for name, value in values.items()},
+        "InputDataConfig": channels,
+        "OutputDataConfig": output,
+        "CheckpointConfig": {"S3Uri": plan.checkpoint_uri(job_id)},
+        "ResourceConfig": resources,
+        "StoppingCondition": stopping,
+        "ProfilerConfig": {"DisableProfiler": True},
+        "Tags": [{"Key": k, "Value": v} for k, v in {TAG_KEY: TAG_VALUE, **job.tags}.items()],
+    }
+    if job.environment:
+        request["Environment"] = dict(job.environment)
+    if job.subnets:
+        groups = list(job.security_group_ids)
+        request["VpcConfig"] = {"Subnets": list(job.subnets), "SecurityGroupIds": groups}
+    if job.network_isolation:
+        request["EnableNetworkIsolation"] = True
+    if job.encrypt_traffic:
+        request["EnableInterContainerTrafficEncryption"] = True
+    if job.spot:
+        request["EnableManagedSpotTraining"] = True
+    return request

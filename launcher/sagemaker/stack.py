@@ -1,0 +1,201 @@
+"""Find the deployed CloudFormation stack, which provides store and execution role.
+
+`infra` deploys it; `submission`, `corpus` and `doctor` read it. HOME/stacks.json remembers each
+stack for a dry run, which does not call AWS.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.aws import (
+    Missing,
+    aws_session,
+    check_region,
+    quick_client,
+    service_errors,
+)
+from launcher.errors import ServiceError
+from launcher.files import storage
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
+REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A deployed stack. policy is the ARN of the launcher policy; vpc says whether the role may run
+    jobs in a VPC."""
+
+    name: str
+    status: str
+    store: str
+    role: str
+    kms_key: str | None
+    policy: str
+    vpc: bool = False
+
+
+Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by known_as
+
+
+def with_stack(
+    settings: Settings,
+    names: tuple[str, ...] = ("store", "role", "kms_key"),
+) -> Settings:
+    """Fill store, role and key that the settings leave open from the stack, if there is one.
+
+    Does not call AWS if store and role are set, or in a dry run, which uses the stack as last seen.
+    With a role, and no stack seen before, an error of AWS is logged and the stack is not used.
+
+    Raises:
+        Missing: the stack that the user named does not exist.
+        ServiceError: AWS cannot be asked, or the stack is incomplete.
+    """
+    if settings.store and (settings.role or "role" not in names):
+        return settings
+    session = aws_session(settings)
+    region = session.region_name
+    known = remembered(settings, region)
+    try:
+        stack = known if settings.offline else find_stack(settings, session)
+    except ServiceError as error:
+        missing = isinstance(error, Missing)
+        if known or missing or not settings.role or "role" not in names:
+            raise
+        logger.info(f"not using a stack: {error}")
+        return settings
+    if stack is None:
+        return settings
+    if settings.store and not f"{settings.store}/".startswith(f"{stack.store}/"):
+        logger.info(f"not using the role of stack {stack.name}: it can access only {stack.store}")
+        return settings
+    found = {
+        name: getattr(stack, name)
+        for name in names
+        if getattr(stack, name) and not getattr(settings, name)
+    }
+    source = f"stack {stack.name}{', as last seen' if settings.offline else ''}"
+    for name, value in found.items():
+        logger.info(f"{name.replace('_', ' ')}: {value} ({source})")
+    return settings.model_copy(update=found)
+
+
+def find_stack(settings: Settings, session: Any) -> Stack | None:
+    """The stack of the settings, in one call; None if there is none and the user named none.
+
+    Raises:
+        InputError: no region is known.
+        Missing: somebody named it, and there is none.
+        ServiceError: AWS cannot be asked, or the stack is not whole.
+    """
+    region = check_region(session)
+    with service_errors("DescribeStacks"):
+        client = quick_client(session, "cloudformation", region, attempts=3)
+    stack = take_note(settings, region, describe_stack(client, settings.stack))
+    if stack is None and settings.names_stack:
+        raise no_stack(settings, region)
+    return stack
+
+
+def no_stack(settings: Settings, region: str) -> Missing:
+    return Missing(
+        f"there is no stack {settings.stack} in {region}: `sm-nanogpt infra deploy` creates it"
+    )
+
+
+def take_note(settings: Settings, region: str, raw: dict[str, Any] | None) -> Stack | None:
+    """Read an answer of DescribeStacks and remember the stack. Raises as read_stack."""
+    stack = None if raw is None or raw["StackStatus"] == REVIEW else read_stack(raw, settings)
+    remember(settings, region, stack)
+    return stack
+
+
+def describe_stack(client: Any, name: str) -> dict[str, Any] | None:
+    """The answer of DescribeStacks for a name or id; None if there is no stack."""
+    try:
+        with service_errors("DescribeStacks"):
+            return dict(client.describe_stacks(StackName=name)["Stacks"][0])
+    except Missing:
+        return None
+
+
+def read_stack(raw: dict[str, Any], settings: Settings) -> Stack:
+    """Raises ServiceError for a stack that is not ours, not complete, or being deleted."""
+    name, status, outputs = raw["StackName"], raw["StackStatus"], outputs_of(raw)
+    if not is_our_stack(raw):
+        raise ServiceError(not_ours(raw))
+    if status.startswith("DELETE") or not {"Store", "RoleArn", "LauncherPolicyArn"} <= set(outputs):
+        raise ServiceError(f"stack {name} is {status} and cannot be used: {remedy(raw)}")
+    return Stack(
+        name=name,
+        status=status,
+        store=outputs["Store"],
+        role=outputs["RoleArn"],
+        kms_key=outputs.get("KmsKeyArn"),
+        policy=outputs["LauncherPolicyArn"],
+        vpc=parameters_of(raw).get("Vpc") == "true",
+    )
+
+
+def parameters_of(raw: dict[str, Any]) -> dict[str, str]:
+    return {each["ParameterKey"]: each["ParameterValue"] for each in raw.get("Parameters", [])}
+
+
+def outputs_of(raw: dict[str, Any]) -> dict[str, str]:
+    return {output["OutputKey"]: output["OutputValue"] for output in raw.get("Outputs", [])}
+
+
+def is_our_stack(raw: dict[str, Any]) -> bool:
+    """By the description, which a stack has from the start; it has outputs only at the end."""
+    return str(raw.get("Description", "")).startswith(DESCRIPTION)
+
+
+def is_whole(status: str) -> bool:
+    """Whether the last operation of a stack succeeded."""
+    return status.endswith("_COMPLETE") and "ROLLBACK" not in status
+
+
+def not_ours(raw: dict[str, Any]) -> str:
+    return (
+        f"stack {raw['StackName']} ({raw['StackStatus']}) does not belong to sm-nanogpt; choose"
+        " another name with --stack"
+    )
+
+
+def remedy(raw: dict[str, Any]) -> str:
+    """What to do about a stack that cannot be used or changed now."""
+    name, status = raw["StackName"], raw["StackStatus"]
+    if status.endswith("_IN_PROGRESS"):
+        return "try again when that has ended"
+    if status == "UPDATE_ROLLBACK_FAILED":
+        return f"first run `aws cloudformation continue-update-rollback --stack-name {name}`"
+    return "`sm-nanogpt infra deploy` deletes it and creates it again"
+
+
+def remember(settings: Settings, region: str, stack: Stack | None) -> None:
+    """Remember a stack, or that there is none."""
+    if remembered(settings, region) == stack:
+        return
+    known = storage.read_cache(settings.last_stacks, Seen)
+    here = known.setdefault(region, {})
+    here.pop(known_as(settings), None)
+    if stack is not None:
+        here[known_as(settings)] = stack
+    storage.write_cache(settings.last_stacks, known)
+
+
+def remembered(settings: Settings, region: str | None) -> Stack | None:
+    """The stack as last seen from this machine."""
+    known = storage.read_cache(settings.last_stacks, Seen)
+    return known.get(region or "", {}).get(known_as(settings))
+
+
+def known_as(settings: Settings) -> str:
+    """The name of the stack and the profile, since profiles may have different accounts."""
+    return "/".join(filter(None, (settings.aws_profile, settings.stack)))

@@ -1,0 +1,1 @@
+"""Texts and tokens, from files to a store."""

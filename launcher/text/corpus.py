@@ -1,0 +1,503 @@
+"""Validate text, upload it to the store, and find the last upload.
+
+A data set is a prefix `STORE/data/NAME-HASH/`. The hash covers the names and contents of its files,
+so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: a
+prefix without one is an incomplete upload. Called by `upload-data` and by `submission`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import logging
+import os
+import re
+import tempfile
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from launcher.aws import Missing
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import Count, Damaged, Document, read_text
+from launcher.files.storage import Progress
+from launcher.sagemaker.stack import with_stack
+from launcher.settings import Settings, load_settings
+
+if TYPE_CHECKING:  # it imports torch
+    from launcher.text.tokens import Words
+
+logger = logging.getLogger(__name__)
+
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+CORPORA = ("shakespeare", "python-docs")
+
+VOCAB_SIZE = 16384
+NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
+TOKENS_VERSION = 1  # of what launcher.text.tokens writes
+
+# The shortest context of any preset. Shorter text cannot fill one window for training and one in
+# its last tenth for validation. A launch checks against the context of its job.
+SHORTEST_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A data set in a store. size is in bytes; uploaded is False if it was already there."""
+
+    uri: str
+    size: Count
+    characters: Count
+    vocabulary_size: Count
+    sha256: str
+    files: Annotated[tuple[str, ...], Field(fail_fast=True)]
+    uploaded: bool = True
+    train_tokens: Count = 0  # 0: the data set is text, which a run takes by characters
+    val_tokens: Count = 0
+    documents: Count = 0  # that were encoded as tokens
+    vocabulary: str = ""  # the characters of a text
+    tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
+
+
+class Latest(Document):
+    """latest.json of a store."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """What reading the files found; size is in bytes."""
+
+    size: int
+    characters: int
+    vocabulary: str
+    sha256: str
+
+
+def upload_data(
+    path: str | Path,
+    settings: Settings | None = None,
+    progress: Progress = lambda n: None,
+    tokenizer: str | Path | None = None,
+    vocab_size: int = VOCAB_SIZE,
+) -> Upload:
+    """Puts a text file, or the *.txt files below a directory, into the store as one data set.
+
+    With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text; else
+    it is a tokenizer.json, a directory that has one, or a job whose model has one. The text may
+    then also be *.jsonl, and compressed as .gz or .zst.
+
+    The default store is that of the stack, if AWS is configured and there is one; else it is on
+    this machine. Text that is already there is not sent again. A launch without data uses the last
+    upload.
+
+    Raises:
+        InputError: the files are not text, or too short to train on.
+        ServiceError: the store failed.
+    """
+    settings = stack_store(settings or load_settings())
+    if tokenizer is None:
+        upload, sources = survey(path, settings)
+        send(upload, sources, settings, progress)
+    else:
+        upload = send_tokens(storage.path_of(path), tokenizer, vocab_size, settings, progress)
+    storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
+    noted = read_noted(settings)
+    noted.pop(place(settings.data_store), None)
+    noted[place(settings.data_store)] = upload.uri  # the newest is the last
+    storage.write_json(str(settings.last_uploads), noted)
+    return upload
+
+
+def stack_store(settings: Settings) -> Settings:
+    """The settings, with the stack's store if they have none and there is a stack.
+
+    If AWS cannot be asked, the text stays on this machine and a launch uploads it later.
+
+    Raises:
+        Missing: the stack that the user named does not exist.
+    """
+    if settings.store or not settings.reaches_aws:
+        return settings
+    try:
+        return with_stack(settings, names=("store",))
+    except Missing:  # the stack that was named
+        raise
+    except (InputError, ServiceError) as error:
+        logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
+        return settings
+
+
+def read_noted(settings: Settings) -> dict[str, str]:
+    """The last uploads from this machine, by store, the newest last."""
+    noted = storage.read_cache(settings.last_uploads, dict[str, str])
+    try:
+        return {place(store): uri for store, uri in noted.items()}
+    except InputError:  # perhaps of another version
+        return {}
+
+
+def place(store: str) -> str:
+    """The canonical name of a store."""
+    return storage.to_uri(store).rstrip("/")
+
+
+def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
+    """Read text and return the data set that it makes, and its local files. Sends nothing.
+
+    Raises:
+        InputError: as upload_data.
+    """
+    root = storage.path_of(path)
+    files = find_text(root)
+    text = check_text(root, files)
+    uri = place_of(root, text.sha256, settings)
+    upload = Upload(
+        uri=uri,
+        files=tuple(name for name, _ in files),
+        uploaded=not is_there(uri, settings),
+        vocabulary_size=len(text.vocabulary),
+        **asdict(text),
+    )
+    return upload, [source for _, source in files]
+
+
+def place_of(root: Path, sha256: str, settings: Settings, kind: str = "data") -> str:
+    """The URI of a data set, or a model, by the name of its source and by what it holds."""
+    stem = root.absolute().name.partition(".")[0] or root.absolute().name
+    slug = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "text"
+    content = f"-{sha256[:12]}"
+    name = slug.removesuffix(content) + content
+    return storage.to_uri(storage.join(settings.data_store, kind, name))
+
+
+def send_tokens(
+    root: Path, tokenizer: str | Path, vocab_size: int, settings: Settings, progress: Progress
+) -> Upload:
+    """Encode text as tokens and upload them, unless they are in the store."""
+    from launcher.text import tokens
+
+    files = find_text(root, tokens.is_text)
+    source = tokens.survey(files)
+    check_enough(root, source.characters)
+    words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
+    how = words.content if words else f"bpe {vocab_size}"
+    key = hashlib.sha256(f"{TOKENS_VERSION} {source.sha256} {how}".encode()).hexdigest()
+    uri = place_of(root, key, settings)
+    if known := find_upload(uri, settings):
+        return replace(known, uploaded=False, documents=source.documents)
+    if words is None:
+        logger.info(f"tokenizer: learning {vocab_size:,} tokens")
+        words = tokens.learn_words(files, vocab_size)
+    cache = settings.cache_dir
+    with storage.reported(str(cache)):
+        cache.mkdir(parents=True, exist_ok=True)
+    with (
+        storage.reported(str(cache)),
+        tempfile.TemporaryDirectory(prefix="tokens-", dir=cache) as temporary,
+    ):
+        directory = Path(temporary)
+        made = tokens.encode(files, source, words, directory, progress)
+        logger.info(f"tokenizer: {made.train:,} tokens to train on, {made.val:,} to validate on")
+        if (part := made.val / (made.train + made.val)) > 2 * tokens.VALIDATION_FRACTION:
+            logger.warning(
+                f"{part:.0%} of the tokens are for validation: each document is whole, and longer"
+                " than a tenth of the text"
+            )
+        paths = [directory / name for name in made.files]
+        upload = Upload(
+            uri=uri,
+            size=sum(path.stat().st_size for path in paths),
+            characters=source.characters,
+            vocabulary_size=made.vocabulary_size,
+            sha256=digest_of(list(zip(made.files, paths, strict=True))),
+            files=made.files,
+            train_tokens=made.train,
+            val_tokens=made.val,
+            documents=source.documents,
+            tokenizer=tokens.fingerprint(words.tokenizer),
+        )
+        send(upload, paths, settings, progress)
+    return upload
+
+
+def find_words(word: str, settings: Settings) -> Words:
+    """The tokenizer that a user named: a file, a directory or a job."""
+    from launcher.text.tokens import open_words
+
+    if storage.path_of(word).exists():
+        return open_words(storage.path_of(word))
+    if "/" in word or word.endswith(".json"):
+        raise InputError(f"{word}: no such file or directory")
+    from launcher.models.fetch import fetch_model
+    from launcher.tracking import full_id
+
+    return open_words(fetch_model(full_id(word, settings), settings))
+
+
+def send(
+    upload: Upload,
+    sources: Sequence[Path],
+    settings: Settings,
+    progress: Progress = lambda n: None,
+) -> None:
+    """Upload a surveyed data set, unless it is in the store.
+
+    Raises:
+        InputError: the text has changed since it was surveyed.
+        ServiceError: the store failed.
+    """
+    if not upload.uploaded:
+        return
+    files = list(zip(upload.files, sources, strict=True))
+    storage.expect(progress, upload.size)
+    for name, source in files:
+        storage.write_file(source, storage.join(upload.uri, name), progress, settings)
+    if digest_of(files) != upload.sha256:  # leave it without a manifest
+        raise InputError("the text changed during the upload; upload it again")
+    manifest = {key: value for key, value in asdict(upload).items() if key != "uploaded"}
+    storage.write_json(f"{upload.uri}.json", manifest, settings)
+
+
+def digest_of(files: Sequence[tuple[str, Path]]) -> str:
+    """The SHA-256 over names and contents, as in check_text."""
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        size = 0
+        with path.open("rb") as file:
+            while chunk := file.read(storage.CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+        digest.update(size.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def latest_uri(settings: Settings) -> str:
+    return storage.join(settings.data_store, "data", "latest.json")
+
+
+def find_upload(uri: str, settings: Settings) -> Upload | None:
+    """The data set at a URI, if it has a manifest and every file is complete."""
+    upload = read_manifest(uri, settings)
+    if upload is None:
+        return None
+    there = storage.list_files(uri.rstrip("/"), settings)
+    complete = set(there) == set(upload.files) and sum(there.values()) == upload.size
+    return upload if complete else None
+
+
+def is_there(uri: str, settings: Settings) -> bool:
+    """Whether a data set is complete at a URI. A dry run does not ask, and takes it as missing."""
+    return not settings.offline and find_upload(uri, settings) is not None
+
+
+def read_manifest(uri: str, settings: Settings) -> Upload | None:
+    """What was uploaded to a URI, whether or not it is still complete."""
+    if re.fullmatch(r"s3://[^/]+/?", uri):  # .json would name another bucket
+        return None
+    try:
+        return storage.read_document(f"{uri.rstrip('/')}.json", Upload, settings)
+    except Damaged:
+        return None
+
+
+def last_upload(settings: Settings, local: bool = False) -> str:
+    """The URI of the data set that a launch without --data uses.
+
+    This is the last upload from this machine: to the store that is set, or kept here because AWS
+    could not be asked; to any store if none is set. Without one, it is the last upload to the store
+    by anyone. A local job uses the text on this machine if the choice is unclear, or if S3 cannot
+    be asked. A dry run asks no remote store.
+
+    Raises:
+        InputError: nothing was uploaded, it is incomplete, or the choice is unclear.
+    """
+    here, there, offline = place(settings.local_store), place(settings.data_store), settings.offline
+    noted = read_noted(settings)
+    places = (there, here) if storage.local_path(settings.data_store) is None else (there,)
+    mine = [uri for store, uri in noted.items() if not settings.store or store in places]
+    if mine and (not settings.store or there in noted or local or offline):
+        uri = mine[-1]
+    elif offline and storage.local_path(settings.data_store) is None:
+        raise InputError(
+            f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
+            f" the store: {NO_UPLOAD}"
+        )
+    else:
+        theirs = last_of_store(settings)
+        if theirs and mine:
+            raise InputError(
+                f"{mine[-1]} was uploaded here, and {theirs} is the last upload to"
+                f" {settings.data_store}: choose one with --data"
+            )
+        if not theirs and not mine:
+            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {NO_UPLOAD}")
+        uri = theirs or mine[-1]
+    asks = not offline or storage.local_path(uri) is not None
+    try:
+        whole = not asks or find_upload(uri, settings) is not None
+    except (InputError, ServiceError) as error:
+        if not local or here not in noted:
+            raise
+        logger.info(f"{error}; using the last upload on this machine")
+        uri = noted[here]
+        whole = find_upload(uri, settings) is not None
+    if not whole:
+        raise InputError(f"the last upload, {uri}, is incomplete: {NO_UPLOAD}")
+    return uri
+
+
+def last_of_store(settings: Settings) -> str | None:
+    """The last upload to the store by anyone. Raises InputError if its record is damaged."""
+    try:
+        latest = storage.read_document(latest_uri(settings), Latest, settings)
+        return None if latest is None else latest.uri
+    except Damaged:
+        raise InputError(f"{latest_uri(settings)} cannot be read: {NO_UPLOAD}") from None
+
+
+def is_plain_text(path: Path) -> bool:
+    return path.suffix == ".txt"
+
+
+def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> list[tuple[str, Path]]:
+    """The files to upload, as (name in the data set, path); a single file becomes NAME.txt.
+
+    Raises:
+        InputError: there is no text, it cannot be read, or a name is not UTF-8.
+    """
+    try:
+        if root.is_file():
+            found = [(f"{root.stem}.txt", root)]
+        elif not root.exists():
+            raise InputError(f"{root}: no such file or directory")
+        elif not root.is_dir():
+            raise InputError(f"{root}: neither a file nor a directory")
+        else:
+            below = os.walk(root, onerror=raise_error)  # rglob would skip unreadable directories
+            files = sorted(Path(place, name) for place, _, names in below for name in names)
+            found = [(path.relative_to(root).as_posix(), path) for path in files if wanted(path)]
+            for path in (path for _, path in found if not path.is_file()):
+                raise InputError(f"{path}: not a file, or a broken link; delete it")
+    except OSError as error:
+        raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
+    if not found:
+        tokens = (root / "meta.json").exists()
+        raise InputError(
+            f"{root}: these are tokens; give the URI that `upload-data` printed for them"
+            if tokens
+            else f"{root}: there is no *.txt file in this directory"
+        )
+    for name, path in found:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
+    return found
+
+
+def raise_error(error: OSError) -> None:
+    raise error
+
+
+def check_text(root: Path, files: Sequence[tuple[str, Path]]) -> Text:
+    """Read every file as train.py would; files are those of find_text.
+
+    Raises:
+        InputError: a file is empty, binary or not UTF-8, or the text is too short.
+    """
+    digest, vocabulary, size, characters = hashlib.sha256(), set[str](), 0, 0
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        position = 0
+        try:
+            with path.open("rb") as file:
+                for chunk, text in read_text(file, path, storage.CHUNK_BYTES):
+                    digest.update(chunk)
+                    vocabulary.update(text)
+                    characters += len(text)
+                    position += len(chunk)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from None
+        if not position:
+            raise InputError(f"{path}: is empty")
+        digest.update(position.to_bytes(8, "little"))
+        size += position
+    check_enough(root, characters)
+    return Text(size, characters, "".join(sorted(vocabulary)), digest.hexdigest())
+
+
+def check_enough(root: Path, characters: int) -> None:
+    """Raise InputError if a text is too short for any run."""
+    needed = 10 * (SHORTEST_BLOCK_SIZE + 1)
+    if characters < needed:
+        raise InputError(
+            f"{root}: {characters} characters are too few to train and validate on; use at least"
+            f" {needed}, better a million"
+        )
+
+
+def get_corpus(
+    name: str, settings: Settings | None = None, progress: Progress = lambda n: None
+) -> Path:
+    """A sample text, as a file in the cache.
+
+    `shakespeare` is downloaded and verified by its SHA-256; `python-docs` is the language
+    reference that comes with CPython.
+
+    Raises:
+        InputError: there is no such corpus.
+        ServiceError: the download failed, or this Python has no reference.
+    """
+    settings = settings or load_settings()
+    if name == "shakespeare":
+        return download(
+            SHAKESPEARE_URL, SHAKESPEARE_SHA256, settings.cache_dir / "shakespeare.txt", progress
+        )
+    if name == "python-docs":
+        return python_docs(settings.cache_dir / "python-docs.txt")
+    raise InputError(f"corpus {name!r}: must be one of {', '.join(CORPORA)}")
+
+
+def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
+    """Download a file, unless the cache has it intact."""
+    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == sha256:
+        return target
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            storage.expect(progress, response.length or 0)
+            while chunk := response.read(1 << 16):
+                content += chunk
+                progress(len(chunk))
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise ServiceError(f"{url}: {reason}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ServiceError(
+            f"{url}: its SHA-256 is {found}, expected {sha256}; discarded the download"
+        )
+    storage.write_bytes(str(target), bytes(content))
+    return target
+
+
+def python_docs(target: Path) -> Path:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ServiceError("python-docs: this Python was installed without pydoc_data") from None
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    storage.write_text(str(target), text)
+    return target

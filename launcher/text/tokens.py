@@ -1,0 +1,462 @@
+"""Encode documents as tokens, in shards that train.py maps into memory. Called by `corpus`.
+
+A data set of tokens is a directory:
+
+    tokenizer.json          for the `tokenizers` library, with tokenizer_config.json
+    train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token
+    val-00000.bin, ...      whole documents, which are not in train
+    meta.json               what there is; its SHA-256 stands for the data set
+
+The order of the documents is random but fixed by a seed, so that neighbors in a sorted collection
+do not share a batch, and the last of them are those for validation.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import mmap
+import random
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, takewhile
+from pathlib import Path
+from typing import IO, Any
+
+from entry_point import data
+from entry_point.errors import DataError
+from launcher.errors import InputError
+from launcher.files import documents as door
+from launcher.files.documents import read_text
+from launcher.files.storage import Progress, expect
+from launcher.machines import cores
+from launcher.models.encoder import Batch, encoded, load_words
+from launcher.models.load import LARGEST_TOKENIZER
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+SUFFIXES = (".txt", ".jsonl")
+COMPRESSIONS = ("", ".gz", ".zst")
+END_OF_TEXT = "<|endoftext|>"
+# Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+LONGEST_LINE = 1 << 26  # bytes: a document of *.jsonl is in memory as a whole
+PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
+BATCH = 1 << 20  # characters encoded at once
+PARALLEL_FROM = 1 << 25  # bytes: to start processes takes a second
+SAMPLE = 1 << 27  # characters to learn a vocabulary from
+SHARD_BYTES = 1 << 28
+# The part kept for validation: a tenth, but no more tokens than an evaluation can use.
+VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
+SEED = 1337
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file in a directory holds documents: *.txt or *.jsonl, perhaps compressed."""
+    return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
+
+
+@dataclass
+class Source:
+    """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
+
+    documents: int = 0
+    characters: int = 0
+    size: int = 0
+    sha256: str = ""
+
+
+def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
+    """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
+
+    A file is a document, or of *.jsonl each line, in its field `text`. Empty ones are left out.
+
+    Raises:
+        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON.
+    """
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0".encode())
+        for document in lines_of(path) if ".jsonl" in path.name.lower() else [pieces_of(path)]:
+            if (first := next(document, None)) is None:
+                continue
+            found.documents += 1
+            yield counted(chain([first], document), digest, found)
+            digest.update(b"\0")
+    found.sha256 = digest.hexdigest()
+
+
+def counted(pieces: Iterator[str], digest: Any, found: Source) -> Iterator[str]:
+    for piece in pieces:
+        content = piece.encode()
+        digest.update(content)
+        found.characters += len(piece)
+        found.size += len(content)
+        yield piece
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's content, uncompressed. Raises InputError where that or the body fails."""
+    way: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix.lower(), open)
+    try:
+        with way(path, "rb") as file:
+            yield io.BufferedReader(file)
+    except OSError as error:
+        damaged = isinstance(error, gzip.BadGzipFile)
+        raise InputError(f"{path}: {error if damaged else error.strerror or error}") from None
+    except (EOFError, zlib.error, zstd.ZstdError) as error:
+        raise InputError(f"{path}: damaged: {error}") from None
+
+
+def pieces_of(path: Path) -> Iterator[str]:
+    """Yield a text in pieces, which end at a line break if their second half has one."""
+    text = ""
+    with opened(path) as file:
+        for _, part in read_text(file, path, PIECE):
+            text += part
+            while len(text) > PIECE:
+                end = text.rfind("\n", PIECE // 2, PIECE) + 1 or PIECE
+                yield text[:end]
+                text = text[end:]
+    if text:
+        yield text
+
+
+def lines_of(path: Path) -> Iterator[Iterator[str]]:
+    with opened(path) as file:
+        for number in count(1):
+            line = file.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise InputError(f"{path}:{number}: the line is longer than 64 MiB; split it")
+            if line.isspace():
+                continue
+            text = text_of(line.rstrip(), f"{path}:{number}")
+            yield (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+
+
+def text_of(line: bytes, name: str) -> str:
+    """The document in a line of *.jsonl. Raises InputError; its message starts with `name`."""
+    for _ in read_text(io.BytesIO(line), name, len(line)):  # raises if it is not UTF-8
+        pass
+    try:
+        text: str = json.loads(line)["text"]
+        text.encode()
+    except json.JSONDecodeError as error:
+        problem = f"not JSON at column {error.pos + 1} ({error.msg})"
+    except UnicodeEncodeError:
+        problem = "half of a surrogate pair in `text`"
+    except (KeyError, TypeError, AttributeError):
+        problem = "no string in the field `text`"
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON ({error})"
+    else:
+        return text
+    raise InputError(f'{name}: {problem}; a line must be like {{"text": "..."}}')
+
+
+def survey(files: Sequence[tuple[str, Path]]) -> Source:
+    """Read all documents once, to count them."""
+    found = Source()
+    for document in documents(files, found):
+        for _ in document:
+            pass
+    return found
+
+
+# -- tokenizers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer.json, and its token that ends a document (None: text of characters has none)."""
+
+    content: str
+    end_of_text: str | None
+
+    @property
+    def tokenizer(self) -> data.Tokenizer:
+        return data.Tokenizer(json.loads(self.content), self.end_of_text)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.end_of_text,
+        }
+
+
+def fingerprint(tokenizer: data.Tokenizer) -> str:
+    """A SHA-256 of the bytes that each id stands for."""
+    return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
+
+
+def open_words(path: Path) -> Words:
+    """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
+
+    Raises:
+        InputError: there is none, or it is not of BPE over bytes or of characters.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = door.read_file(file, LARGEST_TOKENIZER)
+        document = door.parse(content, dict[str, Any], file)
+        end = configured_end(file.with_name("tokenizer_config.json"))
+        contents = [token["content"] for token in document["added_tokens"] if token["special"]]
+        if end is None:
+            end = next((name for name in KNOWN_ENDS if name in contents), None)
+        if "type" not in document["model"]:  # as in GPT-2's own file
+            document["model"]["type"] = "BPE"
+            content = json.dumps(document).encode()
+        words = Words(content.decode(), end)
+        if words.tokenizer.unit == "tokens" and end is None:
+            raise InputError(
+                f"{file}: it has no token for the end of a text; name one as eos_token in"
+                " tokenizer_config.json beside it"
+            )
+        load_words(words.content)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
+    return words
+
+
+def configured_end(file: Path) -> str | None:
+    """The eos_token of tokenizer_config.json, where it names one."""
+    if not file.exists():
+        return None
+    value = door.parse(door.read_file(file), dict[str, Any], file).get("eos_token")
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
+    """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+    )
+    read = Source()
+    pieces = chain.from_iterable(documents(files, read))
+    some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
+    tokenizer.train_from_iterator(some, trainer)
+    return Words(tokenizer.to_str(), END_OF_TEXT)
+
+
+def check_characters(words: Words, pieces: Sequence[str]) -> None:
+    """Raises InputError if a text has characters that a tokenizer of characters lacks."""
+    known = {word.decode() for word in words.tokenizer.words}
+    if unknown := sorted(set().union(*pieces) - known):
+        raise InputError(
+            "the text has characters that the tokenizer lacks:"
+            f" {', '.join(map(repr, unknown[:20]))}"
+        )
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A data set of tokens in a directory: its files, and the tokens of each part."""
+
+    files: tuple[str, ...]
+    train: int
+    val: int
+    vocabulary_size: int
+
+
+def encode(
+    files: Sequence[tuple[str, Path]],
+    source: Source,
+    words: Words,
+    directory: Path,
+    progress: Progress = lambda n: None,
+) -> Tokens:
+    """Write the documents as a data set of tokens into an empty directory.
+
+    A single document is cut, its last tenth is the one for validation.
+
+    Raises:
+        InputError: the text has changed since it was surveyed, or does not come back from the
+            tokenizer.
+    """
+    size = len(words.tokenizer)
+    code = "H" if size <= 1 << 16 else "I"
+    again = Source()
+    whole = documents(files, again)
+    if source.documents == 1:
+        cut = int(source.characters * (1 - VALIDATION_FRACTION))
+        whole = (part for document in whole for part in halves(document, cut))
+    expect(progress, source.size)
+    unsorted = directory / "unsorted"
+    with unsorted.open("wb") as file:
+        processes = cores() if source.size > PARALLEL_FROM else 1
+        ends = write_documents(whole, words, code, file, progress, processes)
+    if again.sha256 != source.sha256:
+        raise InputError("the text changed while it was read; upload it again")
+    parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
+    meta: dict[str, Any] = {
+        "dtype": {"H": "uint16", "I": "uint32"}[code],
+        "end_of_text": words.end_of_text,
+        "vocabulary_size": size,
+        "documents": source.documents,
+        "characters": source.characters,
+        "bytes": source.size,
+        "source_sha256": source.sha256,
+        "tokenizer_sha256": hashlib.sha256(words.content.encode()).hexdigest(),
+    }
+    with (
+        unsorted.open("rb") as written,
+        mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as ids,
+    ):
+        for name, part in parts.items():
+            shards = write_shards(directory, name, ids, ends, part, array(code).itemsize)
+            meta[name] = {"tokens": sum(s["tokens"] for s in shards), "shards": shards}
+    unsorted.unlink()
+    (directory / "tokenizer.json").write_text(words.content, encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    names = sorted(path.name for path in directory.iterdir())
+    return Tokens(tuple(names), meta["train"]["tokens"], meta["val"]["tokens"], size)
+
+
+def split(ends: array[int]) -> dict[str, list[int]]:
+    """The documents of each part, in random order.
+
+    A document longer than the whole validation part should be is for training, unless all are.
+    """
+    order = list(range(len(ends)))
+    random.Random(SEED).shuffle(order)
+    wanted = min(int(ends[-1] * VALIDATION_FRACTION), VALIDATION_TOKENS)
+    val, tokens = set[int](), 0
+    for index in reversed(order):
+        if tokens < wanted and length(ends, index) <= wanted:
+            val.add(index)
+            tokens += length(ends, index)
+    val = val or {min(order, key=partial(length, ends))}
+    return {
+        "train": [index for index in order if index not in val],
+        "val": [index for index in order if index in val],
+    }
+
+
+def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
+    """The first `cut` characters of a document, and the rest; to be read in this order."""
+    rest: list[str] = []
+
+    def first() -> Iterator[str]:
+        left = cut
+        for piece in document:
+            if left < len(piece):
+                yield piece[:left]
+                rest.append(piece[left:])
+                return
+            left -= len(piece)
+            yield piece
+
+    yield first()
+    yield chain(rest, document)
+
+
+def write_documents(
+    whole: Iterator[Iterator[str]],
+    words: Words,
+    code: str,
+    file: IO[bytes],
+    progress: Progress,
+    processes: int,
+) -> array[int]:
+    """Write the ids of each document and of its end; returns where each ends, counted in ids."""
+    end = array(code, [] if words.tokenizer.end is None else [words.tokenizer.end])
+    how = (words.content, words.tokenizer.words, code)
+    ends, position = array("Q"), 0
+    for batch, found in encoded(checked(batches(whole), words), how, processes):
+        each = iter(found)
+        for piece in batch:
+            ids = end.tobytes() if piece is None else next(each)
+            position += len(ids) // end.itemsize
+            file.write(ids)
+            if piece is None:
+                ends.append(position)
+        progress(sum(len(piece.encode()) for piece in batch if piece is not None))
+    return ends
+
+
+def checked(batches: Iterator[Batch], words: Words) -> Iterator[Batch]:
+    """The batches, whose characters a tokenizer of characters has."""
+    for batch in batches:
+        if words.tokenizer.unit == "characters":
+            check_characters(words, [piece for piece in batch if piece is not None])
+        yield batch
+
+
+def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
+    """Pieces of some BATCH characters together; None stands where a document ends."""
+    batch: Batch = []
+    characters = 0
+    for document in whole:
+        for piece in document:
+            batch.append(piece)
+            characters += len(piece)
+            if characters >= BATCH:
+                yield batch
+                batch, characters = [], 0
+        batch.append(None)
+    yield batch
+
+
+def length(ends: array[int], index: int) -> int:
+    return ends[index] - (ends[index - 1] if index else 0)
+
+
+def write_shards(
+    directory: Path, name: str, ids: mmap.mmap, ends: array[int], order: Sequence[int], width: int
+) -> list[dict[str, Any]]:
+    """Write documents, in this order, to files of SHARD_BYTES; returns what meta.json says."""
+    shards: list[dict[str, Any]] = []
+    chunks = (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
+    pending = b""
+    last = False
+    while not last:
+        path = directory / f"{name}-{len(shards):05d}.bin"
+        digest, left = hashlib.sha256(), SHARD_BYTES
+        with path.open("wb") as file:
+            while left:
+                if not pending:
+                    pending = next(chunks, b"")
+                    if not pending:
+                        last = True
+                        break
+                part, pending = pending[:left], pending[left:]
+                file.write(part)
+                digest.update(part)
+                left -= len(part)
+        if left == SHARD_BYTES:  # empty: the one before was full
+            path.unlink()
+            break
+        tokens = (SHARD_BYTES - left) // width
+        shards.append({"name": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+    return shards

@@ -1,0 +1,1 @@
+"""What people look at: reports, the page to play with, TensorBoard."""

@@ -1,0 +1,304 @@
+"""The page of a report. Called by the command `report`.
+
+The page is report.html. Its plots are Vega-Lite, written by Altair. The JavaScript that draws them
+is part of the page, and interprets their expressions, so the page needs neither a request nor
+`eval`, and its policy forbids both. Colors are CSS variables: the same drawing serves a light page,
+a dark one and print.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from launcher.curve import Row
+from launcher.errors import extra
+from launcher.sagemaker.cost import usd
+from launcher.tracking import reason_of
+from launcher.views.report import Report, plain
+
+LARGEST = 4000  # points of a plot: more take seconds to draw, and a line has fewer pixels
+SERIES = {"training": "train_loss", "validation": "val_loss"}
+LINES = (("raw", 1, 0.3), ("training", 1.25, 0.75), ("validation", 2.75, 1.0))  # width, opacity
+# Okabe and Ito's colors, which most color-blind people can tell apart; without yellow, which is too
+# pale on white. From the eighth run on, they return with dashes.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES = ((1, 0), (6, 3), (2, 2))
+LIGHT = {
+    **{f"run-{index}": color for index, color in enumerate(PALETTE)},
+    "ink": "#1b2026",
+    "muted": "#59636e",
+    "line": "#dfe3e8",
+    "card": "#f5f7f9",
+    "paper": "#ffffff",
+    "accent": "#0067a3",
+}
+DARK = {
+    **LIGHT,
+    "run-0": "#3d9bd9",  # the same hue, as bright as the others
+    "ink": "#e8ebee",
+    "muted": "#a1abb6",
+    "line": "#313941",
+    "card": "#1d232a",
+    "paper": "#14181d",
+    "accent": "#6cb9ee",
+}
+FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
+
+
+def check_packages() -> None:
+    """Raise InputError if the packages of this extra are missing."""
+    with extra("report"):
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+
+
+def thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    """At most so many rows, evenly, with the last."""
+    return rows[:: -max(1, math.ceil(len(rows) / most))][::-1]
+
+
+def clock_unit(report: Report) -> tuple[float, str]:
+    longest = max(run.seconds or 0 for run in report.runs)
+    return (1, "s") if longest < 300 else (60, "min") if longest < 3 * 3600 else (3600, "h")
+
+
+def axes(report: Report) -> dict[str, dict[str, str]]:
+    """The x axes that all runs have: title and number format."""
+    known = {
+        "step": {"title": "step", "format": ",.0f"},
+        "tokens": {"title": "tokens", "format": "~s"},
+        "time": {"title": f"wall time ({clock_unit(report)[1]})", "format": ""},
+    }
+    if not all(run.times for run in report.runs):
+        del known["time"]
+    return known
+
+
+def points(report: Report) -> Iterator[dict[str, Any]]:
+    """The points of all lines. `drawn` is the loss, which the page may replace by a mean."""
+    unit, _ = clock_unit(report)
+    several = len(report.runs) > 1
+    for run in report.runs:
+        factor = 1.0
+        if report.per_byte:
+            if "bits_per_byte" not in run.best:  # nothing says how many bytes a token has
+                continue
+            factor = run.best["bits_per_byte"] / run.best["val_loss"]
+        times = dict(zip((row["step"] for row in run.curve.rows), run.times, strict=False))
+        for series, name in SERIES.items():
+            rows = [row for row in run.curve.rows if name in row]
+            for row in thinned(rows, LARGEST // len(report.runs) // 2):
+                point = {
+                    "run": run.label,
+                    "series": series,
+                    "color": run.label if several else series,
+                    "step": row["step"],
+                    "tokens": row["step"] * run.tokens_per_step,
+                    "loss": row[name] * factor,
+                    "drawn": row[name] * factor,
+                    "rate": row.get("learning_rate"),
+                    "speed": row.get("tokens_per_second"),
+                }
+                if times:
+                    point["time"] = times[row["step"]] / unit
+                yield point
+
+
+def results(report: Report) -> list[dict[str, Any]]:
+    """For each run, its varied hyperparameters and its result."""
+    return [
+        {**{name: run.configuration[name] for name in report.varied}, "run": run.label}
+        | {"color": run.label, "loss": report.score(run)}
+        for run in report.runs
+        if run.best
+    ]
+
+
+def styles(report: Report) -> list[tuple[str, str, list[int]]]:
+    """Label, color and dashes of each line."""
+    several = len(report.runs) > 1
+    labels = [run.label for run in report.runs] if several else list(SERIES)
+    colors = [*(f"var(--run-{index})" for index in range(len(PALETTE))), "var(--ink)"]
+    return [
+        (label, colors[n % len(colors)], list(DASHES[n // len(colors) % len(DASHES)]))
+        for n, label in enumerate(labels)
+    ]
+
+
+def line_plot(report: Report, y: str, title: str, series: Sequence[str]) -> dict[str, Any]:
+    """A line for each run and series. The page shows the values of the point near the pointer."""
+    import altair as alt
+
+    labels, colors, dashes = zip(*styles(report), strict=True)
+    scale = alt.Scale(domain=labels, range=colors)
+    base = alt.Chart(alt.NamedData("points")).encode(
+        x=alt.X("step:Q", title="step", axis=alt.Axis(format=",.0f"), scale=alt.Scale(nice=False)),
+        y=alt.Y(
+            f"{y}:Q",
+            title=title,
+            axis=alt.Axis(format="~s") if y == "speed" else alt.Axis(),
+            scale=alt.Scale(zero=y == "speed"),
+        ),
+        color=alt.Color("color:N", scale=scale, legend=None),
+    )
+    if len(labels) > len(PALETTE) + 1:
+        dash = alt.Scale(domain=labels, range=dashes)
+        base = base.encode(strokeDash=alt.StrokeDash("color:N", scale=dash, legend=None))
+    dot = alt.OverlayMarkDef(filled=True, size=26, opacity=1)  # else a single one is not seen
+    dots = {"raw": False, "training": False, "validation": dot}
+    layers: list[Any] = [
+        base.transform_filter(alt.datum.series == name)
+        .mark_line(strokeWidth=width, opacity=opacity, strokeJoin="round", point=dots[name])
+        .encode(detail="run:N")
+        for name, width, opacity in LINES
+        if name in series
+    ]
+    near = alt.selection_point("near", on="pointerover", nearest=True, empty=False)
+    hover = (
+        base.transform_filter(alt.FieldOneOfPredicate(field="series", oneOf=list(SERIES)))
+        .mark_point(filled=True, size=70)
+        .encode(
+            opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=alt.Tooltip(f"{y}:Q")
+        )
+        .add_params(near)
+    )
+    return finished(alt.layer(*layers, hover))
+
+
+def result_plot(report: Report, name: str) -> dict[str, Any]:
+    """The result of each run against a hyperparameter."""
+    import altair as alt
+
+    labels, colors, _ = zip(*styles(report), strict=True)
+    values = sorted({float(run.configuration[name]) for run in report.runs})
+    wide = values[0] > 0 and values[-1] >= 4 * values[0]
+    scale = (
+        alt.Scale(type="log", nice=False, padding=24) if wide else alt.Scale(zero=False, padding=24)
+    )
+    chart = (
+        alt.Chart(alt.NamedData("results"))
+        .mark_point(filled=True, size=110, opacity=1)
+        .encode(
+            x=alt.X(
+                field=name,  # "x:Q" would be read as a type
+                type="quantitative",
+                axis=alt.Axis(values=values, format="~g", grid=True),
+                scale=scale,
+            ).title(name),
+            y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
+            color=alt.Color("color:N", scale=alt.Scale(domain=labels, range=colors), legend=None),
+            tooltip=alt.Tooltip("loss:Q"),
+        )
+    )
+    return finished(chart)
+
+
+def finished(chart: Any) -> dict[str, Any]:
+    """The Vega-Lite document of a chart, as wide as its place, in the page's colors."""
+    spec: dict[str, Any] = chart.to_dict()
+    del spec["$schema"]  # an address, which nothing here reads
+    lines = dict.fromkeys(("gridColor", "domainColor", "tickColor"), "var(--line)")
+    words = {
+        "labelColor": "var(--muted)",
+        "titleColor": "var(--muted)",
+        "titleFontWeight": "normal",
+    }
+    fonts = {"labelFontSize": 12, "titleFontSize": 12}
+    above = {"titleAngle": 0, "titleAlign": "left", "titleX": -40, "titleY": -16}
+    spec["config"] = {
+        "background": "transparent",
+        "font": FONT,
+        "view": {"stroke": None},
+        "axis": {**lines, **words, **fonts, "labelOverlap": "greedy"},
+        "axisX": {"grid": False, "titlePadding": 8, "tickCount": {"expr": "ceil(width / 90)"}},
+        "axisY": {**above, "domain": False, "ticks": False, "tickCount": 5, "minExtent": 40},
+    }
+    return {**spec, "width": "container", "padding": {"left": 0, "right": 8, "top": 5, "bottom": 5}}
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def vega_lite() -> str:
+    """The version of Vega-Lite that Altair writes, as `6.4`."""
+    import altair
+
+    return ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+@cache
+def javascript() -> str:
+    """Vega, Vega-Lite and Vega-Embed, in a scope of their own."""
+    import vl_convert
+
+    bundle: Any = vl_convert.javascript_bundle  # its type demands a snippet, which is optional
+    return f"(() => {{{bundle(vl_version=vega_lite())}}})();"
+
+
+def page(report: Report) -> str:
+    """The report as HTML that needs nothing else."""
+    from jinja2 import Environment, FileSystemLoader
+
+    plots = {
+        "loss": line_plot(report, "drawn", report.unit, ["raw", *SERIES]),
+        "speed": line_plot(report, "speed", "tokens/s", ["training"]),
+        "rate": line_plot(report, "rate", "learning rate", ["training"]),
+        **{f"by-{name}": result_plot(report, name) for name in report.varied},
+    }
+    titles = {"loss": report.unit, "rate": "learning rate", "speed": "tokens/s"}
+    titles |= {name: axis["title"] for name, axis in axes(report).items()}
+    document = {
+        "plots": plots,
+        "axes": axes(report),
+        "points": list(points(report)),
+        "results": results(report),
+        "titles": titles,
+    }
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    filters = {"plain": plain, "when": when, "span": span, "usd": usd, "reason": reason_of}
+    templates.filters.update({**filters, "hashed": hashed, "thinned": thinned})
+    return templates.get_template("report.html").render(
+        report=report,
+        runs=report.runs,
+        document=document,
+        styles=styles(report),
+        javascript=javascript(),
+        light=LIGHT,
+        dark=DARK,
+        font=FONT,
+        now=time.time(),
+    )
+
+
+def hashed(script: str) -> str:
+    """The hash by which a Content-Security-Policy allows a script."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest())
+    return f"'sha256-{digest.decode()}'"
+
+
+def when(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def span(seconds: float | None) -> str:
+    """A duration, such as 45 s, 12 min 30 s, or 3 h 05 min."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

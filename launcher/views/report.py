@@ -1,0 +1,272 @@
+"""What a report says of runs: their curves, configurations, texts, machines and costs.
+
+Called by the command `report`; `report_page` draws it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.curve import Curve, Row, samples_of_log
+from launcher.errors import InputError, ServiceError
+from launcher.files import storage
+from launcher.files.documents import Document
+from launcher.job import JobDescription, TrainingJob, option
+from launcher.launching.sweeps import Rank, differences, ranking
+from launcher.settings import Settings
+from launcher.text.corpus import Upload, find_upload
+from launcher.tracking import FULL_ID, find, with_costs
+
+SIZE = re.compile(
+    r"(?P<parameters>[\d,]+) parameters; (?P<train>[\d,]+) (?P<unit>\w+) to train on,"
+    r" (?P<val>[\d,]+) to validate on"
+)
+
+
+class Made(Document):
+    """What training.json of a model adds to what is known of its job."""
+
+    corpus_sha256: str = ""
+    torch_version: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report says of a job."""
+
+    description: JobDescription
+    job: TrainingJob
+    curve: Curve
+    log: Sequence[str] = ()
+    data: Upload | None = None
+    validation: Upload | None = None
+    script_sha256: str = ""
+    made: Made = Made()  # noqa: RUF009  it is frozen
+    label: str = ""
+
+    @property
+    def short_id(self) -> str:
+        job_id = self.description.job_id
+        return job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
+
+    @property
+    def size(self) -> dict[str, str]:
+        """Numbers that the run logs at its start: of parameters and of tokens."""
+        found = (SIZE.match(line) for line in self.log)
+        return next((match.groupdict() for match in found if match), {})
+
+    def logged(self, word: str) -> str:
+        """The rest of the first line of the log that starts with a word."""
+        lines = (line.removeprefix(word).strip() for line in self.log if line.startswith(word))
+        return next(lines, "")
+
+    @property
+    def unit(self) -> str:
+        return self.size.get("unit", "characters")
+
+    @property
+    def tokenizer(self) -> str:
+        return (self.data.tokenizer if self.data else "") or self.unit
+
+    @property
+    def text(self) -> object:
+        """Identify the validation text by its length, or by its location if that is unknown."""
+        upload = self.validation if self.job.validation else self.data
+        return upload.characters if upload else self.job.validation or self.job.data
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.curve.rows if "val_loss" in row]
+
+    @property
+    def best(self) -> Row:
+        """The row of the lowest validation loss; empty before the first evaluation."""
+        return min(self.evaluations, key=lambda row: row["val_loss"], default={})
+
+    @property
+    def step(self) -> int:
+        return int(self.curve.rows[-1]["step"])
+
+    @property
+    def tokens_per_step(self) -> int:
+        values = self.description.hyperparameters
+        return int(values["batch_size"] * values["block_size"])
+
+    @property
+    def times(self) -> list[float]:
+        """The time of each row, in seconds since the start of the run; empty if not all have one.
+
+        A run that continues another one starts with its first row; the pause between them does not
+        count.
+        """
+        if not all("time" in row for row in self.curve.rows):
+            return []
+        times = [float(row["time"]) for row in self.curve.rows]
+        started = self.description.started or 0.0
+        before = [each for each in times if each < started]  # of the runs that this one continues
+        if not before:
+            return [each - (started or times[0]) for each in times]
+        pause = started - before[-1]
+        return [each - times[0] - pause * (each >= started) for each in times]
+
+    @property
+    def seconds(self) -> float | None:
+        return self.times[-1] if self.times else None
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What two runs may differ in."""
+        d, places = self.description, (self.job.data, self.job.validation, self.job.init_from)
+        data, validation, start = (
+            str(p).rstrip("/").rpartition("/")[2] if p else "" for p in places
+        )
+        others = {
+            "instance": d.instance,
+            "instance_count": d.instance_count,
+            "data": data,
+            "validation": validation,
+            "init_from": start,
+            "script": self.script_sha256[:12],
+        }
+        return {**d.hyperparameters, **others}
+
+    @property
+    def command(self) -> str:
+        """The command that repeats the run. Values of its environment may be secret."""
+        job = self.job
+        options: list[tuple[str, ...]] = [("--instance", job.instance)]
+        given = {"instance", "hyperparameters", "affordable_run", "worst_cost"}
+        for name, value in job.model_dump(exclude_defaults=True, exclude=given).items():
+            if isinstance(value, dict):
+                secret = name == "environment"
+                pairs = [f"{key}={'...' if secret else text}" for key, text in value.items()]
+                options += [(option(name), pair) for pair in pairs]
+            elif isinstance(value, tuple):
+                options += [(option(name), each) for each in value]
+            elif value is not False:
+                options.append((option(name),) if value is True else (option(name), str(value)))
+        options += [("--set", f"{name}={value}") for name, value in job.hyperparameters.items()]
+        return " \\\n  ".join(["sm-nanogpt launch", *map(shlex.join, options)])
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs, the best first. differing names what sets them apart; per_byte says that bits per byte
+    replace the losses, which two tokenizers count per different tokens."""
+
+    runs: Sequence[Run]
+    differing: Sequence[str]
+    per_byte: bool
+
+    @property
+    def unit(self) -> str:
+        words = f"loss (nats per {self.runs[0].unit.removesuffix('s')})"
+        return "bits per byte" if self.per_byte else words
+
+    @property
+    def title(self) -> str:
+        if len(self.runs) == 1:
+            return self.runs[0].description.job_id
+        by = f" by {' and '.join(self.differing)}" if 0 < len(self.differing) <= 2 else ""
+        return f"{len(self.runs)} runs{by}"
+
+    @property
+    def varied(self) -> list[str]:
+        """The hyperparameters to plot the result against: one to four numbers, of three runs."""
+        values = [run.description.hyperparameters for run in self.runs]
+        names = [name for name in differences(values) if name != "seed"]
+        fit = all(type(each.get(name)) in (int, float) for each in values for name in names)
+        return names if fit and len(names) <= 4 and len(values) >= 3 else []
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The hyperparameters that all runs have in common."""
+        values = self.runs[0].description.hyperparameters
+        return {name: value for name, value in values.items() if name not in self.differing}
+
+    @property
+    def validated_alike(self) -> bool:
+        """Whether all runs have the same text, which two tokenizers store in two places."""
+        return len({run.text for run in self.runs}) == 1
+
+    @property
+    def over_seeds(self) -> list[Rank]:
+        """The configurations with the spread of their losses, if one was run with several seeds."""
+        bests = [{"best_loss": run.best.get("val_loss")} for run in self.runs]
+        runs = zip(self.runs, bests, strict=True)
+        ranks = ranking([replace(run.description, metrics=best) for run, best in runs])
+        several = any(len(rank.losses) > 1 for rank in ranks)
+        return ranks if several and not self.per_byte else []
+
+    def score(self, run: Run) -> float:
+        return float(run.best.get("bits_per_byte" if self.per_byte else "val_loss", math.inf))
+
+
+def read_runs(job_ids: Sequence[str], settings: Settings) -> list[Run]:
+    """Read what is known of some jobs, whether they run or have ended.
+
+    Raises:
+        ServiceError: there is no such job, or it has no curve yet.
+    """
+    runs = [read_run(job_id, settings) for job_id in dict.fromkeys(job_ids)]
+    priced = with_costs([run.description for run in runs], settings)
+    return [replace(run, description=d) for run, d in zip(runs, priced, strict=True)]
+
+
+def read_run(job_id: str, settings: Settings) -> Run:
+    backend, description = find(job_id, settings)
+    rows, source = backend.curve(job_id)
+    if not rows:
+        raise ServiceError(f"job {job_id} has no curve yet; it is {description.state}")
+    log = list(backend.logs(job_id, follow=False))
+    job = backend.job(job_id)
+    return Run(
+        description=description,
+        job=job,
+        curve=Curve(job_id, source, rows, samples_of_log(log)),
+        log=log,
+        data=upload_of(job.data, settings),
+        validation=upload_of(job.validation, settings),
+        script_sha256=job.source_sha256 or "",
+        made=made_of(job_id, settings),
+    )
+
+
+def upload_of(uri: str | None, settings: Settings) -> Upload | None:
+    """The manifest of a data set; None if it is gone, or was never uploaded."""
+    try:
+        return find_upload(uri, settings) if uri else None
+    except (InputError, ServiceError):
+        return None
+
+
+def made_of(job_id: str, settings: Settings) -> Made:
+    """training.json of a local job, or of a model that was fetched."""
+    here = settings.jobs_dir / job_id / "hosts/algo-1/model"
+    for place in (here, *sorted((settings.models_dir / job_id).glob("*"))):
+        if found := storage.read_document(str(place / "training.json"), Made):
+            return found
+    return Made()
+
+
+def compare(runs: Sequence[Run]) -> Report:
+    """Rank the runs, and name each by its id and what sets it apart."""
+    differing = differences([run.configuration for run in runs])
+    report = Report(runs, differing, len({run.tokenizer for run in runs}) > 1)
+    ranked = sorted(runs, key=report.score)
+    named = []
+    for run in ranked:
+        apart = [f"{name} {plain(run.configuration.get(name))}" for name in differing]
+        label = ", ".join([run.short_id, *(apart if len(apart) <= 2 else [])])
+        named.append(replace(run, label=label))
+    return replace(report, runs=named)
+
+
+def plain(value: Any) -> str:
+    """A value as `--set` takes it."""
+    return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)

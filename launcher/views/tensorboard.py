@@ -1,0 +1,92 @@
+"""The curves of jobs in TensorBoard. Called by the command `track`.
+
+Everything comes from a job's curve and description, so it works while the job runs and afterwards,
+wherever the job runs. A row that was read from a log has no time; see `with_times`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.curve import Curve, Row
+from launcher.errors import extra
+from launcher.files import storage
+from launcher.job import JobDescription
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+TAGS = {"train_loss": "loss/train", "val_loss": "loss/val", "best_loss": "loss/best"}
+
+
+def with_times(curve: Curve, description: JobDescription, seen: dict[int, float]) -> Curve:
+    """The curve with a time in each row, in seconds since the epoch.
+
+    A row without one gets the time at which it was first seen, or the end of its job. `seen` keeps
+    these times by step between calls.
+    """
+    now = description.ended or time.time()
+    rows = [
+        row if "time" in row else {**row, "time": seen.setdefault(int(row["step"]), now)}
+        for row in curve.rows
+    ]
+    return replace(curve, rows=rows)
+
+
+class Board:
+    """The event files of a job in DIRECTORY/JOB-ID; none of them is read.
+
+    The first file of each call of `track`, and another one after rows have changed, begins with an
+    event that tells readers to drop what older files hold.
+    """
+
+    def __init__(self, directory: Path, job_id: str) -> None:
+        self.place = directory.expanduser() / job_id
+        self.writer: SummaryWriter | None = None
+        self.rows: list[Row] = []
+        self.samples: dict[str, str] = {}
+
+    def update(self, curve: Curve, description: JobDescription) -> None:
+        """Add what is new.
+
+        Raises:
+            InputError: TensorBoard is not installed.
+            ServiceError: the directory cannot be written.
+        """
+        with storage.reported(str(self.place)):
+            fresh = self.writer is None or list(curve.rows[: len(self.rows)]) != self.rows
+            if fresh:
+                self.writer, self.rows, self.samples = self.opened(), [], {}
+            assert self.writer is not None
+            for row in curve.rows[len(self.rows) :]:
+                for name, value in row.items():
+                    if name not in ("step", "time"):
+                        tag, step = TAGS.get(name, name), int(row["step"])
+                        self.writer.add_scalar(tag, value, step, walltime=row["time"])
+            self.rows = list(curve.rows)
+            for when, text in curve.samples.items():
+                if self.samples.get(when) != text:
+                    step = 0 if when.startswith("before") else int(curve.newest.get("step", 0))
+                    block = "".join(f"    {line}\n" for line in text.split("\n"))  # of Markdown
+                    self.writer.add_text(f"samples/{when.replace(' ', '_')}", block, step)
+            self.samples = dict(curve.samples)
+            if fresh or not description.is_running:
+                self.add_hyperparameters(description)
+            self.writer.flush()
+
+    def opened(self) -> SummaryWriter:
+        with extra("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        return SummaryWriter(str(self.place), purge_step=0)
+
+    def add_hyperparameters(self, description: JobDescription) -> None:
+        """What TensorBoard's table needs. torch's end of a run always reports success."""
+        from torch.utils.tensorboard.summary import hparams
+
+        assert self.writer is not None
+        columns, start, end = hparams(description.hyperparameters, {TAGS["val_loss"]: 0})
+        for summary in (columns, start, *[end] * (description.status == "Completed")):
+            self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
