@@ -72,8 +72,11 @@ def execute(words: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int
 class Day:
     """What the steps share: commands, clients, checks, and what is kept in DIRECTORY."""
 
-    def __init__(self, directory: Path, emulator: bool = False, deploy: str = "") -> None:
+    def __init__(
+        self, directory: Path, emulator: bool = False, deploy: str = "", text: str = ""
+    ) -> None:
         self.directory, self.emulator, self.deploy = directory.absolute(), emulator, deploy
+        self.words = [str(Path(text).absolute())] if text else []  # of upload-data
         self.directory.mkdir(parents=True, exist_ok=True)
         self.poll = 0.3 if emulator else 5.0
         self.number = -1  # of the step that runs
@@ -154,7 +157,7 @@ class Day:
     def text(self) -> str:
         """The URI of the text that all jobs train on."""
         if "text" not in self.state:
-            self.state["text"] = self.sm("upload-data", "--corpus", "python-docs")
+            self.state["text"] = self.sm("upload-data", *self.words)
         return str(self.state["text"])
 
     @property
@@ -425,7 +428,7 @@ def isolated_and_fast(day: Day) -> None:
     fast = ("--input-mode", "FastFile")
     isolated = day.launch(0.15, *M5, *day.size("quick"), "--network-isolation")
     text = day.launch(0.15, *M5, *day.size("quick"), *fast)
-    words = ("--corpus", "python-docs", "--tokenizer", "bpe", "--vocab-size", "512")
+    words = (*day.words, "--tokenizer", "bpe", "--vocab-size", "512")
     encoded = ("--data", day.sm("upload-data", *words))
     job = day.ended(isolated)
     day.check("it was isolated", job.raw["EnableNetworkIsolation"])
@@ -702,13 +705,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help="3 or 5-8 (default: all)")
     parser.add_argument("--directory", type=Path, default=Path("first-day"))
     parser.add_argument("--deploy", default="", help="more options of `infra deploy`, in quotes")
+    parser.add_argument("--text", default="", help="text to train on (default: tiny Shakespeare)")
     parser.add_argument("--emulator", action="store_true", help="`make emulator`: tiny CPU jobs")
     parser.add_argument("--yes", action="store_true", help="do not ask before the first step")
     given = parser.parse_args(words)
     if given.emulator != ("AWS_ENDPOINT_URL" in os.environ):
         raise SystemExit("error: --emulator and AWS_ENDPOINT_URL go together")
     numbers = chosen(given.steps)
-    day = Day(given.directory, given.emulator, given.deploy)
+    day = Day(given.directory, given.emulator, given.deploy, given.text)
     place = f"account {day.account} ({day.who}), {day.session.region_name}"
     if not given.yes and input(f"Spend up to {BUDGET:.0f} USD in {place}? [y/N] ").lower() != "y":
         return 1

@@ -479,11 +479,6 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         yield asked
 
 
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
-
-
 def test_upload_data_without_a_path_takes_shakespeare(
     cli: Callable[..., Ran], shakespeare: list[str]
 ) -> None:
@@ -495,17 +490,17 @@ def test_upload_data_without_a_path_takes_shakespeare(
 def test_a_cached_text_is_not_downloaded_again(
     cli: Callable[..., Ran], shakespeare: list[str]
 ) -> None:
-    cli("upload-data", "--corpus", "shakespeare")
-    cli("upload-data", "--corpus", "shakespeare")
+    cli("upload-data")
+    cli("upload-data")
     assert shakespeare == ["/input.txt"]
 
 
 def test_a_damaged_cache_is_downloaded_again(
     home: Path, cli: Callable[..., Ran], shakespeare: list[str]
 ) -> None:
-    cli("upload-data", "--corpus", "shakespeare")
+    cli("upload-data")
     (home / "cache/shakespeare.txt").write_text("damaged")
-    assert cli("upload-data", "--corpus", "shakespeare").code == 0
+    assert cli("upload-data").code == 0
     assert (home / "cache/shakespeare.txt").read_text() == LONG
 
 
@@ -513,7 +508,7 @@ def test_a_download_with_a_wrong_hash_is_refused_and_deleted(
     home: Path, cli: Callable[..., Ran], shakespeare: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", "0" * 64)
-    ran = cli("upload-data", "--corpus", "shakespeare")
+    ran = cli("upload-data")
     assert ran.code == 1
     assert "SHA-256" in ran.error
     assert not list(home.glob("cache/*"))
@@ -526,48 +521,19 @@ def test_an_interrupted_download_is_refused_in_one_line(
         raise http.client.IncompleteRead(b"some")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    ran = cli("upload-data", "--corpus", "shakespeare")
+    ran = cli("upload-data")
     assert ran.code == 1
     assert "IncompleteRead" in ran.error
 
 
-@pytest.mark.usefixtures("offline")
-def test_the_python_reference_replaces_shakespeare_offline(cli: Callable[..., Ran]) -> None:
+def test_a_failed_download_is_refused_in_one_line(
+    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
     ran = cli("upload-data")
-    assert ran.code == 0
-    assert "Could not download tiny Shakespeare" in ran.err
-    assert "/python-docs-" in ran.out
-
-
-@pytest.mark.usefixtures("offline")
-def test_shakespeare_by_name_has_no_substitute(cli: Callable[..., Ran]) -> None:
-    ran = cli("upload-data", "--corpus", "shakespeare")
     assert ran.code == 1
     assert "http://127.0.0.1:9/input.txt" in ran.error
     assert ran.out == ""
-
-
-def test_the_python_reference_needs_no_network(
-    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("urllib.request.urlopen", None)
-    assert cli("upload-data", "--corpus", "python-docs").code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--corpus", "bible"), "corpus 'bible': must be one of shakespeare"),
-        (("in.txt", "--corpus", "shakespeare"), "PATH or --corpus, not both"),
-    ],
-)
-def test_an_unknown_corpus_and_a_second_text_are_refused(
-    home: Path, cli: Callable[..., Ran], words: tuple[str, ...], said: str
-) -> None:
-    ran = cli("upload-data", *words)
-    assert ran.code == 2
-    assert said in ran.error
-    assert launching.tree(home) == set()
 
 
 def test_a_deleted_last_upload_asks_for_another(

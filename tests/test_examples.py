@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An empty home, and no settings from outside."""
     for name in list(os.environ):
         if name.startswith(("SM_", "AWS_")):
@@ -25,6 +25,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MAX_STEPS", "20")
+    monkeypatch.setenv("TEXT", str(text_file))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are those of other tests too
     (tmp_path / "home").mkdir()
     return dict(os.environ)
@@ -40,7 +41,7 @@ def run(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> st
 
 
 def test_the_script_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
-    out = run([ROOT / "examples" / "local_loop.sh"], tmp_path, environment)
+    out = run([ROOT / "examples" / "local_loop.sh", environment["TEXT"]], tmp_path, environment)
     assert "step:        30/30" in out  # it went on from step 20
 
 
@@ -89,12 +90,12 @@ def test_the_wheel_works_in_a_clean_environment(
     elsewhere.mkdir()
     sm_nanogpt = tmp_path / "clean" / "bin" / "sm-nanogpt"
     environment = {**environment, "PATH": os.defpath}
-    run([sm_nanogpt, "upload-data", "--corpus", "python-docs"], elsewhere, environment)
+    run([sm_nanogpt, "upload-data", environment["TEXT"]], elsewhere, environment)
     launch: list[str | Path] = [sm_nanogpt, "launch", "--instance", "local", "--set", "max_steps=5"]
     job_id = run([*launch, "--processes-per-instance", "2"], elsewhere, environment).strip()
     sample: list[str | Path] = [sm_nanogpt, "fetch-and-sample", job_id, "--max-new-tokens", "20"]
     assert len(run(sample, elsewhere, environment)) >= 20
-    template = "from launcher.aws import infra; print(infra.TEMPLATE.read_text(), end='')"
+    template = "from launcher.sagemaker import deploy; print(deploy.TEMPLATE.read_text(), end='')"
     carried = run([python, "-c", template], elsewhere, environment)
     assert carried == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())

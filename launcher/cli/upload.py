@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import JSON, Command, settings_of
 from launcher.cli.show import byte_progress, note, print_json
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError
 
 if TYPE_CHECKING:
-    from launcher.settings import Settings
+    pass
 
 
 @click.command("upload-data", cls=Command)
 @click.argument("path", metavar="[PATH]", required=False)
-@click.option("--corpus", metavar="NAME", help="A sample text: shakespeare or python-docs.")
 @click.option(
     "--tokenizer",
     metavar="bpe|PATH|JOB-ID",
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 def upload_data_command(
     context: click.Context,
     path: str | None,
-    corpus: str | None,
     tokenizer: str | None,
     vocab_size: int | None,
     as_json: bool,
@@ -45,8 +42,7 @@ def upload_data_command(
 
     PATH is a text file or a directory of *.txt files. With --tokenizer, it may also be *.jsonl with
     a document in the field `text` of each line, and end in .gz or .zst. Without PATH, download tiny
-    Shakespeare, or use the Python reference if the download fails. A file that is in the store is
-    not sent again.
+    Shakespeare. A file that is in the store is not sent again.
 
     \b
     Example:
@@ -54,17 +50,16 @@ def upload_data_command(
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
     from launcher.files.storage import path_of
-    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
+    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, shakespeare, upload_data
 
     if vocab_size is not None and tokenizer != "bpe":
         what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"
         raise InputError(f"--vocab-size is for --tokenizer bpe, {what}")
 
-    if path is not None and corpus is not None:
-        raise InputError("give a PATH or --corpus, not both")
     settings = settings_of(context)
     if path is None:
-        path = str(built_in_text(corpus, settings))
+        with byte_progress("download") as progress:
+            path = str(shakespeare(settings, progress))
     if path.partition("://")[0] in ("http", "https", "s3"):
         raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)
@@ -100,18 +95,3 @@ def upload_data_command(
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
     note(f"next: sm-nanogpt launch{' --instance local' * near}")
-
-
-def built_in_text(corpus: str | None, settings: Settings) -> Path:
-    """The named corpus; without a name Shakespeare, or offline the Python reference."""
-    from launcher.text.corpus import get_corpus
-
-    with byte_progress("download") as progress:
-        try:
-            return get_corpus(corpus or "shakespeare", settings, progress)
-        except ServiceError as error:
-            if corpus is not None:
-                raise
-            reason = error
-    note(f"Could not download tiny Shakespeare ({reason}); using the Python reference instead")
-    return get_corpus("python-docs", settings)

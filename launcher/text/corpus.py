@@ -38,7 +38,6 @@ SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-CORPORA = ("shakespeare", "python-docs")
 
 VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
@@ -448,26 +447,14 @@ def check_enough(root: Path, characters: int) -> None:
         )
 
 
-def get_corpus(
-    name: str, settings: Settings | None = None, progress: Progress = lambda n: None
-) -> Path:
-    """A sample text, as a file in the cache.
-
-    `shakespeare` is downloaded and verified by its SHA-256; `python-docs` is the language
-    reference that comes with CPython.
+def shakespeare(settings: Settings | None = None, progress: Progress = lambda n: None) -> Path:
+    """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
 
     Raises:
-        InputError: there is no such corpus.
-        ServiceError: the download failed, or this Python has no reference.
+        ServiceError: the download failed.
     """
-    settings = settings or load_settings()
-    if name == "shakespeare":
-        return download(
-            SHAKESPEARE_URL, SHAKESPEARE_SHA256, settings.cache_dir / "shakespeare.txt", progress
-        )
-    if name == "python-docs":
-        return python_docs(settings.cache_dir / "python-docs.txt")
-    raise InputError(f"corpus {name!r}: must be one of {', '.join(CORPORA)}")
+    target = (settings or load_settings()).cache_dir / "shakespeare.txt"
+    return download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, target, progress)
 
 
 def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
@@ -490,14 +477,4 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
             f"{url}: its SHA-256 is {found}, expected {sha256}; discarded the download"
         )
     storage.write_bytes(str(target), bytes(content))
-    return target
-
-
-def python_docs(target: Path) -> Path:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise ServiceError("python-docs: this Python was installed without pydoc_data") from None
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    storage.write_text(str(target), text)
     return target

@@ -32,7 +32,7 @@ def in_this_process(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int
 
 
 def test_every_step_passes_and_nothing_is_left(
-    aws: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aws: Emulator, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
@@ -44,8 +44,9 @@ def test_every_step_passes_and_nothing_is_left(
     monkeypatch.setattr(first_day, "execute", in_this_process)
     buckets = client("s3", aws.url).list_buckets()["Buckets"]
     users = client("iam", aws.url).list_users()["Users"]  # of other tests
+    words = ["--emulator", "--yes", "--directory", str(tmp_path / "day")]
     with cloudformation_service.repaired():
-        code = first_day.main(["--emulator", "--yes", "--directory", str(tmp_path / "day")])
+        code = first_day.main([*words, "--text", str(text_file)])
     transcript = (tmp_path / "day/transcript.txt").read_text()
     assert code == 0, transcript[-5000:]
     state = json.loads((tmp_path / "day/state.json").read_text())

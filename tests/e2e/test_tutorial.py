@@ -38,7 +38,10 @@ def test_the_script_of_the_tutorial_runs(shell: None, text_file: Path, tmp_path:
     assert '"InstanceCount": 1' in done.stdout  # of the dry run
 
 
-def test_the_notebook_of_the_tutorial_runs(shell: None, tmp_path: Path) -> None:
+def test_the_notebook_of_the_tutorial_runs(
+    shell: None, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEXT", str(text_file))
     notebook = nbformat.read(ROOT / "examples/sagemaker.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
