@@ -357,18 +357,18 @@ def new_stack(day: Day) -> None:
 
 @step(0, 0)
 def doctor(day: Day) -> None:
-    """Doctor: permissions, price, quotas"""
+    """Doctor: role, price, quota"""
     for instance in ("ml.m5.xlarge", "ml.g5.xlarge", "ml.g6.xlarge", "ml.g5.12xlarge"):
         out = day.sm("doctor", "--no-train", "--instance", instance, "--json", code=None)
         found = {finding["check"]: finding for finding in json.loads(out)}
         failed = {name for name, each in found.items() if each["result"] == "failure"}
         may_fail = set() if instance == "ml.m5.xlarge" else {"quota"}
         day.check(f"{instance}: no check fails but quotas of GPUs", failed <= may_fail, failed)
-        for name in ("permissions", "price"):
-            if name == "permissions" or not day.emulator:  # it has few prices
+        for name in ("role", "price"):
+            if name == "role" or not day.emulator:  # it has few prices
                 each = found[name]
                 day.check(f"{instance}: {name}", each["result"] == "ok", each["text"])
-        for name in ("price", "quota", "spot quota"):
+        for name in ("price", "quota"):
             day.note(f"{instance}: {found[name]['text']}")
 
 

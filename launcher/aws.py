@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ NETWORK = "check the region's name and the network"
 # A signature contains its time.
 CLOCK = "the clock of this machine is wrong, so AWS rejects its signatures; correct it"
 CLOCK_MESSAGES = ("Signature expired", "Signature not yet current")
+QUOTA = "request an increase in the Service Quotas console, or use another --instance"
 # What to do, by a part of AWS's error code or of the exception's name; the first that fits.
 REMEDIES = {
     "LoginInsufficientPermissions": "",
@@ -69,8 +71,7 @@ REMEDIES = {
     "Throttl": THROTTLED,
     "TooManyRequests": THROTTLED,
     "Capacity": CAPACITY,
-    "ResourceLimitExceeded": "the account's quota is too small; ask for more in the Service Quotas"
-    " console (SageMaker, 'for training job usage'), or take another --instance",
+    "ResourceLimitExceeded": QUOTA,
     "NoSuchBucket": "there is no such bucket; check the name of the store",
     "EndpointConnection": NETWORK,
     "ConnectTimeout": NETWORK,
@@ -284,6 +285,8 @@ def why(error: BaseException) -> str:
     cause, remedy = cause_of(error), remedy_of(error)
     code, message = code_and_message(cause)
     text = message or " ".join(str(cause).split()) or type(cause).__name__
+    if remedy == QUOTA and (found := re.search(r"'[^']+' is \d+", text)):
+        return f"the account's quota {found[0]}: {remedy} ({text})"
     if remedy == NETWORK:
         return f"{text}; {remedy}"
     return f"{remedy} ({text})" if remedy else f"{text} ({code})" if code else text

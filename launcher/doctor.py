@@ -13,37 +13,40 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from email.utils import parsedate_to_datetime
-from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import aws_session, check_region, code_and_message, quick_client, why
+from launcher.aws import (
+    QUOTA,
+    aws_session,
+    check_region,
+    code_and_message,
+    quick_client,
+    service_errors,
+    why,
+)
 from launcher.errors import InputError, ServiceError
 from launcher.job import Request
 from launcher.launching.launch import launch
 from launcher.local.backend import LocalBackend
 from launcher.machines import (
     DEFAULT_VERSION,
-    IMAGES,
     default_launcher,
     describe_instance,
     find_image,
     gpus_of,
-    has_local_storage,
     looks_like_gpu,
     no_patches,
     problem,
     training_image,
 )
-from launcher.sagemaker.backend import LOG_GROUP, machines_of, notebook_role, search_jobs
+from launcher.sagemaker.backend import notebook_role
 from launcher.sagemaker.cost import Prices, usd
-from launcher.sagemaker.quotas import CONSOLE, SPOT, TRAINING, WITHOUT_GPU, read_quota
 from launcher.sagemaker.request import sdk_version
 from launcher.sagemaker.stack import Stack, find_stack, is_whole
 from launcher.settings import Settings
@@ -53,13 +56,9 @@ from launcher.tracking import wait
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 LEFT_OUT = "not checked: it needs "
 
-MAX_SKEW_SECONDS = 300  # AWS refuses requests if the clock is further off
 TRAINING_SECONDS = 300  # for a run that takes ten
 DENIED = ("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation")
-# Condition operators that `trusts` evaluates.
-WEIGHED = ("ArnEquals", "ArnLike", "StringEquals", "StringLike")
-
-
+WITHOUT_GPU = "`launch --instance ml.m5.xlarge --preset quick` needs no GPU"  # for new accounts
 ROOM = 500_000_000  # bytes that a job and its model may take
 
 
@@ -90,9 +89,6 @@ class Patient:
     train: bool = True
     session: Any = None
     region: str = ""
-    account: str = ""
-    answered: str = ""  # Date header of an answer of AWS
-    answered_at: float = 0.0  # when it arrived, by this machine's clock
     stack: Stack | None = None
     role: str = ""
     store: str = ""
@@ -227,38 +223,8 @@ def check_the_region(patient: Patient) -> str:
 
 
 def check_credentials(patient: Patient) -> str:
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        answer = patient.client("sts").get_caller_identity()
-    except ClientError as error:
-        note_date(patient, error.response)
-        raise ServiceError(why(error)) from None
-    except BotoCoreError as error:
-        raise ServiceError(why(error)) from None
-    note_date(patient, answer)
-    patient.account = answer["Account"]
-    return str(answer["Arn"])
-
-
-def note_date(patient: Patient, answer: Mapping[str, Any]) -> None:
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    patient.answered, patient.answered_at = headers.get("date", ""), time.time()
-
-
-def check_clock(patient: Patient) -> str:
-    """Needs no valid credentials, since a wrong clock makes AWS reject them."""
-    if not patient.answered:
-        raise Doubt("not checked: AWS has not answered")
-    skew = patient.answered_at - parsedate_to_datetime(patient.answered).timestamp()
-    offset = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} AWS"
-    if abs(skew) > MAX_SKEW_SECONDS:
-        raise ServiceError(
-            f"this machine's clock is {offset}, and AWS allows {MAX_SKEW_SECONDS} s: correct it"
-        )
-    if abs(skew) > MAX_SKEW_SECONDS / 5:
-        raise Doubt(f"this machine's clock is {offset}; AWS allows {MAX_SKEW_SECONDS} s")
-    return offset
+    with service_errors("GetCallerIdentity"):
+        return str(patient.client("sts").get_caller_identity()["Arn"])
 
 
 def check_stack(patient: Patient) -> str:
@@ -282,7 +248,7 @@ def check_stack(patient: Patient) -> str:
 
 
 def check_role(patient: Patient) -> str:
-    """The execution role exists, and SageMaker may assume it."""
+    """The execution role exists."""
     patient.role = patient.settings.role or (patient.stack.role if patient.stack else "")
     patient.role = patient.role or notebook_role(patient.client)
     if not patient.role:
@@ -290,53 +256,8 @@ def check_role(patient: Patient) -> str:
             "no execution role: create one with `sm-nanogpt infra deploy`, or set --role"
         )
     name = patient.role.rsplit("/", 1)[-1]
-    role = patient.ask("iam", "get_role", RoleName=name)["Role"]
-    job = f"arn:{patient.role.split(':')[1]}:sagemaker:{patient.region}:{patient.account}"
-    origin = {
-        "aws:sourceaccount": patient.account,
-        "aws:sourcearn": f"{job}:training-job/sm-nanogpt-any",
-    }
-    if not trusts(role["AssumeRolePolicyDocument"], "sagemaker.amazonaws.com", origin):
-        raise InputError(
-            f"the trust policy of {patient.role} does not let sagemaker.amazonaws.com assume it for"
-            f" training jobs of account {patient.account} in {patient.region}"
-        )
+    patient.ask("iam", "get_role", RoleName=name)
     return patient.role
-
-
-def trusts(policy: Mapping[str, Any], service: str, origin: Mapping[str, str]) -> bool:
-    """Whether a trust policy lets a service assume the role, given the keys of `origin`.
-
-    IAM's simulation does not evaluate trust policies.
-
-    Raises:
-        Doubt: it depends on another condition.
-    """
-
-    def listed(value: Any) -> list[Any]:
-        return list(value) if isinstance(value, list) else [value]
-
-    def holds(operator: str, key: str, values: Any) -> bool:
-        if key.lower() not in origin or operator not in WEIGHED:
-            raise Doubt(f"not checked: the trust policy has a condition on {key}")
-        return any(fnmatchcase(origin[key.lower()], value) for value in listed(values))
-
-    def allows(statement: Mapping[str, Any]) -> bool:
-        principal = statement.get("Principal", {})
-        conditions = statement.get("Condition", {})
-        return (
-            statement["Effect"] == "Allow"
-            and any(fnmatchcase("sts:AssumeRole", each) for each in listed(statement["Action"]))
-            and isinstance(principal, dict)
-            and service in listed(principal.get("Service", []))
-            and all(
-                holds(operator, key, values)
-                for operator, keys in conditions.items()
-                for key, values in keys.items()
-            )
-        )
-
-    return any(allows(statement) for statement in listed(policy["Statement"]))
 
 
 def check_store(patient: Patient) -> str:
@@ -370,74 +291,6 @@ def bucket_and_prefix(store: str) -> tuple[str, str]:
         raise InputError(f"SageMaker cannot read {store}: set --store to s3://bucket/prefix")
     bucket, _, prefix = store.removeprefix("s3://").partition("/")
     return bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-
-
-def check_permissions(patient: Patient) -> str:
-    """Permissions of the role, by IAM's simulation, which ignores the bucket policy."""
-    bucket, prefix = bucket_and_prefix(patient.store)
-    partition = patient.role.split(":")[1]
-    logs = f"arn:{partition}:logs:{patient.region}:{patient.account}:log-group:{LOG_GROUP}"
-    needed = {
-        f"arn:{partition}:s3:::{bucket}/{prefix}jobs/any": ["s3:GetObject", "s3:PutObject"],
-        f"arn:{partition}:s3:::{bucket}/{prefix}checkpoints/any": ["s3:DeleteObject"],
-        f"arn:{partition}:s3:::{bucket}": ["s3:ListBucket"],
-        f"{logs}:log-stream:sm-nanogpt-any": ["logs:CreateLogStream", "logs:PutLogEvents"],
-        "*": ["cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"],
-    }
-    if patient.settings.subnets:
-        needed["*"].append("ec2:CreateNetworkInterface")
-    for repository in image_repositories(patient, partition):
-        needed[repository] = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
-    if key := patient.settings.kms_key or (patient.stack and patient.stack.kms_key):
-        needed[key] = ["kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"]
-        if not has_local_storage(patient.instance):  # whose disks the key encrypts
-            needed[key] += ["kms:CreateGrant", "kms:DescribeKey"]
-    entries = {
-        "aws:ResourceAccount": patient.account,
-        "aws:SecureTransport": "true",
-        "cloudwatch:namespace": "/aws/sagemaker/TrainingJobs",
-        "kms:GrantIsForAWSResource": "true",
-        "s3:prefix": f"{prefix}jobs/any/",
-    }
-    context = [
-        {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
-        for key, value in entries.items()
-    ]
-    denied: list[str] = []
-    undecided: list[str] = []
-    for resource, actions in needed.items():
-        asked = dict(PolicySourceArn=patient.role, ActionNames=actions, ResourceArns=[resource])
-        try:
-            results = patient.ask(
-                "iam", "simulate_principal_policy", ContextEntries=context, **asked
-            )["EvaluationResults"]
-        except ServiceError as error:
-            raise Doubt(f"not checked: {error}") from None
-        for result in results:
-            if result["EvalDecision"] != "allowed":
-                found = undecided if result.get("MissingContextValues") else denied
-                found.append(f"{result['EvalActionName']} on {resource}")
-    if denied:
-        stack = patient.stack
-        # The role of an older stack may lack new permissions.
-        own = stack and (patient.role, patient.store) == (stack.role, stack.store)
-        words = f"infra deploy{' --vpc' * bool(patient.settings.subnets)}"
-        deploy = f"update it with `sm-nanogpt {words}`"
-        remedy = deploy if own else "change its policies"
-        raise InputError(f"the role may not {', nor '.join(denied)}: {remedy}")
-    if undecided:
-        raise Doubt(f"not checked, since it depends on conditions: {', '.join(undecided)}")
-    return "the role may read and write the store, log, and pull the image"
-
-
-def image_repositories(patient: Patient, partition: str) -> list[str]:
-    """The ARNs of the image repositories: the default one's; for the stack's role, all of them."""
-    registry, _, name = default_image(patient).partition("/")
-    account, region = registry.split(".")[0], registry.split(".")[3]
-    names = [name.partition(":")[0]]
-    if patient.stack and patient.role == patient.stack.role:
-        names = sorted({image.repository for image in IMAGES})
-    return [f"arn:{partition}:ecr:{region}:{account}:repository/{name}" for name in names]
 
 
 def check_data(patient: Patient) -> str:
@@ -483,42 +336,26 @@ def check_price(patient: Patient) -> str:
 
 
 def check_quota(patient: Patient) -> str:
-    return compare_quota(patient, TRAINING)
-
-
-def check_spot_quota(patient: Patient) -> str:
+    """The number of instances of the type that training jobs may use."""
+    name = f"{patient.instance} for training job usage"
     try:
-        return compare_quota(patient, SPOT)
-    except InputError as error:
-        raise Doubt(f"{error} (only for --spot)") from None
-
-
-def compare_quota(patient: Patient, use: str) -> str:
-    """Compare a quota with the instances in use."""
-    name = f"{patient.instance} for {use}"
-    try:
-        allowed = read_quota(name, patient.settings, patient.session)
+        with asking("list_service_quotas"):
+            pages = (
+                patient.client("service-quotas")
+                .get_paginator("list_service_quotas")
+                .paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100})
+            )
+            values = {
+                quota["QuotaName"]: quota["Value"] for page in pages for quota in page["Quotas"]
+            }
     except ServiceError as error:
         raise Doubt(f"could not check {name!r}: {error}") from None
-    if allowed < 1:
+    if name not in values:
+        raise Doubt(f"the account has no quota {name!r}")
+    if values[name] < 1:
         first = f"; meanwhile, {WITHOUT_GPU}" if looks_like_gpu(patient.instance) else ""
-        raise InputError(f"{name!r} is {allowed:g}: request an increase in {CONSOLE}{first}")
-    used = running_instances(patient, spot=use == SPOT)
-    if used >= allowed:
-        raise Doubt(f"{name!r} is {allowed:g}, and all are in use: wait, or stop a job")
-    return f"{name!r} is {allowed:g}; {used} in use"
-
-
-def running_instances(patient: Patient, spot: bool) -> int:
-    """The number of instances of the type that training jobs use, on spot capacity or not."""
-    with asking("search"):
-        running = list(search_jobs(patient.client("sagemaker"), "TrainingJobStatus", "InProgress"))
-    machines = [
-        machines_of(job["ResourceConfig"])
-        for job in running
-        if job.get("EnableManagedSpotTraining", False) == spot
-    ]
-    return sum(count for instance, count in machines if instance == patient.instance)
+        raise InputError(f"{name!r} is 0: {QUOTA}{first}")
+    return f"{name!r} is {values[name]:g}"
 
 
 @dataclass(frozen=True)
@@ -538,17 +375,14 @@ AWS = (
     Check("profile", check_profile),
     Check("region", check_the_region, needs=("profile",)),
     Check("credentials", check_credentials, needs=("region",)),
-    Check("clock", check_clock, needs=("region",)),
     Check("stack", check_stack, needs=("credentials",)),
     Check("role", check_role, needs=("credentials", "stack")),
     Check("store", check_store, needs=("credentials", "stack")),
-    Check("permissions", check_permissions, needs=("role", "store")),
     Check("data", check_data, needs=("store",)),
     Check("instance", check_instance_type),
     Check("image", check_image, needs=("region",)),
     Check("price", check_price, needs=("credentials",)),
     Check("quota", check_quota, needs=("credentials",)),
-    Check("spot quota", check_spot_quota, needs=("credentials",)),
 )
 
 

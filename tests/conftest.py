@@ -235,10 +235,7 @@ def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Money
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
     from money_service import TODAY
 
-    for module in ("cost", "quotas"):
-        monkeypatch.setattr(
-            f"launcher.sagemaker.{module}.date", SimpleNamespace(today=lambda: TODAY)
-        )
+    monkeypatch.setattr("launcher.sagemaker.cost.date", SimpleNamespace(today=lambda: TODAY))
     return emulator.money
 
 

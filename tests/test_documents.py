@@ -36,7 +36,6 @@ from launcher.local.backend import LocalBackend
 from launcher.models.load import export_checkpoint, load_artefact
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.quotas import Listed
 from launcher.sagemaker.stack import remembered
 from launcher.settings import load_settings
 from launcher.source import Source
@@ -201,7 +200,6 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
     [
         ("stacks.json", {"us-east-1": {"sm-nanogpt": {**STACK, "policy": "p", "vpc": False}}}),
         ("prices.json", {"us-east-1": {"ml.g5.xlarge": {"per_hour": 1.5, "day": "2026-11-01"}}}),
-        ("quota-codes.json", {"us-east-1": {"day": "2026-11-01", "codes": {"a": "L-1"}}}),
     ],
 )
 def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
@@ -211,7 +209,6 @@ def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
     def look(content: bytes) -> None:
         (home / name).write_bytes(content)  # no error is raised
         remembered(settings, "us-east-1")
-        storage.read_cache(home / "quota-codes.json", dict[str, Listed])
         price = Prices(settings, "us-east-1", None).of("ml.g5.xlarge")
         assert price is not None
         cost.usd(cost.worst_case(price.per_hour, 3600))

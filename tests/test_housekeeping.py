@@ -135,7 +135,6 @@ def test_a_job_with_a_warm_pool_keeps_its_files(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
     words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--keep-alive", "600")
-    cloud.money.quotas["ml.g5.xlarge"] = (1, 1, 1)
     job_id = cli("launch", *words).out.strip()
     cli("wait", job_id)
     before = storage.list_files(f"s3://{s3.bucket}")

@@ -787,7 +787,6 @@ def test_only_actions_without_resources_apply_to_everything(
     assert wide(documents["launcher"]) == {
         "pricing:GetProducts",
         "sagemaker:Search",
-        "servicequotas:GetServiceQuota",
         "servicequotas:ListServiceQuotas",
     }
 

@@ -14,10 +14,9 @@ from unittest.mock import Mock
 import pytest
 from emulator import Emulator
 from launching import Ran, sets
-from money_service import TODAY, MoneyService
+from money_service import MoneyService
 
-from launcher import InputError, JobDescription, ServiceError, Settings, describe
-from launcher.aws import aws_session
+from launcher import InputError, JobDescription, Settings, describe
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
     AROUND_SECONDS,
@@ -33,7 +32,6 @@ from launcher.sagemaker.cost import (
     usd,
     worst_case,
 )
-from launcher.sagemaker.quotas import read_quota
 from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
@@ -291,7 +289,6 @@ def test_a_ceiling_sets_the_time_limit_of_the_request(
 def test_the_most_expensive_of_several_types_counts(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     ran = cli(*LAUNCH, *TWO, "--data", str(text_file), "--max-cost", "5")
     assert ran.code == 0, ran.err
     assert limit(cloud, ran.out.strip()) == 1938
@@ -373,34 +370,23 @@ def test_a_ceiling_that_is_too_low_is_refused_with_numbers(
     assert ran.out == ""
 
 
-def test_a_launch_continues_without_prices_and_quotas(
+def test_a_launch_continues_without_prices(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    for operation in ("GetProducts", "ListServiceQuotas"):
-        money.refuse[operation] = ("AccessDeniedException", "no")
+    money.refuse["GetProducts"] = ("AccessDeniedException", "no")
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert "could not ask AWS's price list: not allowed" in ran.err
     assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
-    assert "quota: could not check 'ml.g5.12xlarge for training job usage'" in ran.err
 
 
 def test_a_launch_continues_if_a_proxy_answers_for_prices(
     cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    words = (*LAUNCH, "--data", str(text_file))
-    for operation in ("GetProducts", "ListServiceQuotas", "GetServiceQuota"):
-        money.instead[operation] = "<html>Sign in</html>"
-    ran = cli(*words)
+    money.instead["GetProducts"] = "<html>Sign in</html>"
+    ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert "could not ask AWS's price list: the answer did not come from AWS" in ran.err
-    not_checked = "quota: could not check 'ml.g5.12xlarge for training job usage': "
-    assert f"{not_checked}ListServiceQuotas: the answer did not come from AWS" in ran.err
-    del money.instead["ListServiceQuotas"]
-    assert cli(*words).code == 0
-    ran = cli(*words)  # by its code
-    assert ran.code == 0, ran.err
-    assert f"{not_checked}GetServiceQuota: the answer did not come from AWS" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -411,18 +397,15 @@ def test_a_launch_continues_with_damaged_price_files(
     cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, content: str
 ) -> None:
     home.mkdir(exist_ok=True)
-    for name in ("prices.json", "quota-codes.json"):
-        (home / name).write_text(content)
+    (home / "prices.json").write_text(content)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
-    assert "not checked" not in ran.err
 
 
 def test_a_launch_continues_if_prices_cannot_be_saved(
     cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    for name in ("prices.json", "quota-codes.json"):
-        (home / name).mkdir(parents=True)
+    (home / "prices.json").mkdir(parents=True)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert "7.09 USD an hour, by AWS's price list" in ran.err
@@ -571,7 +554,6 @@ def test_a_ceiling_needs_the_cost_of_each_earlier_job(
 def test_an_earlier_job_without_capacity_cost_nothing(
     cloud: Emulator, stopped: Callable[..., str], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     first = stopped("--data", str(text_file), "--max-cost", "5")
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
     second = stopped("--resume", first, *TWO)
@@ -581,117 +563,6 @@ def test_an_earlier_job_without_capacity_cost_nothing(
 
 
 # -- what is refused beside ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--instance", "ml.g6.12xlarge"), "'ml.g6.12xlarge for training job usage' is 0 in"),
-        (("--instance-count", "5"), "'ml.g5.12xlarge for training job usage' is 4 in us-east-1"),
-        (("--spot", "--instance-count", "3"), "'ml.g5.12xlarge for spot training job usage' is 2"),
-        (("--keep-alive", "60"), "'ml.g5.12xlarge for training warm pool usage' is 0"),
-        (("--instance", "ml.g5.xlarge,ml.g6.12xlarge"), "'ml.g6.12xlarge for training job usage'"),
-    ],
-)
-def test_a_request_above_the_quota_is_not_sent(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    words: tuple[str, ...],
-    named: str,
-) -> None:
-    ran = cli(*LAUNCH, "--data", str(text_file), *words, *sets(batch_size=60))
-    assert ran.code == 2
-    assert named in ran.error
-    assert "Service Quotas console" in ran.error
-    assert not cloud.calls
-    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--instance-count", "21"), "'Maximum number of instances per training job' is 20"),
-        (("--instance-count", "21", "--spot"), "'Maximum number of instances per spot training"),
-        (("--max-run", "432001"), "'Longest run time for a training job' is 432000 in us-east-1"),
-    ],
-)
-def test_a_job_above_the_limits_of_any_job_is_refused(
-    cloud: Emulator,
-    money: MoneyService,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    words: tuple[str, ...],
-    named: str,
-) -> None:
-    money.quotas["ml.g5.12xlarge"] = (100, 100, 0)
-    ran = cli(*LAUNCH, "--data", str(text_file), *words, *sets(batch_size=84))
-    assert ran.code == 2
-    assert named in ran.error
-    assert "or use a smaller --" in ran.error
-    assert not cloud.calls
-    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
-
-
-def test_a_job_at_the_limits_of_any_job_is_launched(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
-    money.quotas["ml.g5.12xlarge"] = (100, 100, 0)
-    words = ("--instance-count", "20", "--max-run", "432000", *sets(batch_size=80))
-    assert cli(*LAUNCH, "--data", str(text_file), *words).code == 0
-
-
-def test_half_an_aws_key_is_one_line_for_a_quota(
-    money: MoneyService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    settings = Settings()
-    with pytest.raises(ServiceError, match="no AWS credentials"):
-        read_quota("ml.g5.xlarge for training job usage", settings, aws_session(settings))
-
-
-def test_a_quota_is_looked_up_by_name_once(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
-    for _ in range(2):
-        assert cli(*LAUNCH, "--data", str(text_file)).code == 0
-    asked = [name for name in money.operations() if name != "GetProducts"]
-    assert asked[:2] == ["ListServiceQuotas"] * 2  # in pages
-    assert asked[-1] == "GetServiceQuota"
-    assert asked.count("GetServiceQuota") == 1
-
-
-def test_an_outdated_quota_code_is_looked_up_again(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
-) -> None:
-    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
-    file = home / "quota-codes.json"
-    kept = json.loads(file.read_text())
-    codes = kept["us-east-1"]["codes"]
-    one, other = "ml.g6.12xlarge for training job usage", "ml.g5.12xlarge for training job usage"
-    codes[one], codes[other] = codes[other], codes[one]
-    file.write_text(json.dumps(kept))
-    assert cli(*LAUNCH, "--data", str(text_file)).code == 0
-    assert json.loads(file.read_text())["us-east-1"]["codes"][other] == codes[one]
-
-
-def test_a_missing_quota_is_looked_up_once_a_day(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
-) -> None:
-    words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
-    for _ in range(2):
-        ran = cli(*words)
-        assert ran.code == 0, ran.err
-        assert "the account has no quota of that name" in ran.err
-        pages = money.operations().count("ListServiceQuotas")
-        money.calls.clear()
-    assert pages == 0
-    file = home / "quota-codes.json"
-    file.write_text(file.read_text().replace(TODAY.isoformat(), "2026-01-01"))
-    assert cli(*words).code == 0
-    assert "ListServiceQuotas" in money.operations()
 
 
 def test_spot_without_checkpoints_is_refused(
@@ -743,7 +614,6 @@ def test_status_shows_the_cost_so_far_and_at_the_end(
 def test_a_jobs_cost_is_that_of_the_chosen_type(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
     job_id = cli(*LAUNCH, *types, "--data", str(text_file)).out.strip()

@@ -794,7 +794,11 @@ def test_a_deleted_local_upload_is_not_replaced_by_an_older_one(
     [
         ({"AWS_ACCESS_KEY_ID": "EXPIRED"}, (), "have expired"),
         ({"AWS_ACCESS_KEY_ID": "WRONG"}, (), "check AWS_PROFILE or the keys"),
-        ({}, ("--instance", "ml.g6.48xlarge"), "quota is too small"),
+        (
+            {},
+            ("--instance", "ml.g6.48xlarge"),
+            "training job usage' is 0: request",
+        ),
         ({}, (), None),
     ],
 )
@@ -1749,7 +1753,6 @@ def test_a_resumed_job_merges_variables_and_tags_by_name(
 def test_resuming_on_spot_capacity_drops_the_warm_pool(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g5.12xlarge"] = (1, 1, 1)
     earlier = stopped(s3, cli, text_file, "--keep-alive", "600")
     ran = cli("launch", "--resume", earlier, "--spot", "--dry-run")
     assert ran.code == 0, ran.err
@@ -1885,7 +1888,6 @@ def test_a_job_without_capacity_says_what_to_do(
 def test_status_shows_all_types_until_one_is_chosen(
     cloud: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
     job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
     job = cloud.sagemaker.jobs[job_id]
@@ -1939,7 +1941,6 @@ def test_a_job_without_gpus_does_not_wait_for_capacity(
 def test_a_resumed_job_keeps_the_instance_types(
     cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     earlier = stopped(s3, cli, text_file, *TWO)
     assert f"`sm-nanogpt launch --resume {earlier}`" in cli("status", earlier).err
     resources = json.loads(cli("launch", "--resume", earlier, "--dry-run").out)["ResourceConfig"]
@@ -1974,7 +1975,6 @@ def test_the_emulator_refuses_instance_preferences_as_aws_does(
     more: dict[str, Any],
     said: str,
 ) -> None:
-    cloud.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
     sent = cloud.sagemaker.jobs[job_id].request
     if more:

@@ -62,7 +62,6 @@ from launcher.machines import (
 )
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.quotas import check_quotas
 from launcher.sagemaker.request import Plan, create_request, sdk_version
 from launcher.sagemaker.stack import remembered
 from launcher.settings import Settings
@@ -235,12 +234,10 @@ class SageMakerBackend:
         return request
 
     def afford(self, job: TrainingJob) -> TrainingJob:
-        offline = self.settings.offline
-        prices = Prices(self.settings, self.region, None if offline else self.session)
+        session = None if self.settings.offline else self.session
+        prices = Prices(self.settings, self.region, session)
         ready = cost.afford(job, self.settings, prices, lambda: self.spent(job, prices))
         check_checkpoints(ready)
-        if not offline:
-            check_quotas(ready, self.settings, self.session)
         return ready
 
     def spent(self, job: TrainingJob, prices: Prices) -> float:

@@ -33,9 +33,7 @@ from access import (
     Principal,
     Refusal,
     accesses,
-    policies_of,
     principal_of,
-    role_of,
 )
 from cloudformation_service import repaired
 from money_service import MoneyService
@@ -93,8 +91,6 @@ class Emulator:
             if service in ("pricing", "servicequotas"):
                 value = self.money.call(operation, body)
                 return answer(start_response, 200, "application/x-amz-json-1.1", value)
-            if operation == "SimulatePrincipalPolicy":
-                return answer(start_response, 200, "text/xml", simulated(body))
             if service != "s3":
                 self.calls.append((operation, body))
             if operation in self.refuse:
@@ -128,35 +124,6 @@ class Emulator:
                     f" {access.action} action",
                     403,
                 )
-
-
-def simulated(body: dict[str, Any]) -> str:
-    """SimulatePrincipalPolicy's answer, which moto does not know, for a role."""
-
-    def listed(name: str) -> list[str]:
-        return [value for key, value in body.items() if re.fullmatch(rf"{name}\.member\.\d+", key)]
-
-    role = role_of(body["PolicySourceArn"])
-    if role is None:
-        raise Refusal("NoSuchEntity", f"{body['PolicySourceArn']} does not exist", 404)
-    entry = "ContextEntries.member.{}.ContextKey{}"
-    context = {
-        body[entry.format(i, "Name")]: body[entry.format(i, "Values.member.1")]
-        for i in range(1, 1 + sum(key.endswith("ContextKeyName") for key in body))
-    }
-    results = "".join(
-        f"<member><EvalActionName>{action}</EvalActionName>"
-        f"<EvalResourceName>{resource}</EvalResourceName><EvalDecision>"
-        f"{'allowed' if allowed(policies_of(role), action, resource, context) else 'implicitDeny'}"
-        "</EvalDecision></member>"
-        for action in listed("ActionNames")
-        for resource in listed("ResourceArns")
-    )
-    return (
-        "<SimulatePrincipalPolicyResponse><SimulatePrincipalPolicyResult>"
-        f"<EvaluationResults>{results}</EvaluationResults><IsTruncated>false</IsTruncated>"
-        "</SimulatePrincipalPolicyResult></SimulatePrincipalPolicyResponse>"
-    )
 
 
 def auth(environ: dict[str, Any]) -> str:

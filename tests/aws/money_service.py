@@ -163,17 +163,6 @@ def list_service_quotas(
     return answer
 
 
-def get_service_quota(
-    body: dict[str, Any], values: dict[str, tuple[int, int, int]] | None = None
-) -> dict[str, Any]:
-    """GetServiceQuota of `service-quotas`."""
-    check_service(body)
-    for known in quotas(values):
-        if known["QuotaCode"] == body.get("QuotaCode"):
-            return {"Quota": known}
-    raise Refusal("NoSuchResourceException", "The request failed because the quota does not exist")
-
-
 def check_service(body: dict[str, Any]) -> None:
     if body.get("ServiceCode") != "sagemaker":
         raise Refusal("NoSuchResourceException", "The service does not exist")
@@ -197,7 +186,6 @@ class MoneyService:
         operations: dict[str, Callable[[], dict[str, Any]]] = {
             "GetProducts": lambda: get_products(body),
             "ListServiceQuotas": lambda: list_service_quotas(body, self.quotas),
-            "GetServiceQuota": lambda: get_service_quota(body, self.quotas),
         }
         if operation not in operations:
             raise Refusal("UnknownOperationException", operation)

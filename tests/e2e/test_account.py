@@ -72,7 +72,7 @@ def test_an_empty_account_yields_a_sample_without_typed_names(
     (bucket,) = re.findall(r"s3://([^/]+)/nanogpt", deployed.out)
     doctor = command("doctor", "--no-train")
     assert not re.search("^failure", doctor.out, re.MULTILINE)
-    assert re.search("^ok +permissions:", doctor.out, re.MULTILINE)
+    assert re.search("^ok +role:", doctor.out, re.MULTILINE)
     uploaded = command("upload-data", str(text_file))
     assert uploaded.out.startswith(f"s3://{bucket}/nanogpt/data/")
     launch = ("launch", "--instance", "ml.g5.12xlarge", "--max-cost", "5")
@@ -116,7 +116,7 @@ def test_the_policies_allow_only_what_the_commands_need(
 
     def command(*words: str, code: int = 0) -> str:
         before = len(account.accesses)
-        for known in ("prices.json", "quota-codes.json", "stacks.json"):  # each as on its first day
+        for known in ("prices.json", "stacks.json"):  # each as on its first day
             (home / known).unlink(missing_ok=True)
         ran = cli(*words)
         assert ran.code == code, ran.err

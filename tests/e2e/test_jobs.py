@@ -84,7 +84,6 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
 def test_a_job_falls_back_to_the_next_instance_type(
     aws: Emulator, cli: Callable[..., Ran], text_file: Path
 ) -> None:
-    aws.money.quotas["ml.g6.12xlarge"] = (1, 0, 0)
     aws.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge", "--max-cost", "5")
     values = {**launching.TINY, "batch_size": 8}
