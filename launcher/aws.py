@@ -1,7 +1,4 @@
-"""AWS sessions and clients, and errors of AWS as one line that says what to do.
-
-Every module that calls AWS uses it; `storage` uses it for S3.
-"""
+"""AWS sessions and clients, and errors of AWS as one line that says what to do."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A row is what train.py writes at a log interval or an evaluation: `step`, `train_loss` and
 `val_loss` in nats per token, `bits_per_byte`, `learning_rate`, `tokens_per_second`, `time` in
-seconds since the epoch. Not each row has each value. Called by the backends and `tracking`.
+seconds since the epoch. Not each row has each value.
 """
 
 from __future__ import annotations

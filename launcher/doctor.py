@@ -1,4 +1,4 @@
-"""Check whether this machine and the AWS account are ready for a job. Called by `doctor`.
+"""Check whether this machine and the AWS account are ready for a job.
 
 Each check is a function. It returns what it found, raises `Doubt` for a warning, and InputError or
 ServiceError for a failure, whose text says what to do. A check is skipped if one that it needs has

@@ -1,4 +1,4 @@
-"""The two kinds of errors, and words that errors share. Every module uses them."""
+"""The two kinds of errors, and words that errors share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A job as validated data: Request says what a user asks for, TrainingJob what runs, and
 JobDescription how it stands.
-
-How and where a job runs is up to `backends`. Used by submission, tracking and the backends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SageMaker training instances: their names, GPUs and disks. Validation and backends use it.
+"""What jobs run on: SageMaker's instance types and images, and the cores of this machine.
 
 boto3 knows the names; the table below adds the GPUs, from EC2's data. A training type outside of
 the GPU families has none.

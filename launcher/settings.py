@@ -1,7 +1,4 @@
-"""Settings: from the command line, else SM_NANOGPT_* variables, else config.toml, else defaults.
-
-Every module that needs a place, a region or a default of the user takes a Settings.
-"""
+"""Settings: from the command line, else SM_NANOGPT_* variables, else config.toml, else defaults."""
 
 from __future__ import annotations
 

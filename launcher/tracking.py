@@ -1,7 +1,4 @@
-"""Find a job by its id, wherever it runs; list, price, follow, stop and wait for jobs.
-
-Called by the command line, by the Python API (launcher/__init__.py) and by `artefacts`.
-"""
+"""Find a job by its id, wherever it runs; list, price, follow, stop and wait for jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)
 
-# As submission.new_job_id makes it, with the numbers of a sweep's jobs.
+# As launch.new_job_id makes it, with the numbers of a sweep's jobs.
 FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
 
 REMEDIES = {

@@ -2,7 +2,7 @@
 
 A document is a regular file or an S3 object of at most LARGEST bytes. It is parsed into a pydantic
 model, a dataclass or a typed dict, which enforces bounds. Pydantic's parser refuses nesting deeper
-than 200 and integers of more than 4,300 digits. Every module that reads a document uses it.
+than 200 and integers of more than 4,300 digits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Read and write a store: `s3://bucket/prefix` or a local directory.
 
-Settings choose the AWS profile and region; None means those of `load_settings()`. Every module that
-moves files calls it.
+Settings choose the AWS profile and region; None means those of `load_settings()`.
 """
 
 from __future__ import annotations

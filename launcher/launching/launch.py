@@ -1,7 +1,4 @@
-"""Complete, check and submit a job: from a Request to a TrainingJob that runs.
-
-Called by `launch` of the command line, by the Python API and by `doctor`.
-"""
+"""Complete, check and submit a job: from a Request to a TrainingJob that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the model that a run starts from, and check that it knows the text. Called by `submission`.
+"""The model that a run starts from, and what its size means for the text and the memory.
 
 A job reads it from the channel `model`: a directory of this machine for a local job, else a prefix
 `STORE/models/NAME-HASH/`, which is uploaded like a data set.

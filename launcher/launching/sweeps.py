@@ -2,8 +2,7 @@
 
 A sweep has an id like a job's, GROUP; its jobs are GROUP-1, GROUP-2, ..., and GROUP-1-try2 is the
 second try of the first. So the jobs of a sweep are known by their ids alone. What is still to run
-is in `sweeps/GROUP.json` below the home of the machine that launched it. Called by the commands
-`launch`, `jobs`, `stop`, `delete` and `report`.
+is in `sweeps/GROUP.json` below the home of the machine that launched it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The backend for this machine: real training in the container's layout, without Docker.
 
-Called by `submission`, `tracking` and `doctor`.
-
 A job is a directory, HOME/jobs/JOB-ID:
 
     job.json                what was submitted
@@ -15,8 +13,8 @@ A job is a directory, HOME/jobs/JOB-ID:
     output/model.tar.gz     as in S3
     output/output.tar.gz
 
-The runner (launcher.local.runner) is a separate process that outlives the command which
-started it. Its lock shows whether it lives: the kernel releases the lock however the runner ends.
+The runner (launcher.local.runner) is a separate process that outlives the command which started it.
+Its lock shows whether it lives: the kernel releases the lock however the runner ends.
 To delete a job, delete its directory: the runner ends its ranks when job.json is gone.
 """
 

@@ -2,7 +2,7 @@
 
 It creates /opt/ml for each host, starts train.py there as the toolkit does (variables, argv,
 working directory), logs its output, ends the job when a host fails or the directory is deleted, and
-packs model and output. Started by `launcher.local.backend`.
+packs model and output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encode text by a tokenizer.json, in several processes. Called by `tokens` and `sampling`.
+"""Encode text by a tokenizer.json, in several processes.
 
 It imports no torch, so that its processes start at once.
 """

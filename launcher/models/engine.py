@@ -1,4 +1,4 @@
-"""Fast generation by the packaged model on this machine; `launcher.models.sample` calls it.
+"""Fast generation by the packaged model on this machine.
 
 A token costs the reading of the weights and little else, so keys and values are kept, and the
 weights are packed for the CPU. It computes what `GPT.forward` does: the tests hold `generate`

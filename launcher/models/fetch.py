@@ -1,7 +1,7 @@
 """Download, unpack and check the models and checkpoints of jobs.
 
 A fetched model is a directory HOME/models/JOB-ID/WHICH, created atomically. Archives are not
-trusted. Called by `fetch-and-sample`, by the Python API and by `sampling`.
+trusted.
 """
 
 from __future__ import annotations

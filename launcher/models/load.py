@@ -1,8 +1,7 @@
 """Load a model directory without trusting it, or export one from a checkpoint.
 
-Called by `launcher.models.fetch`, to check downloads, and by `launcher.models.sample`. The training
-folder of a model, identified by its SHA-256, computes it. Without that folder, the packaged model
-computes a model that is Qwen3's, since its run compared the logits.
+The training folder of a model, identified by its SHA-256, computes it. Without that folder, the
+packaged model computes a model that is Qwen3's, since its run compared the logits.
 """
 
 from __future__ import annotations

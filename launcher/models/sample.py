@@ -1,4 +1,4 @@
-"""Generate text with a fetched model. Called by `fetch-and-sample` and the Python API."""
+"""Generate text with a fetched model."""
 
 from __future__ import annotations
 

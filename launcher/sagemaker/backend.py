@@ -1,7 +1,6 @@
 """The backend for Amazon SageMaker: the SDK makes the request, boto3 does everything else.
 
-Called by `submission`, `tracking`, `doctor` and `infra`. A job keeps its files below its own
-prefixes in the store:
+A job keeps its files below its own prefixes in the store:
 
     STORE/jobs/JOB-ID/job.json                    the job, for --resume
     STORE/jobs/JOB-ID/source/sourcedir.tar.gz     the training folder

@@ -1,7 +1,5 @@
 """What a job costs, and the time limit that keeps it below a cost ceiling.
 
-Called by the SageMaker backend at launch, and by `tracking` for the costs of jobs.
-
 SageMaker bills each instance of a job by the second, from TrainingStartTime to TrainingEndTime: the
 download of image and data, the run, stop and upload, but not the wait for machines. The time limit
 (MaxRuntimeInSeconds) covers only the run: a report to the SDK's authors shows a job with a limit of

@@ -1,4 +1,4 @@
-"""Deploy and destroy the stack of infra/template.yaml. Called by the `infra` commands."""
+"""Deploy and destroy the stack of infra/template.yaml."""
 
 from __future__ import annotations
 

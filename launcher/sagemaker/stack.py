@@ -1,7 +1,6 @@
 """Find the deployed CloudFormation stack, which provides store and execution role.
 
-`infra` deploys it; `submission`, `corpus` and `doctor` read it. HOME/stacks.json remembers each
-stack for a dry run, which does not call AWS.
+HOME/stacks.json remembers each stack for a dry run, which does not call AWS.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A data set is a prefix `STORE/data/NAME-HASH/`. The hash covers the names and contents of its files,
 so the data of a job never change. Its manifest, `STORE/data/NAME-HASH.json`, is written last: a
-prefix without one is an incomplete upload. Called by `upload-data` and by `submission`.
+prefix without one is an incomplete upload.
 """
 
 from __future__ import annotations

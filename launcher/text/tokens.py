@@ -1,4 +1,4 @@
-"""Encode documents as tokens, in shards that train.py maps into memory. Called by `corpus`.
+"""Encode documents as tokens, in shards that train.py maps into memory.
 
 A data set of tokens is a directory:
 

@@ -1,4 +1,4 @@
-"""The page of a report. Called by the command `report`.
+"""The page of a report.
 
 The page is report.html. Its plots are Vega-Lite, written by Altair. The JavaScript that draws them
 is part of the page, and interprets their expressions, so the page needs neither a request nor

@@ -1,4 +1,4 @@
-"""The local page on which people try trained models: a server on loopback. Called by `play`.
+"""The local page on which people try trained models: a server on loopback.
 
 A generation is one POST, whose answer streams a JSON line for each token; closing the connection
 ends it. The models compute in the server's thread, in short turns: in a second thread, torch took

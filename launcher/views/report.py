@@ -1,7 +1,4 @@
-"""What a report says of runs: their curves, configurations, texts, machines and costs.
-
-Called by the command `report`; `report_page` draws it.
-"""
+"""What a report says of runs: their curves, configurations, texts, machines and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curves of jobs in TensorBoard. Called by the command `track`.
+"""The curves of jobs in TensorBoard.
 
 Everything comes from a job's curve and description, so it works while the job runs and afterwards,
 wherever the job runs. A row that was read from a log has no time; see `with_times`.
