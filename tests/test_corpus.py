@@ -474,8 +474,11 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
     (tmp_path / "public").mkdir()
     (tmp_path / "public/input.txt").write_text(LONG)
     with serving(tmp_path / "public") as (address, asked):
-        monkeypatch.setattr(corpus, "SHAKESPEARE_URL", f"{address}/input.txt")
-        monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(LONG.encode()).hexdigest())
+        monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", f"{address}/input.txt")
+        monkeypatch.setattr(
+            "launcher.text.shakespeare.SHAKESPEARE_SHA256",
+            hashlib.sha256(LONG.encode()).hexdigest(),
+        )
         yield asked
 
 
@@ -507,7 +510,7 @@ def test_a_damaged_cache_is_downloaded_again(
 def test_a_download_with_a_wrong_hash_is_refused_and_deleted(
     home: Path, cli: Callable[..., Ran], shakespeare: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", "0" * 64)
+    monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_SHA256", "0" * 64)
     ran = cli("upload-data")
     assert ran.code == 1
     assert "SHA-256" in ran.error
@@ -529,7 +532,7 @@ def test_an_interrupted_download_is_refused_in_one_line(
 def test_a_failed_download_is_refused_in_one_line(
     cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
+    monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
     ran = cli("upload-data")
     assert ran.code == 1
     assert "http://127.0.0.1:9/input.txt" in ran.error

@@ -20,7 +20,7 @@ from launcher import Settings, metrics
 from launcher.cli.show import following
 from launcher.curve import Curve, in_order, rows_of_log, samples_of_log, seconds_left, sketch
 from launcher.files import storage
-from launcher.sagemaker.backend import LOG_GROUP
+from launcher.sagemaker.logs import LOG_GROUP
 
 
 def file_rows(job: Finished) -> list[dict[str, Any]]:

@@ -214,6 +214,11 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
     return found & files.keys() - {module}
 
 
+def test_one_launcher_file_at_most_has_over_450_lines() -> None:
+    files = (ROOT / "launcher").rglob("*.py")
+    assert len([file for file in files if len(file.read_text().splitlines()) > 450]) <= 1
+
+
 def test_imports_run_as_the_architecture_is_drawn() -> None:
     lines = blocks(ARCHITECTURE, "")[0].splitlines()
     drawn = {

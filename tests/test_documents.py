@@ -31,7 +31,7 @@ from launcher.cli.show import shown
 from launcher.files import storage
 from launcher.files.documents import LARGEST, open_file, parse, read_toml
 from launcher.job import TrainingJob
-from launcher.launching.launch import check_texts, find_channel
+from launcher.launching.texts import check_texts, find_channel
 from launcher.local.backend import LocalBackend
 from launcher.models.load import export_checkpoint, load_artefact
 from launcher.sagemaker import cost

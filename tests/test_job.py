@@ -19,7 +19,7 @@ from launcher import InputError, Request
 from launcher.cli.options import pairs
 from launcher.files.documents import read_toml
 from launcher.local.runner import command_line
-from launcher.sagemaker.backend import sendable_hyperparameters
+from launcher.sagemaker.request import sendable_hyperparameters
 from launcher.source import Source
 
 

@@ -64,15 +64,11 @@ from launcher.machines import (
     sagemaker_types,
     training_image,
 )
-from launcher.sagemaker.backend import (
-    SageMakerBackend,
-    describe_job,
-    is_our_job,
-    script_lines,
-    sendable_hyperparameters,
-    source_archive,
-)
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.estimator import quiet_sdk
+from launcher.sagemaker.logs import script_lines
+from launcher.sagemaker.request import sendable_hyperparameters, source_archive
 from launcher.settings import load_settings
 from launcher.source import Source
 

@@ -19,7 +19,7 @@ from s3fs import S3FileSystem
 from launcher import InputError, ServiceError, upload_data
 from launcher.aws import Unreachable
 from launcher.files import storage
-from launcher.launching.launch import find_channel
+from launcher.launching.texts import find_channel
 from launcher.settings import load_settings
 from launcher.text.corpus import last_upload
 

@@ -36,6 +36,7 @@ from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
 from launcher.text.corpus import find_text, send
+from launcher.text.tokenizer import open_words
 from launcher.text.tokens import zstd
 
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
@@ -245,7 +246,7 @@ def test_published_tokenizers_of_bytes_are_taken(
     document = json.loads(words_of.content)
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    opened = tokens.open_words(tmp_path)
+    opened = open_words(tmp_path)
     ids = load_words(opened.content).encode(STRANGE).ids
     assert opened.tokenizer.decode(ids) == STRANGE
 
@@ -272,7 +273,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(InputError) as raised:
-        tokens.open_words(tmp_path)
+        open_words(tmp_path)
     assert reason in str(raised.value)
 
 

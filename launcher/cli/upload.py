@@ -50,7 +50,8 @@ def upload_data_command(
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
     from launcher.files.storage import path_of
-    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, shakespeare, upload_data
+    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
+    from launcher.text.shakespeare import shakespeare
 
     if vocab_size is not None and tokenizer != "bpe":
         what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"

@@ -7,16 +7,15 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import permutations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.files.documents import check_regular
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
+from launcher.launching.texts import Channel, check_texts, find_texts, n_training, size_of
 from launcher.machines import (
     TORCHRUN_ALONE,
     default_launcher,
@@ -343,117 +342,6 @@ def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:
     logger.info(f"data: {job.data}{origin}")
     if job.preset and not asked.preset:
         logger.info(f"preset: {job.preset}")
-
-
-@dataclass(frozen=True)
-class Channel:
-    """The text or model of one channel: the name that the user gave, its URI, files to upload.
-
-    upload is None for text on S3 that `upload-data` did not put there; its length is unknown.
-    """
-
-    named: str
-    uri: str
-    upload: corpus.Upload | None
-    sources: list[Path]
-
-
-def find_channel(location: str, settings: Settings) -> Channel:
-    """Find where the job reads a text; survey a local one for its upload."""
-    uri, path = storage.to_uri(location), storage.local_path(location)
-    if path is None and settings.offline:
-        return Channel(location, uri, None, [])
-    known = corpus.find_upload(uri, settings)
-    if known is None and corpus.read_manifest(uri, settings) is not None:
-        raise InputError(f"{location}: a file of this upload is missing; upload the text again")
-    if known is not None and path is not None:
-        check_regular(path)
-    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
-        return Channel(location, uri, replace(known, uploaded=False), [])
-    if path is None:
-        there = storage.list_files(uri, settings)
-        if not any(name.endswith(".txt") or name == "meta.json" for name in there):
-            what = "no *.txt file is there" if there else "nothing is there"
-            raise InputError(f"{location}: {what}")
-        return Channel(location, uri, None, [])
-    if known is not None and known.train_tokens:  # made here, before there was a store on S3
-        sources = [path / name for name in known.files]
-        uri = storage.join(settings.data_store, "data", path.name)
-        upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
-    else:
-        upload, sources = corpus.survey(path, settings)
-    return Channel(location, upload.uri, upload, sources)
-
-
-def find_texts(data: str, validation: str | None, settings: Settings) -> dict[str, Channel]:
-    """Where the job reads its texts, by the job's fields."""
-    named = {"data": data, "validation": validation}
-    return {name: find_channel(text, settings) for name, text in named.items() if text}
-
-
-def n_training(upload: corpus.Upload) -> int:
-    """The tokens to train on, or characters."""
-    return upload.train_tokens or int(0.9 * upload.characters)
-
-
-def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
-    """The tokens to train on, or characters, and how many different ones there are.
-
-    Raises:
-        InputError: `upload-data` did not put the text there.
-    """
-    if channel.upload is not None:
-        return n_training(channel.upload), channel.upload.vocabulary_size
-    if settings.offline:
-        raise InputError(
-            f"{channel.named}: --preset auto needs the length of the text, and a dry run does not"
-            " ask S3; name a preset, or a local text"
-        )
-    raise InputError(
-        f"{channel.named}: --preset auto needs text that `upload-data` put there; name a preset"
-    )
-
-
-def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
-    """Raise InputError if a run of this config would refuse the texts."""
-    parts = []
-    for name, channel in channels.items():
-        if channel.upload is None:
-            continue
-        if channel.upload.train_tokens and len(channels) > 1:
-            raise InputError(
-                f"{channel.named}: it holds tokens, with their own validation part; leave out"
-                " --validation, or give two texts"
-            )
-        if not channel.upload.train_tokens and getattr(config, "mask_documents", False):
-            raise InputError(
-                f"{channel.named}: mask_documents needs tokens, whose documents have an end; leave"
-                " it out, or encode the text with `upload-data --tokenizer`"
-            )
-        if 0 < getattr(config, "vocab_size", 0) < channel.upload.vocabulary_size:
-            unit = "tokens" if channel.upload.train_tokens else "characters"
-            raise InputError(
-                f"{channel.named}: it has {channel.upload.vocabulary_size} different {unit}, more"
-                f" than vocab_size={config.vocab_size}"
-            )
-        n = channel.upload.characters
-        if channel.upload.train_tokens:
-            parts += [(channel, "training", channel.upload.train_tokens)]
-            parts += [(channel, "validation", channel.upload.val_tokens)]
-        elif len(channels) == 1:
-            n_train = int(n * (1 - config.validation_fraction))
-            parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
-        else:
-            parts.append((channel, "training" if name == "data" else name, n))
-    for channel, part, length in parts:
-        assert channel.upload is not None
-        unit = "tokens" if channel.upload.train_tokens else "characters"
-        if length < config.block_size + 1:
-            raise InputError(
-                f"{channel.named}: the {part} text has {length} {unit}, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
-                " a smaller block_size"
-            )
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, 
         return
     encode = f"encode the text with `sm-nanogpt upload-data PATH --tokenizer {model}`"
     if upload.train_tokens:
-        from launcher.text.tokens import fingerprint
+        from launcher.text.tokenizer import fingerprint
 
         if upload.tokenizer != fingerprint(tokenizer):
             raise InputError(f"{named}: its tokens are not those of {model}; {encode}")

@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+import launcher
 from launcher.curve import LARGEST_CURVE, Row, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -73,7 +74,8 @@ NOT_STARTED = "it could not be started"
 
 # The runner imports the launcher from the same place as this process, and nothing else there.
 RUNNER = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher; del sys.path[0];"
+    "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
+    " del sys.path[0];"
     " from launcher.local.runner import main; main()"
 )
 
@@ -162,7 +164,7 @@ class LocalBackend:
                     RUNNER,
                     str(directory),
                     str(lock.fileno()),
-                    str(Path(storage.__file__).parents[1].absolute()),
+                    str(Path(launcher.__file__).parents[1].absolute()),
                 ],
                 cwd=directory,  # it holds nothing to import by mistake
                 env={

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import launcher
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def encoded(
 
 
 def start() -> subprocess.Popen[bytes]:
-    here = str(Path(__file__).absolute().parents[1])
+    here = str(Path(launcher.__file__).absolute().parents[1])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.models.encoder"],

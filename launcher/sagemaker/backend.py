@@ -12,17 +12,14 @@ A job keeps its files below its own prefixes in the store:
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import logging
 import math
 import re
-import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import date, datetime
+from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +41,6 @@ from launcher.job import (
     TAG_KEY,
     TAG_VALUE,
     JobDescription,
-    Request,
-    Scalar,
     TrainingJob,
     log_pending,
     newest_checkpoint,
@@ -61,16 +56,24 @@ from launcher.machines import (
 )
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
-from launcher.sagemaker.request import Plan, create_request, sdk_version
+from launcher.sagemaker.description import describe_job, is_our_job
+from launcher.sagemaker.logs import LOG_GROUP, Event, new_events, script_lines
+from launcher.sagemaker.request import (
+    Plan,
+    check_checkpoints,
+    check_value,
+    create_request,
+    sdk_version,
+    sendable_hyperparameters,
+    source_archive,
+)
 from launcher.sagemaker.stack import remembered
 from launcher.settings import Settings
-from launcher.source import Source
 
 logger = logging.getLogger(__name__)
 
 # What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
 NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
-LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
 CONSOLES = {
     "aws": "console.aws.amazon.com",
@@ -78,17 +81,6 @@ CONSOLES = {
     "aws-us-gov": "console.amazonaws-us-gov.com",
 }
 QUIET_SECONDS = 15.0  # without a line after a job's end until its log is complete
-
-# A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
-# toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
-CAUSE = re.compile(
-    r'^(?:AlgorithmError: |ErrorMessage ")(\w+: .*?)(?: \[\w+\])?"?(?:, exit code: \d+)?\s*$',
-    re.MULTILINE,
-)
-EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
-
-
-Event = tuple[int, str, str]  # of a log: time in ms, stream (HOST-TIME here), message
 
 
 class SageMakerBackend:
@@ -446,112 +438,10 @@ class SageMakerBackend:
         The argument is not changed, so that no line is lost if an outage interrupts the call.
         """
         raw, seen = self.raw(job_id), dict(seen)
-        return raw, sorted(self.new_events(job_id, seen), key=lambda event: event[0]), seen
-
-    def new_events(self, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
-        """Yield each event since `seen`, which is updated."""
-        client = self.client("logs")
-        try:
-            with service_errors("DescribeLogStreams"):
-                pages = client.get_paginator("describe_log_streams").paginate(
-                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
-                )
-                streams = [
-                    stream["logStreamName"] for page in pages for stream in page["logStreams"]
-                ]
-        except Missing:  # the account has no logs yet
-            return
-        for stream in streams:
-            while True:
-                token = {"nextToken": seen[stream]} if stream in seen else {}
-                with service_errors("GetLogEvents"):
-                    page = client.get_log_events(
-                        logGroupName=LOG_GROUP,
-                        logStreamName=stream,
-                        startFromHead=True,
-                        **token,
-                    )
-                    events, following = page["events"], page["nextForwardToken"]
-                for event in events:
-                    message = event["message"].rstrip("\n")
-                    yield event["timestamp"], stream.removeprefix(f"{job_id}/"), message
-                # At its end, a stream returns the token of the request.
-                finished = seen.get(stream) == following
-                seen[stream] = following
-                if finished:
-                    break
-
-
-def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
-    """The hyperparameters to send to SageMaker.
-
-    Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
-    only safe characters are allowed.
-
-    Raises:
-        InputError: a value has other characters.
-    """
-    values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
-    harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
-    for name, value in list(values.items()):
-        if harmless.fullmatch(str(value)):
-            continue
-        if name in explicit:
-            raise InputError(
-                f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
-            )
-        del values[name]  # the edited script has the same default there
-    if len(values) > 80:  # AWS allows 100, including those of the SDK
-        raise InputError(
-            f"{len(values)} hyperparameters are too many: AWS allows 80 besides those of the SDK"
-        )
-    return values
-
-
-def check_value(shape: Any, value: Any, place: str) -> None:
-    """Hold a part of a request against botocore's model of it. Raises InputError."""
-    members: dict[str, tuple[Any, Any]] = {}
-    if shape.type_name == "structure":
-        members = {name: (shape.members[name], value[name]) for name in value}
-    elif shape.type_name == "list":
-        members = {str(i): (shape.member, each) for i, each in enumerate(value, 1)}
-    elif shape.type_name == "map":
-        members = {name: (shape.value, each) for name, each in value.items()}
-        for name in value:
-            check_value(shape.key, name, f"{place}.{name}")
-    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
-    pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w \xa0")  # of Java
-    if not limits.get("min", size) <= size <= limits.get("max", size):
-        what = "must be" if size is value else f"its length is {size}, and must be"
-        problem = f"{what} {limits.get('min', 0)} to {limits.get('max', 'any')}"
-    elif shape.type_name == "string" and not re.fullmatch(pattern, value, re.DOTALL):
-        problem = f"must match {pattern}"
-    elif value not in limits.get("enum", [value]) and shape.name != "TrainingInstanceType":
-        problem = f"must be one of {', '.join(limits['enum'])}"  # types may be new to botocore
-    else:
-        for name, (member, each) in members.items():
-            check_value(member, each, f"{place}.{name}".lstrip("."))
-        return
-    raise InputError(f"AWS would refuse {place}: {str(value)[:100]!r}: {problem}")
-
-
-def check_checkpoints(job: TrainingJob) -> None:
-    """Raise InputError for a spot job that would start over after each interruption.
-
-    SageMaker does not signal an interruption, so a job resumes from a checkpoint of its timer
-    (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
-    """
-    if not job.spot:
-        return
-    config = job.config(1)
-    timer = getattr(config, "checkpoint_seconds", math.inf) or 60.0
-    evaluations = getattr(config, "eval_interval", math.inf)
-    if timer >= job.time_limit and evaluations >= config.max_steps:
-        raise InputError(
-            "--spot: an interrupted job would start over, since it writes no checkpoint before"
-            f" its end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
-            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
-            " checkpoint_seconds (default: 60)"
+        return (
+            raw,
+            sorted(new_events(self.client("logs"), job_id, seen), key=lambda event: event[0]),
+            seen,
         )
 
 
@@ -566,92 +456,6 @@ def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
     for page in pages:
         for result in page["Results"]:
             yield result["TrainingJob"]
-
-
-def is_our_job(raw: dict[str, Any]) -> bool:
-    """Whether a job has our layout of files in S3; other jobs are ignored."""
-    job_id = raw["TrainingJobName"]
-    output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
-    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
-    store = output.removesuffix("/jobs")
-    ours = output.startswith("s3://") and store != output
-    return ours and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
-
-
-def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
-    has_checkpoint = checkpoint_step is not None
-    channels = {
-        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
-        for channel in raw.get("InputDataConfig", [])
-    }
-    hyperparameters = {
-        name: json.loads(value)
-        for name, value in raw.get("HyperParameters", {}).items()
-        if not name.startswith("sagemaker_")
-    }
-    metrics = {
-        metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
-    }
-    if "step" in metrics:
-        metrics["step"] = int(metrics["step"])
-    secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
-    transitions = raw.get("SecondaryStatusTransitions", [])
-    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
-    # An interrupted spot job runs again, so it has not failed.
-    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
-    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
-    instance, instance_count = machines_of(resources)
-    completed = raw["TrainingJobStatus"] == "Completed"
-    return JobDescription(
-        job_id=raw["TrainingJobName"],
-        status=raw["TrainingJobStatus"],
-        secondary_status=secondary,
-        instance=instance,
-        instance_count=instance_count,
-        volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
-        created=raw["CreationTime"].timestamp(),
-        data=channels.get("training", ""),
-        hyperparameters=hyperparameters,
-        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
-        message=transitions[-1].get("StatusMessage") if transitions else None,
-        started=timestamp(raw.get("TrainingStartTime")),
-        ended=timestamp(raw.get("TrainingEndTime")),
-        metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
-        model_uri=raw.get("ModelArtifacts", {}).get("S3ModelArtifacts") if completed else None,
-        checkpoint_uri=raw["CheckpointConfig"]["S3Uri"] if has_checkpoint else None,
-        checkpoint_step=checkpoint_step,
-        billable_seconds=raw.get("BillableTimeInSeconds"),
-        training_seconds=raw.get("TrainingTimeInSeconds"),
-        keep_alive=resources.get("KeepAlivePeriodInSeconds"),
-        warm_pool_seconds=(
-            pool.get("ResourceRetainedBillableTimeInSeconds")
-            if pool.get("Status") != "Available"
-            else None
-        ),
-        spot=raw.get("EnableManagedSpotTraining", False),
-    )
-
-
-def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
-    """The instance type and count of a job's ResourceConfig.
-
-    Until SageMaker chooses one of several types, this is all of them, separated by commas.
-    """
-    preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
-    instance = resources.get("SelectedInstanceType") or ",".join(preferred)
-    instance = instance or resources.get("InstanceType", "")
-    return instance, resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
-
-
-def in_short(reason: str) -> str:
-    """A FailureReason in one line: the error of train.py, else all of it."""
-    found = CAUSE.search(reason) or EXTRA.search(reason)
-    return " ".join((found[1] if found else reason).split())
-
-
-def timestamp(moment: datetime | None) -> float | None:
-    return None if moment is None else moment.timestamp()
 
 
 def notebook_role(client: Callable[[str], Any]) -> str:
@@ -674,71 +478,3 @@ def notebook_role(client: Callable[[str], Any]) -> str:
         name = here["ResourceName"]
         answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
         return str(answer["RoleArn"])
-
-
-# The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
-# GPUs have no mpi4py since PyTorch 2.11. Its part there is to end all ranks when one fails, which
-# mpirun does by itself, as no rank calls MPI_Init.
-MPI4PY = b"""\
-import os, runpy, sys
-
-del sys.argv[0]
-sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def source_archive(source: Source, launcher: str) -> bytes:
-    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
-    give the same bytes."""
-    files = dict(sorted(source.files.items()))
-    if launcher == "pytorchddp":
-        files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
-        tarfile.open(fileobj=file, mode="w") as tar,
-    ):
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size, member.mode = len(content), 0o644
-            tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
-
-
-# -- the lines of the toolkit ----------------------------------------------------------------------
-
-
-# mpirun tags each line with its rank and host; torchrun does not.
-TAGGED = re.compile(r"\[\d+,mpirank:\d+,([^\]]+)\]<std(?:out|err)>:(.*)", re.DOTALL)
-TOOLKIT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [\w.-]+ +([A-Z]+) ")
-START = "Invoking script with the following command:"  # the command is on the next line
-# The images since 2.11 preload a library that they fail to make, so each process says so.
-NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
-
-
-def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
-
-    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other
-    than the first start with the host's name.
-    """
-    started, at_command = set[str](), set[str]()
-    for stream, line in lines:
-        host = stream.rpartition("-")[0]
-        if tagged := TAGGED.match(line):
-            host, line = tagged[1], tagged[2]
-        elif by_toolkit := TOOLKIT.match(line):
-            if by_toolkit[1] not in ("ERROR", "CRITICAL"):
-                continue
-        elif stream not in started:  # hundreds of lines of environment
-            if line.startswith(START):
-                started.add(stream)
-                at_command.add(stream)
-            continue
-        elif stream in at_command:
-            if line.strip():
-                at_command.remove(stream)
-            continue
-        if not line.startswith(NOISE):
-            yield line if host == "algo-1" else f"{host}: {line}"

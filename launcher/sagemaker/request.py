@@ -7,8 +7,13 @@ same.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import logging
+import math
+import re
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,8 +22,9 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, TrainingJob
+from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, Request, Scalar, TrainingJob
 from launcher.machines import looks_like_gpu
+from launcher.source import Source
 
 CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
 LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no default
@@ -193,3 +199,106 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     if job.spot:
         request["EnableManagedSpotTraining"] = True
     return request
+
+
+def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
+    """The hyperparameters to send to SageMaker.
+
+    Toolkits up to 5.1.2, as in the images since 2.11, pass the values through a shell, unquoted, so
+    only safe characters are allowed.
+
+    Raises:
+        InputError: a value has other characters.
+    """
+    values, explicit = job.all_hyperparameters(), job.explicit_hyperparameters()
+    harmless = re.compile(r"[A-Za-z0-9._:/=+-]{1,2500}")
+    for name, value in list(values.items()):
+        if harmless.fullmatch(str(value)):
+            continue
+        if name in explicit:
+            raise InputError(
+                f"{name}={value!r}: SageMaker hyperparameters allow only A-Z a-z 0-9 . _ : / = + -"
+            )
+        del values[name]  # the edited script has the same default there
+    if len(values) > 80:  # AWS allows 100, including those of the SDK
+        raise InputError(
+            f"{len(values)} hyperparameters are too many: AWS allows 80 besides those of the SDK"
+        )
+    return values
+
+
+def check_value(shape: Any, value: Any, place: str) -> None:
+    """Hold a part of a request against botocore's model of it. Raises InputError."""
+    members: dict[str, tuple[Any, Any]] = {}
+    if shape.type_name == "structure":
+        members = {name: (shape.members[name], value[name]) for name in value}
+    elif shape.type_name == "list":
+        members = {str(i): (shape.member, each) for i, each in enumerate(value, 1)}
+    elif shape.type_name == "map":
+        members = {name: (shape.value, each) for name, each in value.items()}
+        for name in value:
+            check_value(shape.key, name, f"{place}.{name}")
+    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
+    pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w \xa0")  # of Java
+    if not limits.get("min", size) <= size <= limits.get("max", size):
+        what = "must be" if size is value else f"its length is {size}, and must be"
+        problem = f"{what} {limits.get('min', 0)} to {limits.get('max', 'any')}"
+    elif shape.type_name == "string" and not re.fullmatch(pattern, value, re.DOTALL):
+        problem = f"must match {pattern}"
+    elif value not in limits.get("enum", [value]) and shape.name != "TrainingInstanceType":
+        problem = f"must be one of {', '.join(limits['enum'])}"  # types may be new to botocore
+    else:
+        for name, (member, each) in members.items():
+            check_value(member, each, f"{place}.{name}".lstrip("."))
+        return
+    raise InputError(f"AWS would refuse {place}: {str(value)[:100]!r}: {problem}")
+
+
+def check_checkpoints(job: TrainingJob) -> None:
+    """Raise InputError for a spot job that would start over after each interruption.
+
+    SageMaker does not signal an interruption, so a job resumes from a checkpoint of its timer
+    (`checkpoint_seconds`) or of an evaluation (`eval_interval`).
+    """
+    if not job.spot:
+        return
+    config = job.config(1)
+    timer = getattr(config, "checkpoint_seconds", math.inf) or 60.0
+    evaluations = getattr(config, "eval_interval", math.inf)
+    if timer >= job.time_limit and evaluations >= config.max_steps:
+        raise InputError(
+            "--spot: an interrupted job would start over, since it writes no checkpoint before"
+            f" its end: checkpoint_seconds={timer:g} with --max-run {job.time_limit},"
+            f" eval_interval={evaluations:g} with max_steps={config.max_steps}; set a smaller"
+            " checkpoint_seconds (default: 60)"
+        )
+
+
+# The toolkit starts each rank of `pytorchddp` by `python -m mpi4py train.py`, and AWS's images for
+# GPUs have no mpi4py since PyTorch 2.11. Its part there is to end all ranks when one fails, which
+# mpirun does by itself, as no rank calls MPI_Init.
+MPI4PY = b"""\
+import os, runpy, sys
+
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def source_archive(source: Source, launcher: str) -> bytes:
+    """sourcedir.tar.gz: the training folder, and what the launcher needs besides; the same files
+    give the same bytes."""
+    files = dict(sorted(source.files.items()))
+    if launcher == "pytorchddp":
+        files |= {"mpi4py/__init__.py": b"", "mpi4py/__main__.py": MPI4PY}
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,
+        tarfile.open(fileobj=file, mode="w") as tar,
+    ):
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()

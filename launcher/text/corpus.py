@@ -8,12 +8,10 @@ prefix without one is an incomplete upload.
 from __future__ import annotations
 
 import hashlib
-import http.client
 import logging
 import os
 import re
 import tempfile
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,14 +28,10 @@ from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 
 if TYPE_CHECKING:  # it imports torch
-    from launcher.text.tokens import Words
+    from launcher.text.tokenizer import Words
 
 logger = logging.getLogger(__name__)
 
-SHAKESPEARE_URL = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
@@ -184,6 +178,7 @@ def send_tokens(
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
+    from launcher.text.tokenizer import fingerprint
 
     files = find_text(root, tokens.is_text)
     source = tokens.survey(files)
@@ -223,7 +218,7 @@ def send_tokens(
             train_tokens=made.train,
             val_tokens=made.val,
             documents=source.documents,
-            tokenizer=tokens.fingerprint(words.tokenizer),
+            tokenizer=fingerprint(words.tokenizer),
         )
         send(upload, paths, settings, progress)
     return upload
@@ -231,7 +226,7 @@ def send_tokens(
 
 def find_words(word: str, settings: Settings) -> Words:
     """The tokenizer that a user named: a file, a directory or a job."""
-    from launcher.text.tokens import open_words
+    from launcher.text.tokenizer import open_words
 
     if storage.path_of(word).exists():
         return open_words(storage.path_of(word))
@@ -244,10 +239,7 @@ def find_words(word: str, settings: Settings) -> Words:
 
 
 def send(
-    upload: Upload,
-    sources: Sequence[Path],
-    settings: Settings,
-    progress: Progress = lambda n: None,
+    upload: Upload, sources: Sequence[Path], settings: Settings, progress: Progress = lambda n: None
 ) -> None:
     """Upload a surveyed data set, unless it is in the store.
 
@@ -445,36 +437,3 @@ def check_enough(root: Path, characters: int) -> None:
             f"{root}: {characters} characters are too few to train and validate on; use at least"
             f" {needed}, better a million"
         )
-
-
-def shakespeare(settings: Settings | None = None, progress: Progress = lambda n: None) -> Path:
-    """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
-
-    Raises:
-        ServiceError: the download failed.
-    """
-    target = (settings or load_settings()).cache_dir / "shakespeare.txt"
-    return download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, target, progress)
-
-
-def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
-    """Download a file, unless the cache has it intact."""
-    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == sha256:
-        return target
-    content = bytearray()
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            storage.expect(progress, response.length or 0)
-            while chunk := response.read(1 << 16):
-                content += chunk
-                progress(len(chunk))
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ServiceError(f"{url}: {reason}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ServiceError(
-            f"{url}: its SHA-256 is {found}, expected {sha256}; discarded the download"
-        )
-    storage.write_bytes(str(target), bytes(content))
-    return target

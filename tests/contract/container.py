@@ -28,7 +28,7 @@ from typing import Any, Self
 import pytest
 from runs import SCRIPT
 
-from launcher.sagemaker.backend import source_archive
+from launcher.sagemaker.request import source_archive
 from launcher.source import Source
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,7 +18,8 @@ from launching import until
 from runs import SMALL, edited_folder, words
 
 from launcher.machines import cores
-from launcher.sagemaker.backend import in_short, script_lines
+from launcher.sagemaker.description import in_short
+from launcher.sagemaker.logs import script_lines
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
 

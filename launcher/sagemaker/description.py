@@ -1,0 +1,105 @@
+"""What SageMaker says of a job, as a JobDescription."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from launcher.job import RUNNING, JobDescription
+
+# A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
+# toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
+CAUSE = re.compile(
+    r'^(?:AlgorithmError: |ErrorMessage ")(\w+: .*?)(?: \[\w+\])?"?(?:, exit code: \d+)?\s*$',
+    re.MULTILINE,
+)
+EXTRA = re.compile(r'^ExtraInfo "(.+?)"?\s*$', re.MULTILINE)
+
+
+def is_our_job(raw: dict[str, Any]) -> bool:
+    """Whether a job has our layout of files in S3; other jobs are ignored."""
+    job_id = raw["TrainingJobName"]
+    output = raw.get("OutputDataConfig", {}).get("S3OutputPath", "")
+    checkpoints = raw.get("CheckpointConfig", {}).get("S3Uri", "")
+    store = output.removesuffix("/jobs")
+    ours = output.startswith("s3://") and store != output
+    return ours and checkpoints.rstrip("/") == f"{store}/checkpoints/{job_id}"
+
+
+def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
+    has_checkpoint = checkpoint_step is not None
+    channels = {
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
+        for channel in raw.get("InputDataConfig", [])
+    }
+    hyperparameters = {
+        name: json.loads(value)
+        for name, value in raw.get("HyperParameters", {}).items()
+        if not name.startswith("sagemaker_")
+    }
+    metrics = {
+        metric["MetricName"]: metric["Value"] for metric in raw.get("FinalMetricDataList", [])
+    }
+    if "step" in metrics:
+        metrics["step"] = int(metrics["step"])
+    secondary = raw.get("SecondaryStatus", raw["TrainingJobStatus"])
+    transitions = raw.get("SecondaryStatusTransitions", [])
+    limits = ("MaxRuntimeExceeded", "MaxWaitTimeExceeded", "Interrupted")
+    # An interrupted spot job runs again, so it has not failed.
+    reason = in_short(raw.get("FailureReason", "")) or (secondary if secondary in limits else None)
+    resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
+    instance, instance_count = machines_of(resources)
+    completed = raw["TrainingJobStatus"] == "Completed"
+    return JobDescription(
+        job_id=raw["TrainingJobName"],
+        status=raw["TrainingJobStatus"],
+        secondary_status=secondary,
+        instance=instance,
+        instance_count=instance_count,
+        volume_size=resources.get("VolumeSizeInGB", 0),  # not required by botocore's model
+        created=raw["CreationTime"].timestamp(),
+        data=channels.get("training", ""),
+        hyperparameters=hyperparameters,
+        failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
+        message=transitions[-1].get("StatusMessage") if transitions else None,
+        started=timestamp(raw.get("TrainingStartTime")),
+        ended=timestamp(raw.get("TrainingEndTime")),
+        metrics={**metrics, "max_steps": hyperparameters.get("max_steps")} if metrics else None,
+        model_uri=raw.get("ModelArtifacts", {}).get("S3ModelArtifacts") if completed else None,
+        checkpoint_uri=raw["CheckpointConfig"]["S3Uri"] if has_checkpoint else None,
+        checkpoint_step=checkpoint_step,
+        billable_seconds=raw.get("BillableTimeInSeconds"),
+        training_seconds=raw.get("TrainingTimeInSeconds"),
+        keep_alive=resources.get("KeepAlivePeriodInSeconds"),
+        warm_pool_seconds=(
+            pool.get("ResourceRetainedBillableTimeInSeconds")
+            if pool.get("Status") != "Available"
+            else None
+        ),
+        spot=raw.get("EnableManagedSpotTraining", False),
+    )
+
+
+def machines_of(resources: Mapping[str, Any]) -> tuple[str, int]:
+    """The instance type and count of a job's ResourceConfig.
+
+    Until SageMaker chooses one of several types, this is all of them, separated by commas.
+    """
+    preferred = [each["InstanceType"] for each in resources.get("InstancePreferences", [])]
+    instance = resources.get("SelectedInstanceType") or ",".join(preferred)
+    instance = instance or resources.get("InstanceType", "")
+    return instance, resources.get("SelectedInstanceCount") or resources.get("InstanceCount", 0)
+
+
+def in_short(reason: str) -> str:
+    """A FailureReason in one line: the error of train.py, else all of it."""
+    found = CAUSE.search(reason) or EXTRA.search(reason)
+    return " ".join((found[1] if found else reason).split())
+
+
+def timestamp(moment: datetime | None) -> float | None:
+    return None if moment is None else moment.timestamp()

@@ -1,0 +1,97 @@
+"""Tokenizers: read one, learn one, and tell two apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entry_point import data
+from entry_point.errors import DataError
+from launcher.errors import InputError
+from launcher.files import documents as door
+from launcher.models.encoder import load_words
+from launcher.models.load import LARGEST_TOKENIZER
+
+END_OF_TEXT = "<|endoftext|>"
+# Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer.json, and its token that ends a document (None: text of characters has none)."""
+
+    content: str
+    end_of_text: str | None
+
+    @property
+    def tokenizer(self) -> data.Tokenizer:
+        return data.Tokenizer(json.loads(self.content), self.end_of_text)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.end_of_text,
+        }
+
+
+def fingerprint(tokenizer: data.Tokenizer) -> str:
+    """A SHA-256 of the bytes that each id stands for."""
+    return hashlib.sha256(repr(tokenizer.words).encode()).hexdigest()
+
+
+def open_words(path: Path) -> Words:
+    """The tokenizer in a tokenizer.json, or in a directory as of Hugging Face or of a model.
+
+    Raises:
+        InputError: there is none, or it is not of BPE over bytes or of characters.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = door.read_file(file, LARGEST_TOKENIZER)
+        document = door.parse(content, dict[str, Any], file)
+        end = configured_end(file.with_name("tokenizer_config.json"))
+        contents = [token["content"] for token in document["added_tokens"] if token["special"]]
+        if end is None:
+            end = next((name for name in KNOWN_ENDS if name in contents), None)
+        if "type" not in document["model"]:  # as in GPT-2's own file
+            document["model"]["type"] = "BPE"
+            content = json.dumps(document).encode()
+        words = Words(content.decode(), end)
+        if words.tokenizer.unit == "tokens" and end is None:
+            raise InputError(
+                f"{file}: it has no token for the end of a text; name one as eos_token in"
+                " tokenizer_config.json beside it"
+            )
+        load_words(words.content)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    except (DataError, door.Damaged, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: not a tokenizer of BPE over bytes: {error}") from None
+    return words
+
+
+def configured_end(file: Path) -> str | None:
+    """The eos_token of tokenizer_config.json, where it names one."""
+    if not file.exists():
+        return None
+    value = door.parse(door.read_file(file), dict[str, Any], file).get("eos_token")
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def check_characters(words: Words, pieces: Sequence[str]) -> None:
+    """Raises InputError if a text has characters that a tokenizer of characters lacks."""
+    known = {word.decode() for word in words.tokenizer.words}
+    if unknown := sorted(set().union(*pieces) - known):
+        raise InputError(
+            "the text has characters that the tokenizer lacks:"
+            f" {', '.join(map(repr, unknown[:20]))}"
+        )
