@@ -136,6 +136,12 @@ class Request(BaseModel):
         problem = None
         if self.is_local and cloud and not open_instance:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
+        elif self.is_local and (self.instance_count or 1) > 1 and not open_instance:
+            n = self.instance_count
+            problem = (
+                f"--instance-count {n}: this machine is one host;"
+                f" --processes-per-instance {n} starts {n} processes"
+            )
         elif not self.is_local and self.processes_per_instance is not None:
             problem = (
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"

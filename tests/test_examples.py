@@ -66,9 +66,7 @@ def test_the_notebook_of_the_tutorials_shows_tables_and_plots(
     NotebookClient(notebook, timeout=300, resources=resources).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", [])]
     tables = [data["text/markdown"] for data in shown if "text/markdown" in data]
-    for table, row in zip(
-        tables, ("2 hosts x 1 process", "as shipped", "dropout 0.2"), strict=True
-    ):
+    for table, row in zip(tables, ("4 processes", "as shipped", "dropout 0.2"), strict=True):
         assert f"\n| {row} " in table
     assert len([data for data in shown if "image/png" in data]) == 2
 

@@ -35,7 +35,7 @@ from launcher import Request, Settings, describe, jobs, logs, wait
 from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.launching.launch import find_earlier, resumed
 from launcher.local.backend import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
-from launcher.local.runner import Host, LocalRun
+from launcher.local.runner import LocalRun
 from launcher.source import Source
 
 MAIN = 'if __name__ == "__main__":\n'
@@ -60,9 +60,9 @@ def wait_for_end(job: Finished) -> str:
     )
 
 
-def write_job(directory: Path, text_file: Path, hosts: int = 1) -> None:
+def write_job(directory: Path, text_file: Path) -> None:
     """What a launch writes down of a job."""
-    job = TrainingJob(instance="local", instance_count=hosts, data=text_file.as_uri())
+    job = TrainingJob(instance="local", data=text_file.as_uri())
     record = {
         "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
@@ -85,24 +85,23 @@ def running(directory: Path, text_file: Path) -> Iterator[Path]:
         yield directory
 
 
-def run_job(directory: Path, text_file: Path, script: str, hosts: int = 1) -> dict[str, Any]:
-    """How a job ends whose hosts run a few lines instead of train.py, which takes long to start.
+def run_job(directory: Path, text_file: Path, script: str) -> dict[str, Any]:
+    """How a job ends that runs a few lines instead of train.py, which takes long to start.
 
-    They know the name of their `host`, the files `model` and `stop`, and how to `be_stopped`.
+    They know the files `model` and `stop`, and how to `be_stopped`.
     """
-    write_job(directory, text_file, hosts)
+    write_job(directory, text_file)
     (directory / "code").mkdir()
-    (directory / "code/train.py").write_text(HOST + textwrap.dedent(script))
+    (directory / "code/train.py").write_text(PRELUDE + textwrap.dedent(script))
     LocalRun(directory).run()
     state: dict[str, Any] = json.loads((directory / "state.json").read_text())
     return state
 
 
-HOST = """
+PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 
-host = os.environ["SM_CURRENT_HOST"]
 job = Path(os.environ["SAGEMAKER_BASE_DIR"]).parents[1]
 model, stop = job / "hosts/algo-1/model/model.safetensors", job / "stop"
 
@@ -113,7 +112,7 @@ def be_stopped():
 """
 
 
-# -- a job of two hosts, looked at from all sides -------------------------------------------------
+# -- a job of two processes, looked at from all sides ---------------------------------------------
 
 
 # Put into a copy of train.py: each rank writes down what it was given.
@@ -141,8 +140,8 @@ STRANGE_ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
-    """A finished job of 2 hosts x 2 processes, from an unfriendly environment and directory.
+def pair(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+    """A finished job of 2 processes, from an unfriendly environment and directory.
 
     Its ranks wrote down their environment, argv and working directory. It is shared.
     """
@@ -163,7 +162,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
             (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
         entry_point = launching.edited(base / "mine", (START, WITNESS + START))
         words = launching.launching(
-            *("--instance-count", "2", "--processes-per-instance", "2"),
+            *("--processes-per-instance", "2"),
             *("--entry-point", str(entry_point), "--validation", str(text_file)),
             data=base / "texts",
             dropout="1e-05",
@@ -185,27 +184,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finish
         assert done.returncode == 0, done.stderr
         return home, done.stdout.strip()
 
-    home, job_id = launching.once(tmp_path_factory, "cluster", build)
+    home, job_id = launching.once(tmp_path_factory, "pair", build)
     return Finished(Path(home), job_id)
 
 
-def seen_by(cluster: Finished, rank: int) -> dict[str, Any]:
+def seen_by(pair: Finished, rank: int) -> dict[str, Any]:
     """What a rank wrote down."""
-    host = cluster.directory / f"hosts/algo-{rank // 2 + 1}"
-    return json.loads((host / f"output/data/rank-{rank}.json").read_text())
+    return json.loads((pair.directory / f"hosts/algo-1/output/data/rank-{rank}.json").read_text())
 
 
-def test_two_hosts_of_two_processes_make_one_model(cluster: Finished) -> None:
-    log = (cluster.directory / "logs/job.log").read_text()
-    said = "2 hosts x 2 CPU = 4 processes in one group (launched by sm-nanogpt;"
-    assert log.count(said) == 1
-    assert (cluster.directory / "hosts/algo-1/model/model.safetensors").exists()
-    assert not list((cluster.directory / "hosts/algo-2/model").iterdir())
+def test_two_processes_form_one_group(pair: Finished) -> None:
+    log = (pair.directory / "logs/job.log").read_text()
+    assert log.count("2 CPU = 2 processes in one group (launched by sm-nanogpt;") == 1
 
 
-def test_each_host_has_the_containers_layout(cluster: Finished) -> None:
-    for host in ("algo-1", "algo-2"):
-        base = cluster.directory / "hosts" / host
+def test_the_host_has_the_containers_layout(pair: Finished) -> None:
+    for base in (pair.directory / "hosts").iterdir():
         assert {path.name for path in base.iterdir()} == {
             "checkpoints",
             "code",
@@ -228,28 +222,26 @@ def test_each_host_has_the_containers_layout(cluster: Finished) -> None:
         }
 
 
-def test_the_configuration_files_match_sagemakers(cluster: Finished) -> None:
-    for host in ("algo-1", "algo-2"):
-        config = cluster.directory / "hosts" / host / "input/config"
-        resources = json.loads((config / "resourceconfig.json").read_text())
-        assert resources["current_host"] == host
-        assert resources["hosts"] == ["algo-1", "algo-2"]
-        assert resources["network_interface_name"] == "lo"
-        hyperparameters = json.loads((config / "hyperparameters.json").read_text())
-        assert all(isinstance(value, str) for value in hyperparameters.values())
-        assert json.loads(hyperparameters["n_embd"]) == 32
-        channels = json.loads((config / "inputdataconfig.json").read_text())
-        assert set(channels) == {"training", "validation"}
-        assert channels["training"]["S3DistributionType"] == "FullyReplicated"
+def test_the_configuration_files_match_sagemakers(pair: Finished) -> None:
+    config = pair.directory / "hosts/algo-1/input/config"
+    resources = json.loads((config / "resourceconfig.json").read_text())
+    assert resources["current_host"] == "algo-1"
+    assert resources["hosts"] == ["algo-1"]
+    assert resources["network_interface_name"] == "lo"
+    hyperparameters = json.loads((config / "hyperparameters.json").read_text())
+    assert all(isinstance(value, str) for value in hyperparameters.values())
+    assert json.loads(hyperparameters["n_embd"]) == 32
+    channels = json.loads((config / "inputdataconfig.json").read_text())
+    assert set(channels) == {"training", "validation"}
+    assert channels["training"]["S3DistributionType"] == "FullyReplicated"
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_the_variables_match_the_toolkits(cluster: Finished, rank: int) -> None:
-    env = seen_by(cluster, rank)["env"]
-    host = f"algo-{rank // 2 + 1}"
-    base = cluster.directory / "hosts" / host
+@pytest.mark.parametrize("rank", range(2))
+def test_the_variables_match_the_toolkits(pair: Finished, rank: int) -> None:
+    env = seen_by(pair, rank)["env"]
+    base = pair.directory / "hosts/algo-1"
     expected = {
-        "SM_CURRENT_HOST": host,
+        "SM_CURRENT_HOST": "algo-1",
         "SM_NUM_GPUS": "0",
         "SM_MODEL_DIR": str(base / "model"),
         "SM_OUTPUT_DATA_DIR": str(base / "output/data"),
@@ -261,26 +253,26 @@ def test_the_variables_match_the_toolkits(cluster: Finished, rank: int) -> None:
         "SM_NETWORK_INTERFACE_NAME": "lo",
         "SM_HP_N_EMBD": "32",
         "MASTER_ADDR": "127.0.0.1",
-        "TRAINING_JOB_NAME": cluster.job_id,
+        "TRAINING_JOB_NAME": pair.job_id,
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert json.loads(env["SM_HOSTS"]) == ["algo-1", "algo-2"]
+    assert json.loads(env["SM_HOSTS"]) == ["algo-1"]
     assert json.loads(env["SM_CHANNELS"]) == ["training", "validation"]
-    assert json.loads(env["SM_USER_ARGS"]) == seen_by(cluster, rank)["argv"][1:-1]
+    assert json.loads(env["SM_USER_ARGS"]) == seen_by(pair, rank)["argv"][1:-1]
 
 
-def test_variables_of_the_users_shell_do_not_leak_in(cluster: Finished) -> None:
-    env = seen_by(cluster, 3)["env"]
+def test_variables_of_the_users_shell_do_not_leak_in(pair: Finished) -> None:
+    env = seen_by(pair, 1)["env"]
     assert not {"SM_CHANNEL_TEST", "PMIX_RANK", "PYTHONHASHSEED"} & set(env)
-    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("1", "2", "1")
     assert "other-2" not in env.values()
     assert env["SM_HP_N_LAYER"] == "1"
 
 
-def test_ranks_find_what_the_users_python_finds(cluster: Finished) -> None:
+def test_ranks_find_what_the_users_python_finds(pair: Finished) -> None:
     """Torch may be there through PYTHONPATH alone, as modules of a cluster have it."""
-    for rank in range(4):
-        assert seen_by(cluster, rank)["env"]["PYTHONPATH"].endswith("/blocked")
+    for rank in range(2):
+        assert seen_by(pair, rank)["env"]["PYTHONPATH"].endswith("/blocked")
 
 
 def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path) -> None:
@@ -299,55 +291,45 @@ def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path
     assert done.returncode == 0, done.stderr
 
 
-def test_argv_is_sorted_and_formatted_like_the_toolkits(cluster: Finished) -> None:
+def test_argv_is_sorted_and_formatted_like_the_toolkits(pair: Finished) -> None:
     said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
     values = asdict(make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
-    for rank in range(4):
-        assert seen_by(cluster, rank)["argv"] == ["train.py", *expected, "--processes=2"]
+    for rank in range(2):
+        assert seen_by(pair, rank)["argv"] == ["train.py", *expected, "--processes=2"]
 
 
-def test_ranks_run_in_their_hosts_code_directory(cluster: Finished) -> None:
-    for rank in range(4):
-        code = cluster.directory / f"hosts/algo-{rank // 2 + 1}/code"
-        assert seen_by(cluster, rank)["cwd"] == str(code)
-        assert seen_by(cluster, rank)["path"][0] == str(code)
+def test_ranks_run_in_the_code_directory(pair: Finished) -> None:
+    for rank in range(2):
+        code = pair.directory / "hosts/algo-1/code"
+        assert seen_by(pair, rank)["cwd"] == str(code)
+        assert seen_by(pair, rank)["path"][0] == str(code)
         assert {path.name for path in code.glob("*.*")} == Source.packaged().files.keys()
 
 
-def test_each_line_of_the_job_log_names_its_host(cluster: Finished) -> None:
-    directory = cluster.directory / "logs"
-    first = (directory / "algo-1.log").read_text().splitlines()
-    assert any(line.startswith("step=10/10") for line in first)
-    spoken = [
-        line for line in (directory / "job.log").read_text().splitlines() if "algo-1: " in line
-    ]
-    assert spoken == [f"algo-1: {line}" for line in first]
-
-
-def test_the_archives_hold_the_first_hosts_model_and_output(cluster: Finished) -> None:
+def test_the_archives_hold_model_and_output(pair: Finished) -> None:
     for name, source in (("model", "model"), ("output", "output/data")):
-        with tarfile.open(cluster.directory / "output" / f"{name}.tar.gz") as tar:
+        with tarfile.open(pair.directory / "output" / f"{name}.tar.gz") as tar:
             names = set(tar.getnames())
-        assert names == launching.tree(cluster.directory / "hosts/algo-1" / source)
+        assert names == launching.tree(pair.directory / "hosts/algo-1" / source)
     assert "metrics.jsonl" in names
 
 
-def test_the_model_can_be_fetched_and_loaded(cluster: Finished) -> None:
+def test_the_model_can_be_fetched_and_loaded(pair: Finished) -> None:
     ran = launching.command(
-        "fetch-and-sample", cluster.job_id, "--max-new-tokens", "10", home=cluster.home
+        "fetch-and-sample", pair.job_id, "--max-new-tokens", "10", home=pair.home
     )
     assert ran.code == 0, ran.err
     assert len(ran.out) == 11
 
 
-def test_a_job_validates_on_its_validation_text(cluster: Finished, text: str) -> None:
-    log = (cluster.directory / "logs/job.log").read_text()
+def test_a_job_validates_on_its_validation_text(pair: Finished, text: str) -> None:
+    log = (pair.directory / "logs/job.log").read_text()
     assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
 
 
-def test_a_finished_job_leaves_no_process(cluster: Finished) -> None:
-    session = seen_by(cluster, 0)["session"]
+def test_a_finished_job_leaves_no_process(pair: Finished) -> None:
+    session = seen_by(pair, 0)["session"]
     launching.until(lambda: not launching.session_of(session), 10)
 
 
@@ -408,14 +390,14 @@ def test_a_rank_that_raises_ends_the_job_with_its_reason(
 def test_a_killed_rank_fails_the_job_in_seconds(
     home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
-    job = detached(cli, home, "--instance-count", "2", data=text_file, **ENDLESS)
+    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     os.kill(launching.ranks_of(job.directory)[1], signal.SIGKILL)
     killed = time.monotonic()
     assert wait_for_end(job) == "Failed"
     assert time.monotonic() - killed < 15
     ran = cli("status", job.job_id)
-    assert "rank 1 on algo-2 was killed by SIGKILL" in ran.out
+    assert "rank 1 on algo-1 was killed by SIGKILL" in ran.out
     assert not launching.ranks_of(job.directory)
 
 
@@ -509,18 +491,6 @@ def test_an_interrupted_start_leaves_no_job(
     assert not directory.exists()
 
 
-def test_a_failed_rank_ends_an_earlier_rank_that_waits(tmp_path: Path, text_file: Path) -> None:
-    script = """
-        if host == "algo-2":
-            sys.exit("ValueError: the first cause")
-        time.sleep(30)
-        model.touch()
-    """
-    state = run_job(tmp_path, text_file, script, hosts=2)
-    assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
-    assert not (tmp_path / "hosts/algo-1/model/model.safetensors").exists()
-
-
 def test_an_out_of_memory_error_is_the_failure_reason(tmp_path: Path, text_file: Path) -> None:
     """Its name has to be one that counts as an error's, though the rank ends like any other."""
     script = f"""
@@ -538,20 +508,19 @@ def test_an_out_of_memory_error_is_the_failure_reason(tmp_path: Path, text_file:
 HANGS = {**ENDLESS, "hang_seconds": 5}
 
 
-@pytest.mark.parametrize(("hosts", "rank"), [("1", 0), ("2", 1)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_hung_rank_fails_the_job_and_is_named(
-    home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str, rank: int
+    home: Path, text_file: Path, cli: Callable[..., Ran], rank: int
 ) -> None:
     """Rank 0 serves the store by which the ranks know of each other."""
-    how = ("--instance-count", hosts, "--processes-per-instance", str(2 // int(hosts)))
-    job = detached(cli, home, *how, data=text_file, **HANGS)
+    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **HANGS)
     launching.wait_for_step(job.directory)
     os.kill(launching.ranks_of(job.directory)[rank], signal.SIGSTOP)
     hung = time.monotonic()
     assert wait_for_end(job) == "Failed"
     assert time.monotonic() - hung < 30
     reason = describe(job.job_id, launching.settings_of(home)).failure_reason or ""
-    assert reason.startswith(f"TrainingError: rank {rank} on algo-{rank + 1}")
+    assert reason.startswith(f"TrainingError: rank {rank} on algo-1")
     assert not launching.ranks_of(job.directory)
 
 
@@ -574,12 +543,10 @@ def test_a_second_ctrl_c_ends_a_hung_job(home: Path, text_file: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-@pytest.mark.parametrize("hosts", ["1", "2"])
 def test_a_job_listens_only_on_loopback(
-    home: Path, text_file: Path, cli: Callable[..., Ran], hosts: str
+    home: Path, text_file: Path, cli: Callable[..., Ran]
 ) -> None:
-    how = ("--instance-count", hosts, "--processes-per-instance", str(2 // int(hosts)))
-    job = detached(cli, home, *how, data=text_file, **ENDLESS)
+    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     assert runs.listening(launching.processes_below(job.directory)) == {"127.0.0.1"}
 
@@ -702,7 +669,7 @@ def test_a_partly_copied_checkpoint_is_not_the_jobs_own(
     monkeypatch.setattr(shutil, "copy2", copy_half)
     with pytest.raises(KeyboardInterrupt):
         run.lay_out()
-    given = run.base("algo-1") / "checkpoints"
+    given = run.base / "checkpoints"
     assert own_checkpoint(given, run.state["given"]) is None
 
 
@@ -774,8 +741,7 @@ def test_a_failure_is_reported_though_no_log_can_be_written(
     tmp_path: Path, text_file: Path
 ) -> None:
     script = """
-    for name in ("algo-1.log", "job.log"):
-        (model.parents[3] / "logs" / name).mkdir()
+    (job / "logs/job.log").mkdir()
     print("a line\\n" * 100_000)  # more than a pipe holds
     sys.exit("OSError: [Errno 28] No space left on device")
     """
@@ -800,7 +766,7 @@ def test_a_log_says_where_lines_are_missing(tmp_path: Path, text_file: Path) -> 
 
     write_job(tmp_path, text_file)
     process: Any = SimpleNamespace(stdout=output())
-    LocalRun(tmp_path).keep_output(Host("algo-1", process))
+    LocalRun(tmp_path).keep_output(process)
     assert log.read_text().splitlines() == [
         "one",
         "(lines are missing here: Is a directory)",
@@ -1019,34 +985,6 @@ def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path: Path, text_file: 
     assert state["reason"] == "TrainingError: cannot write it: No space left on device"
 
 
-def test_stopping_a_failed_job_keeps_its_reason(tmp_path: Path, text_file: Path) -> None:
-    script = """
-        if host == "algo-2":
-            while not model.exists():
-                time.sleep(0.01)
-            sys.exit("ValueError: the first cause")
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        model.touch()
-        signal.sigwait({signal.SIGTERM})
-        stop.touch()
-        sys.exit(128 + signal.SIGTERM)
-    """
-    state = run_job(tmp_path, text_file, script, hosts=2)
-    assert (state["status"], state["reason"]) == ("Failed", "ValueError: the first cause")
-
-
-def test_a_lost_connection_during_a_stop_is_not_a_failure(tmp_path: Path, text_file: Path) -> None:
-    script = """
-        if host == "algo-2":
-            time.sleep(30)  # deaf, as a host is before it trains
-        be_stopped()
-        time.sleep(0.5)
-        sys.exit("RuntimeError: Connection closed by peer")
-    """
-    state = run_job(tmp_path, text_file, script, hosts=2)
-    assert (state["status"], state.get("reason")) == ("Stopped", None)
-
-
 def test_stop_fails_if_the_job_fails(
     home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1140,16 +1078,13 @@ def test_resuming_drops_unknown_hyperparameters_and_says_so(
     assert "has no gone;" in line
 
 
-def test_resuming_keeps_hosts_processes_validation_and_script(
-    cluster: Finished,
-) -> None:
-    words = ("launch", "--instance", "local", "--resume", cluster.job_id)
-    ran = launching.command(*words, *launching.sets(max_steps=12), home=cluster.home)
+def test_resuming_keeps_processes_validation_and_script(pair: Finished) -> None:
+    words = ("launch", "--instance", "local", "--resume", pair.job_id)
+    ran = launching.command(*words, *launching.sets(max_steps=12), home=pair.home)
     assert ran.code == 0, ran.err
-    resumed = Finished(cluster.home, ran.out.strip())
-    assert "2 hosts x 2 CPU = 4 processes" in ran.err
-    assert (resumed.directory / "hosts/algo-2/output/data/rank-3.json").exists()
-    assert (resumed.directory / "hosts/algo-2/input/data/validation/input.txt").exists()
+    resumed = Finished(pair.home, ran.out.strip())
+    assert (resumed.directory / "hosts/algo-1/output/data/rank-1.json").exists()
+    assert (resumed.directory / "hosts/algo-1/input/data/validation/input.txt").exists()
 
 
 def test_resuming_with_another_model_size_names_the_difference(
@@ -1264,16 +1199,14 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
     ("words", "gpus", "expected"),
     [
         ({}, 4, (4, 4)),
-        ({"instance_count": 2}, 4, (2, 2)),
         ({"processes_per_instance": 4}, 4, (4, 4)),
         ({"processes_per_instance": 3, "hyperparameters": {"device": "cpu"}}, 4, (3, 0)),
         ({}, 0, (1, 0)),
         ({"preset": "baby"}, 0, (4, 0)),
-        ({"preset": "baby", "instance_count": 2}, 0, (1, 0)),
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],
 )
-def test_each_gpu_gets_one_process_and_hosts_share_them(
+def test_each_gpu_gets_one_process(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
 ) -> None:
     from launcher.local.backend import plan_processes
@@ -1285,36 +1218,13 @@ def test_each_gpu_gets_one_process_and_hosts_share_them(
     assert plan_processes(TrainingJob(data="/data", **words)) == expected
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
-)
-def test_hosts_share_the_gpus_that_the_user_chose(
-    job: Finished, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
-) -> None:
-    record = json.loads((job.directory / "job.json").read_text())
-    record["gpus_per_host"] = len(expected[0].split(","))
-    record["job"]["instance_count"] = 2
-    (job.directory / "job.json").write_text(json.dumps(record))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    shutil.copytree(job.directory / "hosts/algo-1", job.directory / "hosts/algo-2")
-    run = LocalRun(job.directory)
-    seen = [run.environment(host, 1)["CUDA_VISIBLE_DEVICES"] for host in run.hosts]
-    assert seen == expected
-
-
-@pytest.mark.parametrize("words", [{"instance_count": 3}, {"processes_per_instance": 2}])
-def test_a_job_that_would_leave_gpus_idle_is_refused(
-    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
-) -> None:
+def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from launcher import InputError
     from launcher.local.backend import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(InputError, match="device=cpu"):
-        plan_processes(TrainingJob(data="/data", **words))
+        plan_processes(TrainingJob(data="/data", processes_per_instance=2))
 
 
 def test_a_job_runs_the_folder_of_this_package(finished: Finished) -> None:

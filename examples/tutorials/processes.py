@@ -1,4 +1,4 @@
-"""From one process to many: the same loss curve on 1, 2 and 4 processes and on two hosts.
+"""From one process to many: the same loss curve on 1, 2 and 4 processes.
 
 Example:
   python examples/tutorials/processes.py --text input.txt --plot curves.png
@@ -29,12 +29,7 @@ sys.path.insert(0, str(ROOT))
 from launcher import Request, Settings, launch, metrics, stop, wait
 from launcher.curve import Curve
 
-WAYS = {
-    "1 process": (1, 1),
-    "2 processes": (1, 2),
-    "4 processes": (1, 4),
-    "2 hosts x 1 process": (2, 1),
-}
+WAYS = {"1 process": 1, "2 processes": 2, "4 processes": 4}
 RESUMED = "2 processes, stopped and resumed"
 
 
@@ -46,9 +41,8 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     values = {"batch_size": 12, "max_steps": steps, "sample_length": 150, **small, **args.ours}
     values |= {"log_interval": max(1, steps // 20), "eval_interval": max(1, steps // 4)}
 
-    def job(hosts: int, processes: int, **more: Any) -> Request:
+    def job(processes: int, **more: Any) -> Request:
         return Request(
-            instance_count=hosts,
             processes_per_instance=processes,
             data=str(args.text),
             hyperparameters=values,
@@ -56,11 +50,11 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         )
 
     curves: dict[str, Curve] = {}
-    for name, way in WAYS.items():
+    for name, processes in WAYS.items():
         note(name)
-        curves[name] = finished(launch(job(*way), settings), settings)
+        curves[name] = finished(launch(job(processes), settings), settings)
     note(RESUMED)
-    first = launch(job(1, 2), settings)
+    first = launch(job(2), settings)
     while not any(step >= steps // 3 for step, _ in metrics(first, settings).points("train_loss")):
         time.sleep(0.05)
     stop(first, settings)
@@ -68,10 +62,10 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     again = Request(resume=first, processes_per_instance=2)
     curves[RESUMED] = finished(launch(again, settings), settings)
 
-    alone, report, config = curves["1 process"], Report(), job(1, 1).config(1)
+    alone, report, config = curves["1 process"], Report(), job(1).config(1)
     tokens = steps * config.batch_size * config.block_size
     for name, curve in curves.items():
-        hosts, processes = WAYS.get(name, (1, 2))
+        processes = WAYS.get(name, 2)
         speed = mean_speed(curve)
         report.rows.append(
             {
@@ -80,7 +74,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
                 "largest difference of train_loss": f"{farthest(curve, alone):.1e}",
                 "training s": f"{tokens / speed:.1f}",
                 "tokens/s": f"{speed:,.0f}",
-                "efficiency": f"{speed / mean_speed(alone) / (hosts * processes):.0%}",
+                "efficiency": f"{speed / mean_speed(alone) / processes:.0%}",
             }
         )
     for when, text in alone.samples.items():

@@ -9,7 +9,7 @@ A job is a directory, HOME/jobs/JOB-ID:
     code/                   the training folder
     hosts/algo-1/           what /opt/ml is in a container: input, code, model, output, checkpoints
     runner.log              output of the runner, such as why it could not start
-    logs/algo-1.log         output of each host; job.log has all of them in order
+    logs/job.log            output of train.py
     output/model.tar.gz     as in S3
     output/output.tar.gz
 
@@ -114,9 +114,9 @@ class LocalBackend:
         self.settings = settings
 
     def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, tuple[int, int]]:
-        """The job, and the processes and GPUs of each host."""
+        """The job, and its processes and GPUs."""
         processes, gpus = plan_processes(job)
-        job.config(job.instance_count * processes)
+        job.config(processes)
         return job, (processes, gpus)
 
     def submit(self, job_id: str, job: TrainingJob, plan: tuple[int, int]) -> None:
@@ -152,7 +152,7 @@ class LocalBackend:
         source.write(directory / "code")
         from launcher.machines import cores
 
-        ranks = record["job"]["instance_count"] * record["processes_per_host"]
+        ranks = record["processes_per_host"]
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -292,13 +292,13 @@ CHECKPOINTS = "hosts/algo-1/checkpoints"
 
 
 def plan_processes(job: TrainingJob) -> tuple[int, int]:
-    """Choose the processes and GPUs per host.
+    """Choose the numbers of processes and GPUs.
 
-    The hosts of a local job share the machine's GPUs evenly, with one process per GPU. Without
-    GPUs, the job has the requested number of processes, or the number that train.py finds fastest.
+    Each GPU has one process. Without GPUs, the job has the requested number of processes, or the
+    number that train.py finds fastest.
 
     Raises:
-        InputError: the hosts cannot share the GPUs evenly.
+        InputError: the requested number is not that of the GPUs.
     """
     config = job.config(1)
     import entry_point.train  # noqa: F401  (it keeps signals off the import of torch)
@@ -307,27 +307,21 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
     # isort: split
     import torch
 
+    requested = job.processes_per_instance
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     if not gpus:
-        if n := job.processes_per_instance:
-            if n * job.instance_count > cores():
-                logger.info(f"processes: {n * job.instance_count} share {cores()} cores")
-            return n, 0
-        # The hosts share this machine's cores, and MPS is one device.
-        mps = config.device != "cpu" and torch.backends.mps.is_available()
-        return (1 if mps or job.instance_count > 1 else cpu_processes(config)), 0
-    if gpus % job.instance_count:
+        if requested:
+            if requested > cores():
+                logger.info(f"processes: {requested} share {cores()} cores")
+            return requested, 0
+        mps = config.device != "cpu" and torch.backends.mps.is_available()  # MPS is one device
+        return 1 if mps else cpu_processes(config), 0
+    if requested not in (None, gpus):
         raise InputError(
-            f"--instance-count {job.instance_count}: cannot share {gpus} GPUs;"
-            " --set device=cpu trains without them"
-        )
-    per_host = gpus // job.instance_count
-    if job.processes_per_instance not in (None, per_host):
-        raise InputError(
-            f"--processes-per-instance {job.processes_per_instance}: each host has {per_host} GPUs,"
+            f"--processes-per-instance {requested}: this machine has {gpus} GPUs,"
             " and each GPU takes one process; --set device=cpu trains without them"
         )
-    return per_host, per_host
+    return gpus, gpus
 
 
 def whole_paths(paths: str) -> str:
