@@ -329,13 +329,6 @@ def wait(
     return description
 
 
-def explain(description: JobDescription) -> str:
-    """How a job ended, why, and what to do next, in one line."""
-    reason = reason_of(description)
-    outcome = f"job {description.job_id} {description.status.lower()}"
-    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description)}"
-
-
 def reason_of(description: JobDescription) -> str | None:
     """Why a job failed or stopped, with a remedy if one is known."""
     reason = description.failure_reason
@@ -343,19 +336,6 @@ def reason_of(description: JobDescription) -> str | None:
         if reason and sign in reason:
             reason = f"{reason} ({remedy})"
     return reason
-
-
-def next_step(description: JobDescription) -> str:
-    """The likely next command for a job that has ended."""
-    job_id = description.job_id
-    if description.status == "Completed":
-        return f"next: sm-nanogpt fetch-and-sample {job_id}"
-    if description.checkpoint_uri is not None:
-        return (
-            f"resume from its checkpoint of step {description.checkpoint_step}:"
-            f" `sm-nanogpt launch --resume {job_id}`"
-        )
-    return f"it left no checkpoint; read its log: `sm-nanogpt logs {job_id}`"
 
 
 @dataclass(frozen=True)

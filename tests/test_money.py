@@ -17,6 +17,7 @@ from launching import Ran, sets
 from money_service import MoneyService
 
 from launcher import InputError, JobDescription, Settings, describe
+from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
     AROUND_SECONDS,
@@ -32,7 +33,6 @@ from launcher.sagemaker.cost import (
     usd,
     worst_case,
 )
-from launcher.tracking import explain
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
 TWO = ("--instance", "ml.g6.12xlarge,ml.g5.12xlarge")  # 5.752 and 7.09 USD an hour

@@ -22,8 +22,10 @@ from launcher.cli.options import (
     settings_of,
 )
 from launcher.cli.show import (
+    explain,
     following,
     moment,
+    next_step,
     note,
     print_curve,
     print_fields,
@@ -149,7 +151,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, metrics, next_step, reason_of, with_costs
+    from launcher.tracking import describe, logs, metrics, reason_of, with_costs
 
     settings = settings_of(context)
     (d,) = with_costs([describe(job_id, settings)], settings)
@@ -326,7 +328,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     Example:
       sm-nanogpt wait JOB-ID && sm-nanogpt fetch-and-sample JOB-ID
     """
-    from launcher.tracking import explain, wait
+    from launcher.tracking import wait
 
     settings = settings_of(context)
     try:
@@ -351,7 +353,7 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
       sm-nanogpt stop JOB-ID
       sm-nanogpt stop --group latest
     """
-    from launcher.tracking import explain, stop, wait
+    from launcher.tracking import stop, wait
 
     settings = settings_of(context)
     if (job_id is None) == (group is None):

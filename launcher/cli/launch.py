@@ -22,7 +22,15 @@ from launcher.cli.options import (
     pairs,
     settings_of,
 )
-from launcher.cli.show import byte_progress, following, note, print_json, silence
+from launcher.cli.show import (
+    byte_progress,
+    explain,
+    following,
+    next_step,
+    note,
+    print_json,
+    silence,
+)
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -316,7 +324,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
     Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing.
     """
-    from launcher.tracking import describe, explain, logs, next_step, stop, wait
+    from launcher.tracking import describe, logs, stop, wait
 
     interrupted = False
     try:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from launcher.curve import Curve
+    from launcher.job import JobDescription
     from launcher.settings import Settings
 
 # Control characters except tab and newline, and marks that reorder text on a terminal.
@@ -72,6 +73,28 @@ def with_options(text: str) -> str:
 
     commands = "|".join(getattr(root.command, "commands", ()))
     return re.sub(rf"\bsm-nanogpt ({commands})\b", add, text)
+
+
+def explain(description: JobDescription) -> str:
+    """How a job ended, why, and what to do next, in one line."""
+    from launcher.tracking import reason_of
+
+    reason = reason_of(description)
+    outcome = f"job {description.job_id} {description.status.lower()}"
+    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description)}"
+
+
+def next_step(description: JobDescription) -> str:
+    """The likely next command for a job that has ended."""
+    job_id = description.job_id
+    if description.status == "Completed":
+        return f"next: sm-nanogpt fetch-and-sample {job_id}"
+    if description.checkpoint_uri is not None:
+        return (
+            f"resume from its checkpoint of step {description.checkpoint_step}:"
+            f" `sm-nanogpt launch --resume {job_id}`"
+        )
+    return f"it left no checkpoint; read its log: `sm-nanogpt logs {job_id}`"
 
 
 def note(text: str) -> None:
