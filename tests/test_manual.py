@@ -51,6 +51,7 @@ def test_the_commands_of_a_page_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("webbrowser.open", lambda url: True)
+    monkeypatch.setattr("launcher.text.shakespeare.shakespeare", lambda *_: text_file)
     for name in ("input.txt", "letters.txt"):
         shutil.copy(text_file, name)
     Path("my.toml").write_text("max_steps = 10\n")
