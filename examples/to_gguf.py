@@ -14,7 +14,7 @@ import gguf
 
 from entry_point.checkpoint import read_safetensors
 from launcher import fetch_model
-from launcher.models.encoder import splits_as_gpt2
+from launcher.models.encoder import GPT2, pattern_of
 
 TYPES = {
     "float32": (gguf.LlamaFileType.ALL_F32, gguf.GGMLQuantizationType.F32),
@@ -30,7 +30,9 @@ def check(directory: Path) -> None:
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     if (
         model["type"] != "BPE"
-        or not splits_as_gpt2(document)
+        or document["normalizer"] is not None
+        or pattern_of(document) != GPT2
+        or not all(token["special"] for token in document["added_tokens"])
         or any(model.get(name) for name in others)
     ):
         raise SystemExit(

@@ -29,9 +29,9 @@ from entry_point.container import read_container
 from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
 from entry_point.distributed import Group, Ranks
 from entry_point.errors import DataError
-from launcher import InputError, ServiceError, upload_data
+from launcher import InputError, upload_data
 from launcher.files.storage import local_path
-from launcher.models.encoder import Encoder, encoded, load_words, start
+from launcher.models.encoder import PATTERNS, Encoder, load_words
 from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
@@ -293,14 +293,12 @@ def without_z(document: dict[str, Any]) -> None:
     document["model"]["merges"] = []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_tokenizer_that_loses_text_is_refused(processes: int, words_of: tokens.Words) -> None:
+def test_a_tokenizer_that_loses_text_is_refused(words_of: tokens.Words) -> None:
     document = json.loads(words_of.content)
     without_z(document)
-    words = tokens.Words(json.dumps(document), words_of.end_of_text)
     with pytest.raises(InputError) as raised:
-        list(encoded(iter([[FOX]]), (words.content, words.tokenizer.words, "H"), processes))
-    assert "the tokenizer changes the text: 'zy' decodes to 'y'; use another" in str(raised.value)
+        encoder_of(document).encode([FOX])
+    assert "the tokenizer changes the text: 'zy dog.\\n' decodes to 'y dog.\\n'; use another" in str(raised.value)
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -671,65 +669,79 @@ KINDS = [
 
 
 @given(st.lists(st.text(st.sampled_from("".join(KINDS))) | st.text(), max_size=5))
-def test_remembered_words_have_the_librarys_ids(encoder: Encoder, pieces: list[str]) -> None:
-    assert encoder.finds_words
-    assert encoder.encode(pieces) == encoder.ask(pieces)
+def test_the_fast_encoding_has_the_librarys_ids(fast: Encoder, pieces: list[str]) -> None:
+    assert fast.fast
+    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
-@pytest.fixture(scope="module")
-def encoder(words_of: tokens.Words) -> Encoder:
-    return encoder_of(words_of.content)
+SPLITS = [
+    None,
+    *(
+        {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": pattern},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": False,
+                    "use_regex": False,
+                },
+            ],
+        }
+        for pattern in PATTERNS[1:3]
+    ),
+]
 
 
-def encoder_of(content: str) -> Encoder:
+@pytest.fixture(scope="module", params=SPLITS, ids=["GPT-2", "Llama 3", "Qwen"])
+def fast(request: pytest.FixtureRequest, words_of: tokens.Words) -> Encoder:
+    document = json.loads(words_of.content)
+    document["pre_tokenizer"] = request.param or document["pre_tokenizer"]
+    return encoder_of(document)
+
+
+def encoder_of(document: Any) -> Encoder:
+    content = json.dumps(document)
     return Encoder(content, tokens.Words(content, tokens.END_OF_TEXT).tokenizer.words, "H")
 
 
-def test_every_character_has_the_librarys_ids(encoder: Encoder) -> None:
+def test_every_character_has_the_librarys_ids(fast: Encoder) -> None:
+    assert fast.fast
     pieces = [f"a{chr(c)}b {chr(c)}{chr(c)}1\n{chr(c)}" for c in range(1, 0x3100)]
-    assert encoder.encode(pieces) == encoder.ask(pieces)
+    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"normalizer": {"type": "NFC"}},
-        {
-            "pre_tokenizer": {
-                "type": "ByteLevel",
-                "add_prefix_space": False,
-                "trim_offsets": True,
-                "use_regex": False,
-            }
-        },
-    ],
-)
+def unordered(document: Any) -> None:
+    document["model"]["merges"].reverse()
+
+
+def prefixed(document: Any) -> None:
+    document["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def added(document: Any) -> None:
+    document["added_tokens"].append({**document["added_tokens"][0], "id": 399, "special": False})
+
+
+@pytest.mark.parametrize("change", [unordered, prefixed, added])
 def test_another_kind_of_tokenizer_is_left_to_the_library(
-    words_of: tokens.Words, change: dict[str, Any]
+    words_of: tokens.Words, change: Callable[[Any], None]
 ) -> None:
-    other = encoder_of(json.dumps({**json.loads(words_of.content), **change}))
-    assert not other.finds_words
-    assert other.encode(["e\u0301 a"]) == other.ask(["e\u0301 a"])
+    document = json.loads(words_of.content)
+    change(document)
+    assert not encoder_of(document).fast
 
 
-def test_several_processes_give_the_ids_of_one_in_order(words_of: tokens.Words) -> None:
-    batches: list[Any] = [[FOX * n, None, STRANGE] for n in range(1, 20)]
-    how = (words_of.content, words_of.tokenizer.words, "H")
-    one, several = (list(encoded(iter(batches), how, n)) for n in (1, 3))
-    assert one == several
-
-
-def test_an_encoder_that_is_killed_is_an_error(
-    words_of: tokens.Words, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed() -> Any:
-        worker = start()
-        worker.kill()
-        return worker
-
-    monkeypatch.setattr("launcher.models.encoder.start", killed)
-    with pytest.raises(ServiceError, match="a process that encodes the text ended"):
-        list(encoded(iter([[FOX]]), (words_of.content, words_of.tokenizer.words, "H"), 2))
+def test_composed_characters_have_the_librarys_ids(words_of: tokens.Words) -> None:
+    encoder = encoder_of({**json.loads(words_of.content), "normalizer": {"type": "NFC"}})
+    (ids,) = encoder.ask(["e\u0301 a"])
+    assert encoder.encode(["e\u0301 a"]) == [array("H", ids).tobytes()]
 
 
 def test_a_text_too_short_for_any_run_is_refused(tmp_path: Path, cli: Callable[..., Ran]) -> None:

@@ -33,8 +33,7 @@ from typing import IO, Any
 from launcher.errors import InputError
 from launcher.files.documents import read_text
 from launcher.files.storage import Progress, expect
-from launcher.machines import cores
-from launcher.models.encoder import Batch, encoded
+from launcher.models.encoder import Encoder
 from launcher.text.tokenizer import END_OF_TEXT, Words, check_characters
 
 if sys.version_info >= (3, 14):
@@ -46,13 +45,14 @@ SUFFIXES = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst")
 LONGEST_LINE = 1 << 26  # bytes: a document of *.jsonl is in memory as a whole
 PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
-BATCH = 1 << 20  # characters encoded at once
-PARALLEL_FROM = 1 << 25  # bytes: to start processes takes a second
+BATCH = 1 << 22  # characters encoded at once
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28
 # The part kept for validation: a tenth, but no more tokens than an evaluation can use.
 VALIDATION_FRACTION, VALIDATION_TOKENS = 0.1, 5_000_000
 SEED = 1337
+
+Batch = list[str | None]  # pieces of text; None stands where a document ends
 
 
 def is_text(path: Path) -> bool:
@@ -170,9 +170,6 @@ def survey(files: Sequence[tuple[str, Path]]) -> Source:
     return found
 
 
-# -- tokenizers ------------------------------------------------------------------------------------
-
-
 # -- shards ----------------------------------------------------------------------------------------
 
 
@@ -231,8 +228,7 @@ def encode(
     expect(progress, source.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        processes = cores() if source.size > PARALLEL_FROM else 1
-        ends = write_documents(whole, words, code, file, progress, processes)
+        ends = write_documents(whole, words, code, file, progress)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
     parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
@@ -305,30 +301,24 @@ def write_documents(
     code: str,
     file: IO[bytes],
     progress: Progress,
-    processes: int,
 ) -> array[int]:
     """Write the ids of each document and of its end; returns where each ends, counted in ids."""
     end = array(code, [] if words.tokenizer.end is None else [words.tokenizer.end])
-    how = (words.content, words.tokenizer.words, code)
+    encoder = Encoder(words.content, words.tokenizer.words, code)
     ends, position = array("Q"), 0
-    for batch, found in encoded(checked(batches(whole), words), how, processes):
-        each = iter(found)
+    for batch in batches(whole):
+        pieces = [piece for piece in batch if piece is not None]
+        if words.tokenizer.unit == "characters":
+            check_characters(words, pieces)
+        each = iter(encoder.encode(pieces))
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)
             position += len(ids) // end.itemsize
             file.write(ids)
             if piece is None:
                 ends.append(position)
-        progress(sum(len(piece.encode()) for piece in batch if piece is not None))
+        progress(sum(len(piece.encode()) for piece in pieces))
     return ends
-
-
-def checked(batches: Iterator[Batch], words: Words) -> Iterator[Batch]:
-    """The batches, whose characters a tokenizer of characters has."""
-    for batch in batches:
-        if words.tokenizer.unit == "characters":
-            check_characters(words, [piece for piece in batch if piece is not None])
-        yield batch
 
 
 def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
