@@ -298,7 +298,10 @@ def test_a_tokenizer_that_loses_text_is_refused(words_of: tokens.Words) -> None:
     without_z(document)
     with pytest.raises(InputError) as raised:
         encoder_of(document).encode([FOX])
-    assert "the tokenizer changes the text: 'zy dog.\\n' decodes to 'y dog.\\n'; use another" in str(raised.value)
+    assert (
+        "the tokenizer changes the text: 'zy dog.\\n' decodes to 'y dog.\\n'; use another"
+        in str(raised.value)
+    )
 
 
 # -- shards ----------------------------------------------------------------------------------------

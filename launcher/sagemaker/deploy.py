@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from botocore.exceptions import ClientError, WaiterError
+
 from launcher.aws import aws_session, check_region, service_errors, steady_client
 from launcher.errors import InputError, ServiceError
 from launcher.job import RUNNING
@@ -33,7 +35,7 @@ from launcher.settings import Settings
 logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[2] / "infra" / "template.yaml"  # also in a wheel
-POLL_SECONDS = 2.0
+WAIT = {"Delay": 2, "MaxAttempts": 1800}  # seconds; an hour
 CHANGE_SET = "sm-nanogpt-"  # prefix of our change sets
 LEFT_OVER = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
 PREVIOUS = {"UsePreviousValue": True}
@@ -77,7 +79,7 @@ class Removal:
 
 
 class Deployment:
-    """The stack that the settings name, to create, update and delete. Logs each event in AWS."""
+    """The stack that the settings name, to create, update and delete."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.name = settings, settings.stack
@@ -149,13 +151,12 @@ class Deployment:
 
     def read_changes(self, change_set: ChangeSet) -> list[Change] | None:
         """Wait for a change set and read it; None if nothing would change."""
-        while True:
-            with service_errors("DescribeChangeSet"):
-                paginator = self.client.get_paginator("describe_change_set")
-                pages = list(paginator.paginate(ChangeSetName=change_set.id))
-            if pages[0]["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
-                break
-            time.sleep(POLL_SECONDS)
+        with service_errors("DescribeChangeSet"):
+            with suppress(WaiterError):  # the pages say why
+                waiter = self.client.get_waiter("change_set_create_complete")
+                waiter.wait(ChangeSetName=change_set.id, WaiterConfig=WAIT)
+            paginator = self.client.get_paginator("describe_change_set")
+            pages = list(paginator.paginate(ChangeSetName=change_set.id))
         if pages[0]["Status"] == "CREATE_COMPLETE":
             return [read_change(change) for page in pages for change in page["Changes"]]
         reason = pages[0].get("StatusReason", "")
@@ -189,21 +190,16 @@ class Deployment:
         Raises:
             ServiceError: a resource failed; CloudFormation rolls the changes back.
         """
-        seen = {event["EventId"] for event in self.events(change_set.stack_id)}
         with service_errors("ExecuteChangeSet"):
             # If the creation fails, also delete what the template retains: it is empty, and a
             # key costs money.
             self.client.execute_change_set(ChangeSetName=change_set.id, RetainExceptOnCreate=True)
-        status = self.follow(change_set.stack_id, seen)
-        if status not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
-            raise ServiceError(
-                f"stack {self.name} is {status}: {self.failure(change_set.stack_id)};"
-                " correct that and deploy again"
-            )
+        kind = "create" if change_set.creates else "update"
+        self.wait(f"stack_{kind}_complete", change_set.stack_id, "deploy again")
         return self.show()
 
     def show(self) -> Stack:
-        """The stack. Logs the progress or the failure of its last operation.
+        """The stack. Logs the state of its last operation, unless that succeeded.
 
         Raises:
             ServiceError: there is no stack, or it is incomplete.
@@ -212,12 +208,13 @@ class Deployment:
         if raw is not None and raw["StackStatus"] != REVIEW and is_our_stack(raw):
             status = raw["StackStatus"]
             if not is_whole(status):
-                well = status.endswith("_IN_PROGRESS") and "ROLLBACK" not in status
-                try:
-                    more = (self.newest_event if well else self.failure)(raw["StackId"])
-                except ServiceError as error:
-                    more = f"{'more' if well else 'why'} is not known ({error})"
-                logger.info(f"stack {self.name} is {status}: {more}")
+                why = ""
+                if "ROLLBACK" in status or status.endswith("_FAILED"):
+                    try:
+                        why = f": {self.failure(raw['StackId'])}"
+                    except ServiceError as error:
+                        why = f": why is not known ({error})"
+                logger.info(f"stack {self.name} is {status}{why}")
         stack = take_note(self.settings, self.region, raw)
         if stack is None:
             raise no_stack(self.settings, self.region)
@@ -304,39 +301,37 @@ class Deployment:
                 take = getattr(self.iam, f"detach_{kind.lower()}_policy")
                 take(PolicyArn=removal.policy, **{f"{kind}Name": name})
             logger.info(f"detached the launcher policy from {kind.lower()} {name}")
-        seen = {event["EventId"] for event in self.events(removal.stack_id)}
         with service_errors("DeleteStack"):
             self.client.delete_stack(StackName=removal.stack_id)
-        status = self.follow(removal.stack_id, seen)
-        if status != "DELETE_COMPLETE":
-            raise ServiceError(
-                f"stack {self.name} is {status}: {self.failure(removal.stack_id)}; correct that"
-                " and delete it again"
-            )
+        self.wait("stack_delete_complete", removal.stack_id, "delete it again")
         remember(self.settings, self.region, None)
 
-    def follow(self, stack_id: str, seen: set[str]) -> str:
-        """Log each event that is not in `seen` until the operation ends.
+    def wait(self, end: str, stack_id: str, again: str) -> None:
+        """Wait until the stack is at this end, a waiter's name. `again` is what a failure advises.
 
-        Returns the final status of the stack.
+        Raises:
+            ServiceError: it came to another end.
         """
+        logger.info(f"waiting for stack {self.name}; CloudFormation takes a minute or two")
+        ended: dict[str, Any] = {}
         try:
-            while True:
-                # Ask for the status first, so that the events include all that led to it.
-                raw = describe_stack(self.client, stack_id)
-                fresh = [each for each in self.events(stack_id) if each["EventId"] not in seen]
-                for event in reversed(fresh):  # newest first
-                    seen.add(event["EventId"])
-                    logger.info(f"{event['ResourceStatus']:<20} {resource_of(event)}")
-                status = raw["StackStatus"] if raw else "DELETE_COMPLETE"
-                if not status.endswith("_IN_PROGRESS"):
-                    return str(status)
-                time.sleep(POLL_SECONDS)
+            with service_errors("DescribeStacks"):
+                try:
+                    self.client.get_waiter(end).wait(StackName=stack_id, WaiterConfig=WAIT)
+                except WaiterError as error:
+                    ended = error.last_response
+                    if "Error" in ended:
+                        raise ClientError(error.last_response, "DescribeStacks") from None
         except (KeyboardInterrupt, ServiceError):
             logger.info(
-                "CloudFormation continues by itself; `sm-nanogpt infra show` shows its progress"
+                "CloudFormation continues by itself; `sm-nanogpt infra show` shows its state"
             )
             raise
+        if ended:
+            raise ServiceError(
+                f"stack {self.name} is {ended['Stacks'][0]['StackStatus']}:"
+                f" {self.failure(stack_id)}; correct that and {again}"
+            )
 
     def failure(self, stack_id: str) -> str:
         """Why the last operation failed: the first resource that failed, and its reason."""
@@ -353,25 +348,12 @@ class Deployment:
                     reason = why
         return reason or "CloudFormation gives no reason"
 
-    def newest_event(self, stack_id: str) -> str:
-        """The last event of the current operation."""
-        event = next(self.events(stack_id))
-        if event["PhysicalResourceId"] == stack_id and event["ResourceStatus"].endswith(
-            "_COMPLETE"
-        ):
-            return "nothing has happened yet"  # since the operation before
-        return f"now {event['ResourceStatus']} {resource_of(event)}"
-
     def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
         """Yield the events of a stack, newest first."""
         with service_errors("DescribeStackEvents"):
             pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
             for page in pages:
                 yield from page["StackEvents"]
-
-
-def resource_of(event: dict[str, Any]) -> str:
-    return f"{event['ResourceType']} {event['LogicalResourceId']}"
 
 
 def read_change(raw: dict[str, Any]) -> Change:

@@ -39,7 +39,7 @@ def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator
     """An account without a stack, whose administrator has set neither store nor role."""
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
-    monkeypatch.setattr(deploy, "POLL_SECONDS", 0.01)
+    monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
     with cloudformation_service.repaired():
         yield aws
 

@@ -36,7 +36,7 @@ def test_every_step_passes_and_nothing_is_left(
 ) -> None:
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
-    monkeypatch.setattr(deploy, "POLL_SECONDS", 0.01)
+    monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
     monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
     for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
         monkeypatch.setattr(training_runs, name, 1.0)
