@@ -94,6 +94,17 @@ def test_a_report_draws_without_errors_or_requests(report: str, visit: Visit) ->
         assert page.locator(f"#{plot} svg path[aria-roledescription='line mark']").count() >= 2
 
 
+def test_the_axis_of_a_hyperparameter_shows_its_values(
+    job: Finished, cli: Callable[..., Ran], visit: Visit
+) -> None:
+    others = [sibling(job, n, 1.25, n_embd=60 * n) for n in (1, 2)]
+    ran = cli("report", job.job_id, *others)
+    page = drawn(visit(Path(ran.out.strip()).absolute().as_uri()))
+    page.wait_for_selector("#by-n_embd svg")
+    labels = page.locator("#by-n_embd .role-axis-label text").all_text_contents()
+    assert labels[:3] == ["32", "60", "120"]
+
+
 def test_the_table_shows_the_values_of_the_metrics(
     report: str, job: Finished, visit: Visit
 ) -> None:

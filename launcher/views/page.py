@@ -189,7 +189,7 @@ def result_plot(report: Report, name: str) -> dict[str, Any]:
             x=alt.X(
                 field=name,  # "x:Q" would be read as a type
                 type="quantitative",
-                axis=alt.Axis(values=values, format="~g", grid=True),
+                axis=alt.Axis(values=values, format=".6~g", grid=True),
                 scale=scale,
             ).title(name),
             y=alt.Y("loss:Q", title=f"best {report.unit}", scale=alt.Scale(zero=False, padding=12)),
