@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .config import Config, Options
 from .errors import ConfigError, DataError, TrainingError, counted
-
-if TYPE_CHECKING:
-    from .distributed import Ranks
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,17 @@ class Container:
     output_dir: Path
     checkpoint_dir: Path
     init_from: Path | None = None  # the model to start from
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in the group, as its launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
 
 
 def host_names(value: Any) -> list[str]:

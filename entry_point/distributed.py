@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection
@@ -23,19 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Config
-from .container import Container, choose_device
+from .container import Container, Ranks, choose_device
 from .errors import TrainingError, failure_report, report_failure
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process in the group, as its launcher gave it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    launcher: str
 
 
 def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:

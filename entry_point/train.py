@@ -77,13 +77,14 @@ from entry_point.config import (
 )
 from entry_point.container import (
     Container,
+    Ranks,
     keep_freed_memory,
     local_processes,
     rank_device,
     read_container,
 )
 from entry_point.data import load_corpus
-from entry_point.distributed import Group, Ranks, end_with_parent, read_ranks, start_ranks
+from entry_point.distributed import Group, end_with_parent, read_ranks, start_ranks
 from entry_point.errors import (
     ConfigError,
     DataError,

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from . import huggingface
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed, duration, metric_line
-from .container import Container, choose_precision, compiling_pays, machine_line, memory_line
+from .container import Container, Ranks, choose_precision, compiling_pays, machine_line, memory_line
 from .data import Batches, Corpus, bytes_per_token, evaluate
-from .distributed import Group, Ranks
+from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, log
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
@@ -18,9 +18,6 @@ from launcher.errors import InputError, ServiceError, must_be
 from launcher.files.documents import Scalar
 from launcher.machines import DEFAULT_VERSION, check_instances, types_of
 from launcher.source import Source
-
-if TYPE_CHECKING:
-    from launcher.sagemaker.cost import Price
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +292,14 @@ class TrainingJob(Request):
 
 
 # -- how it stands ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Price:
+    """per_hour is in USD per instance; source says where the price comes from, and its date."""
+
+    per_hour: float
+    source: str
 
 
 @dataclass(frozen=True)

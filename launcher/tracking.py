@@ -16,12 +16,12 @@ from launcher.aws import CAPACITY, aws_session, check_region, patiently
 from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.job import JOB_ID, JobDescription, TrainingJob, UnreadableJob, log_pending
+from launcher.job import JOB_ID, JobDescription, Price, TrainingJob, UnreadableJob, log_pending
 from launcher.local.backend import LocalBackend
 from launcher.machines import has_local_storage
 from launcher.sagemaker import cost
 from launcher.sagemaker.backend import SageMakerBackend
-from launcher.sagemaker.cost import Price, Prices
+from launcher.sagemaker.cost import Prices
 from launcher.settings import Settings, load_settings
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from launching import Ran
 from runs import SMALL, make_hosts, metrics, run, run_hosts, words
 
 from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import DataError
 from launcher import InputError, upload_data
 from launcher.files.storage import local_path

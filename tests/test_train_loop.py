@@ -49,9 +49,9 @@ from runs import (
 from entry_point import train
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import Config, Options, metric_definitions, metric_line
-from entry_point.container import choose_precision, compiling_pays, read_container
+from entry_point.container import Ranks, choose_precision, compiling_pays, read_container
 from entry_point.data import Corpus, evaluate, gather_windows
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
 from entry_point.trainer import Trainer, read_fault

@@ -13,9 +13,9 @@ from models import SMALL, VOCABULARY_SIZE, ids, lively, tokenizer_of
 
 from entry_point import model as model_module
 from entry_point.config import Config, Options
-from entry_point.container import read_container
+from entry_point.container import Ranks, read_container
 from entry_point.data import Corpus
-from entry_point.distributed import Group, Ranks
+from entry_point.distributed import Group
 from entry_point.model import GPT, NORM_EPS, Linear, attend, sample
 from entry_point.optim import (
     Muon,

@@ -42,12 +42,13 @@ from entry_point import train
 from entry_point.config import Config, Options
 from entry_point.container import (
     Container,
+    Ranks,
     choose_device,
     local_processes,
     rank_device,
     read_container,
 )
-from entry_point.distributed import Group, Ranks, Watchdog, read_ranks
+from entry_point.distributed import Group, Watchdog, read_ranks
 from entry_point.errors import ConfigError, DataError, TrainingError, failure_report
 from launcher.machines import cores
 

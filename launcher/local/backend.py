@@ -34,7 +34,6 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-import launcher
 from launcher.curve import LARGEST_CURVE, Row, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -164,7 +163,7 @@ class LocalBackend:
                     RUNNER,
                     str(directory),
                     str(lock.fileno()),
-                    str(Path(launcher.__file__).parents[1].absolute()),
+                    str(Path(__file__).parents[2].absolute()),
                 ],
                 cwd=directory,  # it holds nothing to import by mistake
                 env={

@@ -25,7 +25,7 @@ from launcher.aws import quick_client, why
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Document
-from launcher.job import JobDescription, TrainingJob
+from launcher.job import JobDescription, Price, TrainingJob
 from launcher.machines import has_local_storage
 from launcher.settings import Settings
 
@@ -264,14 +264,6 @@ OFFLINE: dict[str, dict[str, float]] = {
         "ml.c5.18xlarge": 3.672,
     },
 }
-
-
-@dataclass(frozen=True)
-class Price:
-    """per_hour is in USD per instance; source says where the price comes from, and its date."""
-
-    per_hour: float
-    source: str
 
 
 class Answer(Document):
