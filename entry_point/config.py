@@ -468,8 +468,8 @@ def resumed_options(options: Options, saved: Mapping[str, Any]) -> Options:
         options,
         data=options.data or saved["data"],
         validation=options.validation or saved["validation"],
-        init_from=saved.get("init_from", ""),
-        processes_before=saved.get("processes", 0),  # older checkpoints have none
+        init_from=saved["init_from"],
+        processes_before=saved["processes"],
     )
 
 

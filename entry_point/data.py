@@ -345,7 +345,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
 
     Raises:
         DataError: text is missing, unreadable, not UTF-8, too short, or not the same on every
-            host; or there is no room for its ids.
+            host.
     """
     if container.training is None:
         raise DataError("no text: name it with --data FILE")
@@ -433,7 +433,10 @@ def read_text(container: Container, config: Config, start: Tokenizer | None) -> 
             raise DataError(f"{channel}: no text in it")
         sha256.update(digest.hexdigest().encode())
     seen = torch.cat([distinct(part) for part in parts]).unique()
-    known = seen if start is None else torch.tensor([ord(word.decode()) for word in start.words])
+    characters = [] if start is None else [word.decode() for word in start.words]
+    if any(len(character) != 1 for character in characters):
+        raise DataError("the initial model has words, not characters, and this is text")
+    known = seen if start is None else torch.tensor([*map(ord, characters)])
     if unknown := seen[~torch.isin(seen, known)].tolist():
         raise DataError(
             f"the text has {counted(len(unknown), 'character')} that the initial model does not"

@@ -124,7 +124,7 @@ def check_export(model: GPT, tensors: Mapping[str, Tensor], config: Mapping[str,
         TrainingError: they differ: the model is not the one that config.json describes.
     """
     size, generator = config["vocab_size"], torch.Generator().manual_seed(0)
-    T = model.config.block_size
+    T = min(model.config.block_size, 1024)  # the logits of longer windows can fill the memory
     order = [torch.randperm(size, generator=generator) for _ in range(-(-2 * T // size))]
     for ids in torch.cat(order)[: 2 * T].split(T):
         own = model(ids[None])[0]
@@ -300,7 +300,10 @@ def starting_values(directory: Path, given: Mapping[str, Any]) -> dict[str, Any]
         value = parse_value(fields[name], value) if isinstance(value, str) else value
         if value != shape[name]:
             raise ConfigError(f"{name}={value!r}: the initial model has {shape[name]!r}")
-    return {**FINE_TUNING, **free, **values, **shape}
+    defaults = FINE_TUNING.copy()
+    if values.get("optimizer") == "adamw":
+        del defaults["learning_rate"]  # which is for Muon
+    return {**defaults, **free, **values, **shape}
 
 
 def read_shape(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

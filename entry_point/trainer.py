@@ -241,7 +241,7 @@ class Trainer:
         return total
 
     def warm_up(self) -> None:
-        """Two steps of each length of windows, whose gradients are thrown away.
+        """Two steps of each length of windows, whose gradients and buffers are thrown away.
 
         DDP lays its buckets out anew after its first step, and the order in which gradients are
         added up follows the layout; after this, a resumed run adds in the same order as one that
@@ -249,12 +249,16 @@ class Trainer:
         happens here too, outside the measured time.
         """
         steps = first_steps(self.config)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # of an edit
         if self.compiled:
             self.try_compiler(steps)
         for step in sorted(2 * steps):
             self.forward_backward(step)
             self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             self.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def try_compiler(self, steps: Sequence[int]) -> None:
         """Compiles for the windows of these steps; with compile=auto, trains eagerly if that fails.

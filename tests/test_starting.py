@@ -259,6 +259,26 @@ def tune(trained: Path, text: str, out: Path, **values: Any) -> Any:
     return run(words(data=file, init_from=start, out=out, **given), cwd=out.parent)
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("muon", 0.005), ("adamw", 0.001)])
+def test_the_tuning_rate_of_muon_is_not_for_adamw(
+    trained: Path, optimizer: str, rate: float
+) -> None:
+    values = starting_values(trained / "model", {"optimizer": optimizer})
+    assert make_config(values).learning_rate == rate
+
+
+def test_an_initial_model_of_words_is_refused(trained: Path, text: str, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "words")
+    file = tmp_path / "words/model/tokenizer.json"
+    document = json.loads(file.read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["word"] = vocabulary.pop("a")
+    file.write_text(json.dumps(document))
+    ended = tune(tmp_path / "words", text[:10_000], tmp_path / "out")
+    assert (ended.status, ended.output.count("\n")) == (2, 1)
+    assert ended.output.startswith("DataError: the initial model has words")
+
+
 def test_step_0_is_the_model_as_it_was(trained: Path, text: str, tmp_path: Path) -> None:
     ended = tune(trained, text[:100_000], tmp_path / "out", log_interval=2, eval_interval=2)
     assert ended.status == 0, ended.output

@@ -295,9 +295,12 @@ def test_a_config_cannot_be_changed() -> None:
         Config().n_layer = 5  # type: ignore[misc]
 
 
+EMPTY = {"validation": "", "init_from": "", "processes": 0}
+
+
 def test_resuming_takes_missing_values_from_the_checkpoint(tmp_path: Path) -> None:
     saved = dataclasses.asdict(Config(n_layer=7, max_steps=50))
-    state = {"step": 5, "best_step": None, "config": saved, "data": "/a.txt", "validation": ""}
+    state = {"step": 5, "best_step": None, "config": saved, "data": "/a.txt", **EMPTY}
     Checkpoints(tmp_path / "checkpoints").save({}, state)
     config, options = parse_argv(["--resume", str(tmp_path), "--max_steps", "80"])
     assert (config.n_layer, config.max_steps, options.data) == (7, 80, "/a.txt")
@@ -307,7 +310,7 @@ def test_resuming_takes_nothing_from_a_damaged_checkpoint(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (5, 9):
         saved = dataclasses.asdict(Config(dropout=0.5, max_steps=50))
-        state = {"step": step, "best_step": None, "config": saved, "data": "", "validation": ""}
+        state = {"step": step, "best_step": None, "config": saved, "data": "", **EMPTY}
         checkpoints.save({}, state)
     newest = checkpoints.path(9)
     newest.write_bytes(newest.read_bytes().replace(b'dropout\\": 0.5', b'dropout\\": 0.1'))

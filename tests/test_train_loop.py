@@ -47,7 +47,7 @@ from runs import (
 )
 
 from entry_point import train
-from entry_point.checkpoint import Checkpoints
+from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options, metric_definitions, metric_line
 from entry_point.container import Ranks, choose_precision, compiling_pays, read_container
 from entry_point.data import Corpus, evaluate, gather_windows
@@ -1255,3 +1255,25 @@ def test_freed_tensors_memory_is_reused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *later = map(int, done.stdout.split())
     assert statistics.median(later) < first / 10  # the first few still arrange the heap
+
+
+def test_the_buffers_of_an_edit_count_steps_alone(text_file: Path, tmp_path: Path) -> None:
+    """The steps before the first one, which lay out DDP's buckets, leave no trace."""
+    mine = edited_folder(
+        tmp_path / "mine",
+        (
+            "        self.blocks = ",
+            '        self.register_buffer("seen", torch.zeros(()))\n        self.blocks = ',
+        ),
+        (
+            "        x = norm(x, self.norm)\n",
+            "        if self.training:\n            self.seen += 1\n"
+            "        x = norm(x, self.norm)\n",
+        ),
+    )
+    given = words(data=text_file, out=tmp_path / "out", processes=2, **SMALL)
+    ended = run(given, cwd=tmp_path, command=mine)
+    assert ended.status == 0, ended.output
+    newest = max((tmp_path / "out/checkpoints").glob("checkpoint-*"))
+    tensors, _ = read_safetensors(newest)
+    assert int(tensors["model.seen"]) == SMALL["max_steps"]
