@@ -149,7 +149,10 @@ def test_a_failed_deployment_leaves_neither_bucket_nor_key(
     before = buckets(), boto3.client("kms").list_keys()["Keys"]
     account.refuse["Role"] = "no"
     ran = cli("infra", "deploy", "--yes", "--kms")
-    assert "add      AWS::KMS::Key Key" in ran.err
+    assert ran.code == 1
+    events = boto3.client("cloudformation").describe_stack_events(StackName=stack_id())
+    made = [(e["LogicalResourceId"], e["ResourceStatus"]) for e in events["StackEvents"]]
+    assert ("Key", "CREATE_COMPLETE") in made
     assert (buckets(), boto3.client("kms").list_keys()["Keys"]) == before
 
 

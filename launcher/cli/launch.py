@@ -66,7 +66,7 @@ class LaunchCommand(Command):
     "--processes-per-instance",
     metavar="K",
     type=int,
-    help="With local and no GPU: processes per host (default: the fastest number).",
+    help="With local and no GPU: number of processes (default: the fastest).",
 )
 @click.option(
     "--data",

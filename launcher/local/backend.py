@@ -74,8 +74,7 @@ NOT_STARTED = "it could not be started"
 # The runner imports the launcher from the same place as this process, and nothing else there.
 RUNNER = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import launcher, entry_point;"
-    " del sys.path[0];"
-    " from launcher.local.runner import main; main()"
+    " del sys.path[0]; from launcher.local.runner import main; main()"
 )
 
 
@@ -151,7 +150,6 @@ class LocalBackend:
         source.write(directory / "code")
         from launcher.machines import cores
 
-        ranks = record["processes_per_host"]
         # Take the lock before the job is visible, and pass it on, so that it is held without a gap.
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -169,7 +167,7 @@ class LocalBackend:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-                    or str(max(1, cores() // ranks)),
+                    or str(max(1, cores() // record["processes_per_host"])),
                     "PYTHONPATH": whole_paths(os.environ.get("PYTHONPATH", "")),
                     "SM_NANOGPT_HOME": str(self.settings.home),
                     "SM_NANOGPT_PROFILE": self.settings.profile,
@@ -287,7 +285,8 @@ class LocalBackend:
             yield pending.decode("utf-8", errors="replace")
 
 
-CHECKPOINTS = "hosts/algo-1/checkpoints"
+HOST = "algo-1"
+CHECKPOINTS = f"hosts/{HOST}/checkpoints"
 
 
 def plan_processes(job: TrainingJob) -> tuple[int, int]:

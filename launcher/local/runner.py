@@ -24,12 +24,11 @@ from typing import Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
-from launcher.local.backend import Record, read_document, write_json
+from launcher.local.backend import HOST, Record, read_document, write_json
 from launcher.settings import Settings, load_settings
 
 STOP_GRACE_SECONDS = 120  # between SIGTERM and SIGKILL, as in StopTrainingJob
 FAILURE_REASON_CHARACTERS = 1024
-HOST = "algo-1"
 RENDEZVOUS = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit): .+")

@@ -170,9 +170,6 @@ def survey(files: Sequence[tuple[str, Path]]) -> Source:
     return found
 
 
-# -- shards ----------------------------------------------------------------------------------------
-
-
 def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
     """Learn BPE over bytes (arXiv:1508.07909, and section 2.2 of GPT-2's paper) from documents."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -191,6 +188,9 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
     some = takewhile(lambda _: read.characters <= SAMPLE, pieces)
     tokenizer.train_from_iterator(some, trainer)
     return Words(tokenizer.to_str(), END_OF_TEXT)
+
+
+# -- shards ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
