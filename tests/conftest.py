@@ -6,20 +6,16 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import botocore.loaders
 import botocore.session
 import launching
 import pytest
 import torch
-
-if TYPE_CHECKING:  # they import moto, for seconds
-    from emulator import Emulator
-    from money_service import MoneyService
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +45,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick(pytestconfig: pytest.Config) -> Iterator[None]:
+def quick(pytestconfig):
     """With --quick, skips a test when it starts a process, directly or through a fixture."""
 
     def skip(*_: Any, **__: Any) -> None:
@@ -97,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def text() -> str:
+def text():
     """Real English of several hundred thousand characters, which every CPython carries.
 
     Its last lines hold what a plain text seldom has: tabs, accents and emoji.
@@ -109,7 +105,7 @@ def text() -> str:
 
 
 @pytest.fixture(scope="session")
-def text_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "input.txt"
     path.write_text(text, encoding="utf-8", newline="")
     return path
@@ -120,7 +116,7 @@ def text_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path, monkeypatch):
     """An empty home for the launcher, in this process too; jobs that are left are killed."""
     path = tmp_path / "home"
     for name in list(os.environ):
@@ -135,7 +131,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launching.Ran]:
+def cli(home, capsys):
     """sm-nanogpt in this process: quick, for what needs no process of its own."""
     from launcher.cli import run
 
@@ -148,7 +144,7 @@ def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., launchi
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> launching.Finished:
+def finished(tmp_path_factory, text_file):
     """A job of one process that ended well. It is shared: look, but change nothing."""
 
     def build(directory: Path) -> tuple[Path, str]:
@@ -162,7 +158,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> launc
 
 
 @pytest.fixture
-def job(finished: launching.Finished, home: Path) -> launching.Finished:
+def job(finished, home):
     """A copy of the finished job in this test's own home."""
     copy = launching.Finished(home, finished.job_id)
     shutil.copytree(finished.directory, copy.directory)
@@ -170,7 +166,7 @@ def job(finished: launching.Finished, home: Path) -> launching.Finished:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel of this checkout, made of a copy: building leaves files beside its sources, and
     takes those that it finds there."""
 
@@ -192,7 +188,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def emulator(pytestconfig: pytest.Config) -> Iterator[Emulator]:
+def emulator(pytestconfig):
     """AWS on loopback; shared, so that what a test puts there has names of its own."""
     if pytestconfig.getoption("--quick"):
         pytest.skip("it starts a server")
@@ -205,9 +201,7 @@ def emulator(pytestconfig: pytest.Config) -> Iterator[Emulator]:
 
 
 @pytest.fixture
-def s3(
-    emulator: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Any]:
+def s3(emulator, home, monkeypatch, request):
     """A client of its S3, with a bucket of this test's own under `s3.bucket`."""
     import boto3
     from s3fs import S3FileSystem
@@ -231,7 +225,7 @@ def s3(
 
 
 @pytest.fixture
-def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> MoneyService:
+def money(s3, emulator, monkeypatch):
     """AWS's price list and quotas beside that S3, on a day that no midnight ends."""
     from money_service import TODAY
 
@@ -240,7 +234,7 @@ def money(s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Money
 
 
 @pytest.fixture
-def cloud(emulator: Emulator, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+def cloud(emulator, s3, monkeypatch):
     """SageMaker beside that S3, whose jobs only seem to run, and a person who may use both."""
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal

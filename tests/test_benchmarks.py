@@ -9,7 +9,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -52,7 +51,7 @@ here = Path(__file__).parent
 
 
 @pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def measure(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import measure
 
@@ -60,7 +59,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def nanogpt(tmp_path: Path) -> Path:
+def nanogpt(tmp_path):
     """A stand-in for a checkout of nanoGPT."""
     root = tmp_path / "nanogpt"
     (root / "data" / "shakespeare_char").mkdir(parents=True)
@@ -78,9 +77,7 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 # The tutorials run in their notebook: tests/test_examples.py.
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tutorials/")])
-def test_a_smoke_run_writes_the_same_table_and_json(
-    name: str, tmp_path: Path, text_file: Path
-) -> None:
+def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
@@ -94,14 +91,14 @@ def test_a_smoke_run_writes_the_same_table_and_json(
     assert found["machine"]["command"] in ran.stdout
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_at_once(text_file: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_is_refused_at_once(text_file):
     ran = run("tutorials/processes", "--text", text_file, "--quick", "--plot", "curves.pdf")
     assert ran.returncode == 2
     assert ran.stderr == "error: argument --plot: curves.pdf: must end in .png or .svg\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_shows_a_command_that_can_be_copied(name: str) -> None:
+def test_help_shows_a_command_that_can_be_copied(name):
     ran = run(name, "--help")
     assert f"python examples/{name}.py --text input.txt" in ran.stdout
 
@@ -110,7 +107,7 @@ def gpu(out: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return run("benchmarks/gpu", "--smoke", "--out", out, *words)
 
 
-def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path: Path, text_file: Path) -> None:
+def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, text_file):
     ran = gpu(tmp_path, "--text", text_file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
@@ -122,7 +119,7 @@ def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path: Path, text_file: Path) -> N
         assert {row.get("check", "pass") for row in rows} == {"pass"}
 
 
-def test_a_failed_stage_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_a_failed_stage_does_not_stop_the_next(tmp_path):
     text = tmp_path / "text"
     text.write_text("too short")
     ran = gpu(tmp_path / "out", "--text", text, "ladder", "sampling")
@@ -130,9 +127,7 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path: Path) -> None:
     assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["ladder", "sampling"]
 
 
-def test_a_stage_ends_when_its_time_is_over(
-    measure: ModuleType, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, text_file, monkeypatch):
     import gpu
 
     stage = dataclasses.replace(gpu.STAGES["right"], minutes=0.1)
@@ -145,13 +140,7 @@ def test_a_stage_ends_when_its_time_is_over(
 
 
 @pytest.mark.parametrize("stage", ["right", "nccl", "ladder", "profile"])
-def test_the_runs_of_a_stage_for_a_gpu_are_valid(
-    stage: str,
-    measure: ModuleType,
-    tmp_path: Path,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_file, monkeypatch):
     import gpu
     import gpu_checks
     import gpu_speed
@@ -183,7 +172,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(
     assert {config.device for config in runs} >= {"cuda"}
 
 
-def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file: Path, nanogpt: Path) -> None:
+def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, nanogpt):
     before = sorted(nanogpt.rglob("*"))
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
     assert ran.returncode == 0, ran.stderr
@@ -192,7 +181,7 @@ def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file: Path, nanogpt: P
     assert sorted(nanogpt.rglob("*")) == before
 
 
-def test_nanogpts_time_excludes_steps_with_an_evaluation(measure: ModuleType) -> None:
+def test_nanogpts_time_excludes_steps_with_an_evaluation(measure):
     import trainers
 
     said = [
@@ -208,7 +197,7 @@ def test_nanogpts_time_excludes_steps_with_an_evaluation(measure: ModuleType) ->
     assert found == pytest.approx((1.0 + 2.0) / 20)
 
 
-def test_a_text_that_arrives_in_one_piece_has_no_rate(measure: ModuleType) -> None:
+def test_a_text_that_arrives_in_one_piece_has_no_rate(measure):
     import sampling
 
     at_once = measure.Process([sys.executable, "-c", "import os; os.write(1, 40 * b'a')"])
@@ -216,7 +205,7 @@ def test_a_text_that_arrives_in_one_piece_has_no_rate(measure: ModuleType) -> No
         sampling.our_rate(at_once, 1, 40)
 
 
-def test_a_failed_runs_message_is_the_one_line_of_error(text_file: Path) -> None:
+def test_a_failed_runs_message_is_the_one_line_of_error(text_file):
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1
     assert "did you mean n_layer?" in ran.stderr.splitlines()[-1]
@@ -232,9 +221,7 @@ def test_a_failed_runs_message_is_the_one_line_of_error(text_file: Path) -> None
         (("--text", __file__, "--json", "nowhere/found.json"), "missing or cannot be written"),
     ],
 )
-def test_invalid_options_are_refused_before_measuring(
-    tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_invalid_options_are_refused_before_measuring(tmp_path, words, said):
     ran = subprocess.run(
         [sys.executable, BENCHMARKS / "throughput.py", *words],
         capture_output=True,
@@ -247,9 +234,7 @@ def test_invalid_options_are_refused_before_measuring(
     assert said in ran.stderr
 
 
-def test_a_busy_machine_is_refused_in_one_line(
-    measure: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_refused_in_one_line(measure, monkeypatch, capsys):
     monkeypatch.setattr("os.getloadavg", lambda: (3.5, 3.0, 2.0))
     with pytest.raises(SystemExit) as exit:
         measure.wait_until_quiet(-1)
@@ -259,11 +244,11 @@ def test_a_busy_machine_is_refused_in_one_line(
     )
 
 
-def test_ratios_compare_figures_of_the_same_round(measure: ModuleType) -> None:
+def test_ratios_compare_figures_of_the_same_round(measure):
     assert measure.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == "3.00x (2.00 to 4.00)"
 
 
-def test_the_confidence_interval_is_students_t(measure: ModuleType) -> None:
+def test_the_confidence_interval_is_students_t(measure):
     mean, half = measure.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0
     assert half == pytest.approx(1.963, abs=0.005)  # 2.776 * 1.581 / sqrt(5)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, Ran
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page, sync_playwright
 from test_curves import file_rows
-from test_play import Site, site
+from test_play import site
 from test_report import sibling
 
 __all__ = ["site"]  # a fixture
@@ -21,7 +20,7 @@ Visit = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
-def chromium(pytestconfig: pytest.Config) -> Iterator[Browser]:
+def chromium(pytestconfig):
     """A browser that is installed here."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
@@ -34,7 +33,7 @@ def chromium(pytestconfig: pytest.Config) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(chromium: Browser) -> Iterator[Visit]:
+def visit(chromium):
     """Opens a page, which may request what `within` matches, and must log no error."""
     contexts, wrong = [], list[str]()
 
@@ -60,7 +59,7 @@ def visit(chromium: Browser) -> Iterator[Visit]:
 
 
 @pytest.fixture
-def report(job: Finished, cli: Callable[..., Ran]) -> str:
+def report(job, cli):
     """The address of a report of two runs, of which the second is better."""
     ran = cli("report", job.job_id, sibling(job, 1, 1.25, n_embd=64))
     assert ran.code == 0, ran.err
@@ -88,15 +87,13 @@ def tab_to(page: Page, name: str) -> None:
 # -- the report -----------------------------------------------------------------------------------
 
 
-def test_a_report_draws_without_errors_or_requests(report: str, visit: Visit) -> None:
+def test_a_report_draws_without_errors_or_requests(report, visit):
     page = drawn(visit(report))
     for plot in ("loss", "speed", "rate"):
         assert page.locator(f"#{plot} svg path[aria-roledescription='line mark']").count() >= 2
 
 
-def test_the_axis_of_a_hyperparameter_shows_its_values(
-    job: Finished, cli: Callable[..., Ran], visit: Visit
-) -> None:
+def test_the_axis_of_a_hyperparameter_shows_its_values(job, cli, visit):
     others = [sibling(job, n, 1.25, n_embd=60 * n) for n in (1, 2)]
     ran = cli("report", job.job_id, *others)
     page = drawn(visit(Path(ran.out.strip()).absolute().as_uri()))
@@ -105,9 +102,7 @@ def test_the_axis_of_a_hyperparameter_shows_its_values(
     assert labels[:3] == ["32", "60", "120"]
 
 
-def test_the_table_shows_the_values_of_the_metrics(
-    report: str, job: Finished, visit: Visit
-) -> None:
+def test_the_table_shows_the_values_of_the_metrics(report, job, visit):
     page = drawn(visit(report))
     page.get_by_text("The evaluations as a table").click()
     caption = page.locator("caption", has_text=f"{job.job_id[-6:]}, n_embd 32")
@@ -120,7 +115,7 @@ def test_the_table_shows_the_values_of_the_metrics(
     ]
 
 
-def test_pointing_at_a_line_shows_its_values(report: str, job: Finished, visit: Visit) -> None:
+def test_pointing_at_a_line_shows_its_values(report, job, visit):
     page = drawn(visit(report))
     box = page.locator("#loss svg").bounding_box()
     assert box
@@ -135,14 +130,12 @@ def test_pointing_at_a_line_shows_its_values(report: str, job: Finished, visit: 
     assert told["tokens/s"] == f"{row['tokens_per_second']:,.0f}"
 
 
-def test_a_report_fits_a_phone(report: str, visit: Visit) -> None:
+def test_a_report_fits_a_phone(report, visit):
     page = drawn(visit(report, viewport={"width": 390, "height": 800}))
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_seven_differences_fit_a_laptop(
-    job: Finished, cli: Callable[..., Ran], visit: Visit
-) -> None:
+def test_seven_differences_fit_a_laptop(job, cli, visit):
     words = "learning_rate final_learning_rate decay_fraction short_windows dropout weight_decay"
     names = [*words.split(), "momentum"]
     ran = cli("report", job.job_id, sibling(job, 1, 1.25, **dict.fromkeys(names, 0.125)))
@@ -152,7 +145,7 @@ def test_seven_differences_fit_a_laptop(
     assert left == right
 
 
-def test_the_keyboard_reaches_what_a_report_offers(report: str, visit: Visit) -> None:
+def test_the_keyboard_reaches_what_a_report_offers(report, visit):
     page = drawn(visit(report))
     tab_to(page, "axis")
     page.keyboard.press("ArrowDown")
@@ -172,7 +165,7 @@ def test_the_keyboard_reaches_what_a_report_offers(report: str, visit: Visit) ->
 
 
 @pytest.fixture
-def play(site: Site, visit: Visit) -> Page:
+def play(site, visit):
     here = f"http://127.0.0.1:{site.port}/"
     page = visit(f"{here}?token=secret", within=f"{here}.*")
     page.wait_for_selector("article")
@@ -183,7 +176,7 @@ def ended(page: Page) -> None:
     page.locator(".status.end").first.wait_for()
 
 
-def test_text_streams_into_the_page(play: Page, site: Site) -> None:
+def test_text_streams_into_the_page(play, site):
     play.evaluate("""() => {
         window.lengths = new Set();
         const out = document.querySelector(".out");
@@ -202,7 +195,7 @@ def test_text_streams_into_the_page(play: Page, site: Site) -> None:
     assert play.locator(".out").first.text_content() == f"abc{text}"
 
 
-def test_the_button_answers_to_enter(play: Page) -> None:
+def test_the_button_answers_to_enter(play):
     play.fill("#max_new_tokens", "5")
     tab_to(play, "generate")
     play.keyboard.press("Enter")
@@ -210,7 +203,7 @@ def test_the_button_answers_to_enter(play: Page) -> None:
     assert play.locator(".status").first.inner_text().startswith("5 tokens, ")
 
 
-def test_arrow_keys_show_what_was_likely(play: Page) -> None:
+def test_arrow_keys_show_what_was_likely(play):
     play.fill("#max_new_tokens", "5")
     play.keyboard.press("Control+Enter")
     ended(play)
@@ -220,6 +213,6 @@ def test_arrow_keys_show_what_was_likely(play: Page) -> None:
     assert play.locator("#likely .chosen").count() == 1
 
 
-def test_the_page_of_play_fits_a_phone(play: Page) -> None:
+def test_the_page_of_play_fits_a_phone(play):
     play.set_viewport_size({"width": 390, "height": 800})
     assert play.evaluate("document.documentElement.scrollWidth") <= 390

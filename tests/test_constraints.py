@@ -45,7 +45,7 @@ def resolve(python: str, system: str, *words: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_the_constraints_match_each_python_and_system() -> None:
+def test_the_constraints_match_each_python_and_system():
     pins = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"}
     words = ("pyproject.toml", "--extra", "test", "-c", "constraints.txt")
     targets = itertools.product(FIRST_RELEASES, SYSTEMS)
@@ -55,7 +55,7 @@ def test_the_constraints_match_each_python_and_system() -> None:
 
 
 @pytest.mark.parametrize("python", FIRST_RELEASES)
-def test_the_contract_tests_toolkit_installs_on_each_python(python: str) -> None:
+def test_the_contract_tests_toolkit_installs_on_each_python(python):
     sources = ("inotify-simple", "sagemaker-training", "sagemaker-pytorch-training")
     words = [word for name in sources for word in ("--no-binary", name)]
     # Without their dependencies, for which sources would be built.

@@ -1,7 +1,6 @@
 """How a local job uses this machine's cores."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,7 @@ from launcher import machines
         (None, {}, math.inf),
     ],
 )
-def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(
-    tmp_path: Path, groups: str | None, files: dict[str, str], quota: float
-) -> None:
+def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(tmp_path, groups, files, quota):
     if groups is not None:
         files = {"../../../proc/self/cgroup": groups, **files}
     for name, content in files.items():
@@ -43,17 +40,13 @@ def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(math.inf, 64), (2.5, 2), (0.5, 1), (100.0, 64)])
-def test_a_job_takes_no_more_cores_than_the_quota_allows(
-    monkeypatch: pytest.MonkeyPatch, quota: float, cores: int
-) -> None:
+def test_a_job_takes_no_more_cores_than_the_quota_allows(monkeypatch, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(1000, 1064)))
     monkeypatch.setattr(machines, "cpu_quota", lambda root: quota)
     assert machines.cores() == cores
 
 
-def test_a_large_model_takes_one_process_per_core(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_model_takes_one_process_per_core(monkeypatch):
     def processes(cores: int, **values: Any) -> int:
         monkeypatch.setattr(machines, "cores", lambda: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -66,9 +59,7 @@ def test_a_large_model_takes_one_process_per_core(
 
 
 @pytest.mark.parametrize(("said", "count"), [("", 4), ("0", 4), ("1", 4), ("2 ,1", 2), ("x", 4)])
-def test_omp_num_threads_limits_the_processes(
-    monkeypatch: pytest.MonkeyPatch, said: str, count: int
-) -> None:
+def test_omp_num_threads_limits_the_processes(monkeypatch, said, count):
     monkeypatch.setattr(machines, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert machines.cpu_processes(make_config({}, "baby")) == count

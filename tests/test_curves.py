@@ -7,13 +7,10 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from emulator import Emulator
-from launching import Finished, Ran
+from launching import Finished
 from test_sagemaker import TAGGED
 
 from launcher import Settings, metrics
@@ -28,30 +25,30 @@ def file_rows(job: Finished) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_metrics_are_the_rows_of_the_file(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_metrics_are_the_rows_of_the_file(job, cli):
     ran = cli("metrics", job.job_id, "--json")
     assert json.loads(ran.out) == file_rows(job)
     assert ran.err.startswith("source: ")
 
 
-def test_csv_has_a_column_for_each_value(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_csv_has_a_column_for_each_value(job, cli):
     table = list(csv.DictReader(io.StringIO(cli("metrics", job.job_id, "--csv").out)))
     assert [float(row["val_loss"]) for row in table] == [r["val_loss"] for r in file_rows(job)]
 
 
-def test_the_table_is_aligned(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_the_table_is_aligned(job, cli):
     head, *rows = cli("metrics", job.job_id).out.splitlines()
     assert head.split()[:2] == ["step", "train_loss"]
     assert {len(row) for row in rows} == {len(head)}
 
 
-def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_a_job_without_rows_is_one_line(job, cli):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("metrics", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has written no metrics")
 
 
-def test_status_draws_the_curve(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_status_draws_the_curve(job, cli):
     lines = cli("status", job.job_id).out.splitlines()
     assert "val_loss:" in lines
     assert (
@@ -59,7 +56,7 @@ def test_status_draws_the_curve(job: Finished, cli: Callable[..., Ran]) -> None:
     )
 
 
-def test_the_curve_of_a_log_is_that_of_the_file(job: Finished) -> None:
+def test_the_curve_of_a_log_is_that_of_the_file(job):
     lines = (job.directory / "logs/job.log").read_text().splitlines()
     rows = file_rows(job)
     for from_log, row in zip(rows_of_log(lines), rows, strict=True):
@@ -67,17 +64,17 @@ def test_the_curve_of_a_log_is_that_of_the_file(job: Finished) -> None:
         assert from_log == pytest.approx(row, rel=1e-3, abs=1)
 
 
-def test_rows_that_a_resumed_run_repeats_count_once() -> None:
+def test_rows_that_a_resumed_run_repeats_count_once():
     steps = ((1, 5), (1, 10), (2, 7), (2, 10), (3, 10))
     rows: Any = [{"step": step, "run": run} for run, step in steps]
     assert in_order(rows) == [rows[0], rows[2], rows[4]]
 
 
-def test_a_line_that_only_resembles_a_row_is_ignored() -> None:
+def test_a_line_that_only_resembles_a_row_is_ignored():
     assert rows_of_log(["| step=5/10 and more", "step=5/10", "step=x/10 train_loss=1"]) == []
 
 
-def test_a_hostile_line_of_a_log_takes_no_time() -> None:
+def test_a_hostile_line_of_a_log_takes_no_time():
     for line in ("step=1/9 " + "a=a" * 24 + "  ", "step=1/9 " * 40_000 + "!"):
         started = time.process_time()
         assert rows_of_log([line, f"step={'9' * 5000}/9 val_loss=1"]) == []
@@ -87,9 +84,7 @@ def test_a_hostile_line_of_a_log_takes_no_time() -> None:
 @pytest.mark.parametrize(
     "row", [{"step": 7.5}, {"step": 7, "\x1b[2J": 1}, {"step": 7, "a" * 99: 1}]
 )
-def test_an_odd_row_of_a_curve_is_left_out(
-    job: Finished, cli: Callable[..., Ran], row: dict[str, Any]
-) -> None:
+def test_an_odd_row_of_a_curve_is_left_out(job, cli, row):
     before = cli("metrics", job.job_id).out
     with (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -97,12 +92,12 @@ def test_an_odd_row_of_a_curve_is_left_out(
     assert cli("jobs").code == 0
 
 
-def test_samples_are_the_marked_lines_of_the_log() -> None:
+def test_samples_are_the_marked_lines_of_the_log():
     lines = ["--- sample before training ---", "| a", "| | b", "step=1/2 x=1", "| c"]
     assert samples_of_log(lines) == {"before training": "a\n| b"}
 
 
-def test_a_curve_is_drawn_between_its_labels() -> None:
+def test_a_curve_is_drawn_between_its_labels():
     points = [(0, 4.0), (4, 4.0), (5, 1.0), (9, 2.0), (10, 2.0), (11, 4.0)]
     assert sketch(points, 12, 4, braille=False) == [
         "    4.000 *****      *",
@@ -113,7 +108,7 @@ def test_a_curve_is_drawn_between_its_labels() -> None:
     ]
 
 
-def test_a_braille_character_has_eight_dots() -> None:
+def test_a_braille_character_has_eight_dots():
     assert sketch([(5, 7.0), (24, 0.0)], 10, 2) == [
         "    7.000 ⠉⠒⠢⢄⣀",
         "    0.000 ⠀⠀⠀⠀⠀⠉⠑⠢⠤⣀",
@@ -122,19 +117,17 @@ def test_a_braille_character_has_eight_dots() -> None:
 
 
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 2.0), (2, 2.0)]])
-def test_a_flat_curve_is_drawn(points: list[tuple[float, float]]) -> None:
+def test_a_flat_curve_is_drawn(points):
     assert len(sketch(points)) == 9
 
 
-def test_the_time_left_follows_from_the_speed() -> None:
+def test_the_time_left_follows_from_the_speed():
     row = {"step": 10, "max_steps": 30, "tokens_per_second": 100.0}
     assert seconds_left(row, {"batch_size": 4, "block_size": 50}) == 40
     assert seconds_left({}, {}) is None
 
 
-def test_a_followed_job_has_a_bar_and_then_its_curve(
-    job: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_followed_job_has_a_bar_and_then_its_curve(job, monkeypatch, capsys):
     lines = (job.directory / "logs/job.log").read_text().splitlines()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(following(iter(lines), job.job_id, Settings(home=job.home))) == lines
@@ -144,16 +137,12 @@ def test_a_followed_job_has_a_bar_and_then_its_curve(
     assert "val_loss:\n" in told
 
 
-def test_without_a_terminal_nothing_is_added(
-    job: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_nothing_is_added(job, capsys):
     assert list(following(iter(["step=1/2 x=1"]), job.job_id, Settings())) == ["step=1/2 x=1"]
     assert capsys.readouterr().err == ""
 
 
-def test_status_takes_the_newest_values_from_the_log(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_status_takes_the_newest_values_from_the_log(cloud, s3, cli, text_file):
     lines = ["step=5/10 val_loss=2.5 bits_per_byte=3.5", "step=6/10 tokens_per_second=100"]
     log = [(-2, "algo-1", f"{TAGGED}{line}") for line in lines]
     cloud.sagemaker.next_script = {"log": log}
@@ -166,9 +155,7 @@ def test_status_takes_the_newest_values_from_the_log(
     assert json.loads(cli("status", job_id, "--json").out)["metrics"]["step"] == 6
 
 
-def test_a_curve_on_sagemaker_is_read_from_log_then_file(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_curve_on_sagemaker_is_read_from_log_then_file(cloud, s3, cli, text_file):
     line = f"{TAGGED}step=5/10 val_loss=2.5"
     cloud.sagemaker.next_script = {"log": [(-2, "algo-1", line)]}
     job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()

@@ -93,39 +93,37 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_each_shown_command_parses(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_shown_command_parses(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_gpt").mkdir()  # which copy-script writes
     for words in shown_commands(page):
         parse(cli, words)
 
 
-def test_a_shown_command_with_an_unknown_option_fails() -> None:
+def test_a_shown_command_with_an_unknown_option_fails():
     (words,) = commands("A=1 job_id=$(sm-nanogpt launch --instnce local) && echo  # why")
     with pytest.raises(click.NoSuchOption):
         parse(cli, words)
 
 
-def test_the_commands_of_the_readme_are_found() -> None:
+def test_the_commands_of_the_readme_are_found():
     found = {words[0] for words in shown_commands(ROOT / "README.md")}
     assert found >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
-def test_each_named_option_exists(page: Path) -> None:
+def test_each_named_option_exists(page):
     known = option_names(cli) | {f"--{option.name}" for option in OPTIONS} | {"--help"}
     assert set(re.findall(r"`(--[a-z][a-z-]*)", prose(page))) <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_each_set_names_a_hyperparameter(page: Path) -> None:
+def test_each_set_names_a_hyperparameter(page):
     assert set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) <= HYPERPARAMETERS
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
-def test_each_shown_setting_exists(page: Path) -> None:
+def test_each_shown_setting_exists(page):
     known = HYPERPARAMETERS | set(Settings.model_fields)
     for block in blocks(page, "toml"):
         assert set(tomllib.loads(block)) <= known
@@ -134,7 +132,7 @@ def test_each_shown_setting_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
-def test_each_name_imported_from_launcher_exists(page: Path) -> None:
+def test_each_name_imported_from_launcher_exists(page):
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module == "launcher":
@@ -142,7 +140,7 @@ def test_each_name_imported_from_launcher_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_each_relative_link_and_anchor_resolves(page: Path) -> None:
+def test_each_relative_link_and_anchor_resolves(page):
     for link in LINK.findall(prose(page)):
         if "://" in link:
             continue
@@ -158,7 +156,7 @@ def rows(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_names_for_users_of_nanogpt_exist() -> None:
+def test_names_for_users_of_nanogpt_exist():
     options = option_names(cli)
     for cells in rows(NANOGPT):
         for span in CODE.findall(cells[1]):
@@ -171,12 +169,12 @@ def test_names_for_users_of_nanogpt_exist() -> None:
                 assert span in HYPERPARAMETERS
 
 
-def test_each_hyperparameter_stands_beside_nanogpts() -> None:
+def test_each_hyperparameter_stands_beside_nanogpts():
     named = {span for cells in rows(NANOGPT) for span in CODE.findall(cells[1])}
     assert named >= HYPERPARAMETERS
 
 
-def test_names_of_the_architecture_are_defined_in_its_files() -> None:
+def test_names_of_the_architecture_are_defined_in_its_files():
     for cells in rows(ARCHITECTURE):
         for place in CODE.findall(cells[0]):
             assert (ROOT / place).is_file(), place
@@ -214,12 +212,12 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
     return found & files.keys() - {module}
 
 
-def test_one_launcher_file_at_most_has_over_450_lines() -> None:
+def test_one_launcher_file_at_most_has_over_450_lines():
     files = (ROOT / "launcher").rglob("*.py")
     assert len([file for file in files if len(file.read_text().splitlines()) > 450]) <= 1
 
 
-def test_imports_run_as_the_architecture_is_drawn() -> None:
+def test_imports_run_as_the_architecture_is_drawn():
     lines = blocks(ARCHITECTURE, "")[0].splitlines()
     drawn = {
         name.removesuffix(".py").rstrip("/").replace("/", "."): row
@@ -250,12 +248,7 @@ def test_imports_run_as_the_architecture_is_drawn() -> None:
         "pytest.importorskip('no_tool')",
     ],
 )
-def test_a_skip_fails_where_ci_is_set(
-    test: str,
-    pytester: pytest.Pytester,
-    pytestconfig: pytest.Config,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_skip_fails_where_ci_is_set(test, pytester, pytestconfig, monkeypatch):
     monkeypatch.setenv("CI", "1")
     plugin = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
     pytester.makepyfile(f"import pytest\n{test}\n")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -17,9 +16,6 @@ import boto3
 import launching
 import pytest
 from botocore.stub import Stubber
-from emulator import Emulator
-from launching import Ran
-from money_service import MoneyService
 
 from launcher import InputError, JobDescription, ServiceError, Settings, doctor, wait
 from launcher.doctor import AWS, FAILURE, HERE, OK, WARNING, Doubt, Patient
@@ -31,7 +27,7 @@ STACK = Stack("sm-nanogpt", "CREATE_COMPLETE", "", ROLE, None, "")
 
 
 @pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> list[Stack]:
+def stacks(monkeypatch):
     """The stack that is found, if there is one in here."""
     found: list[Stack] = []
     monkeypatch.setattr(doctor, "find_stack", lambda settings, session: next(iter(found), None))
@@ -39,7 +35,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[Stack]:
 
 
 @pytest.fixture
-def account(cloud: Emulator, stacks: list[Stack]) -> Emulator:
+def account(cloud, stacks):
     """An account with a bucket and a role that SageMaker may act as."""
     return cloud
 
@@ -49,9 +45,7 @@ def on_a_day(day: date, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def examined(
-    account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, tuple[str, str]]]:
+def examined(account, cli, monkeypatch):
     """What doctor finds, by check; without the training, which takes long."""
     on_a_day(date(2026, 11, 23), monkeypatch)
 
@@ -65,19 +59,14 @@ def examined(
 
 
 @pytest.fixture
-def patient(account: Emulator, home: Path) -> Patient:
+def patient(account, home):
     """Somebody whose session and region are known already."""
     home.mkdir()
     session = boto3.Session(region_name="us-east-1")
     return Patient(Settings(), "ml.g5.12xlarge", session=session, region="us-east-1")
 
 
-def test_doctor_reports_a_healthy_machine_as_healthy(
-    examined: Callable[..., dict[str, tuple[str, str]]],
-    cli: Callable[..., Ran],
-    s3: Any,
-    text_file: Path,
-) -> None:
+def test_doctor_reports_a_healthy_machine_as_healthy(examined, cli, s3, text_file):
     assert cli("upload-data", str(text_file)).code == 0
     before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
     found = examined()
@@ -91,9 +80,7 @@ def test_doctor_reports_a_healthy_machine_as_healthy(
     assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
 
 
-def test_each_finding_is_one_line_and_a_failure_sets_exit_code(
-    account: Emulator, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_finding_is_one_line_and_a_failure_sets_exit_code(account, cli, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     ran = cli("doctor", "--no-train")
     assert ran.code == 1
@@ -104,7 +91,7 @@ def test_each_finding_is_one_line_and_a_failure_sets_exit_code(
     assert "failed: role" in ran.error
 
 
-def test_without_aws_only_the_machine_is_checked(home: Path, cli: Callable[..., Ran]) -> None:
+def test_without_aws_only_the_machine_is_checked(home, cli):
     ran = cli("doctor", "--instance", "local", "--no-train")
     assert ran.code == 0, ran.err
     assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:", "disk:"]
@@ -116,32 +103,30 @@ def test_without_aws_only_the_machine_is_checked(home: Path, cli: Callable[..., 
     assert "--instance local` checks only this machine" in nowhere.err
 
 
-def test_a_full_disk_is_a_failure(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_failure(home, cli, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**8))
     ran = cli("doctor", "--instance", "local")
     assert ran.code == 1
     assert f"failure  disk:           0.1 GB free for {home}: delete files" in ran.out
 
 
-def test_a_missing_profile_is_a_finding(home: Path, cli: Callable[..., Ran]) -> None:
+def test_a_missing_profile_is_a_finding(home, cli):
     ran = cli("--profile", "nope", "doctor", "--no-train")
     assert ran.code == 1
     assert "failure  profile:        The config profile (nope) could not be found" in ran.out
 
 
-def test_an_invalid_instance_is_refused(home: Path, cli: Callable[..., Ran]) -> None:
+def test_an_invalid_instance_is_refused(home, cli):
     assert cli("doctor", "--instance", "g5.12xlarge").code == 2
 
 
-def test_the_trial_run_leaves_the_home_empty(home: Path) -> None:
+def test_the_trial_run_leaves_the_home_empty(home):
     home.mkdir()
     assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
     assert not list(home.iterdir())
 
 
-def test_the_trial_run_imports_nothing_from_the_users_directory(home: Path, tmp_path: Path) -> None:
+def test_the_trial_run_imports_nothing_from_the_users_directory(home, tmp_path):
     for name in ("torch.py", "launcher/__init__.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -150,9 +135,7 @@ def test_the_trial_run_imports_nothing_from_the_users_directory(home: Path, tmp_
     assert "a tiny model trained here" in doctor.check_training(Patient(Settings(), "local"))
 
 
-def test_a_slow_trial_run_is_stopped_before_its_home_is_deleted(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_trial_run_is_stopped_before_its_home_is_deleted(home, tmp_path, monkeypatch):
     waited_for: list[str] = []
 
     def noted(job_id: str, settings: Settings, **limit: Any) -> JobDescription:
@@ -169,13 +152,13 @@ def test_a_slow_trial_run_is_stopped_before_its_home_is_deleted(
     assert not list(tmp_path.glob("sm-nanogpt-doctor-*"))
 
 
-def test_a_failed_trial_run_says_why(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_run_says_why(home, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServiceError, match=r"could not be started: .*; `sm-nanogpt launch"):
         doctor.check_training(Patient(Settings(), "local"))
 
 
-def test_a_package_that_is_too_old_or_missing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_too_old_or_missing_fails(monkeypatch):
     needed = ["boto3>=999", "no-such-package", "torch>=1", "pytest>=999; extra == 'test'"]
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: needed)
     with pytest.raises(InputError, match=r"boto3 \S+ is not >=999, no-such-package is not inst"):
@@ -183,7 +166,7 @@ def test_a_package_that_is_too_old_or_missing_fails(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def install(tmp_path, monkeypatch):
     """Puts a distribution in front of those of this environment, without its files."""
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -196,15 +179,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return put
 
 
-def test_version_3_of_the_sdk_is_welcome(install: Callable[..., None]) -> None:
+def test_version_3_of_the_sdk_is_welcome(install):
     install("sagemaker", "3.26.0")
     expected = r"sagemaker 3\.26\.0.*; requests are made without version 2"
     assert re.search(expected, doctor.check_packages(Patient(Settings(), "local")))
 
 
-def test_missing_credentials_skip_the_checks_that_need_them(
-    examined: Callable[..., dict[str, tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_credentials_skip_the_checks_that_need_them(examined, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     found = examined()
@@ -214,12 +195,7 @@ def test_missing_credentials_skip_the_checks_that_need_them(
     assert found["image"][0] == OK
 
 
-def test_the_stack_provides_an_unconfigured_store_and_role(
-    examined: Callable[..., dict[str, tuple[str, str]]],
-    stacks: list[Stack],
-    s3: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_stack_provides_an_unconfigured_store_and_role(examined, stacks, s3, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     without = examined()
@@ -232,17 +208,13 @@ def test_the_stack_provides_an_unconfigured_store_and_role(
     assert found["store"] == (OK, f"s3://{s3.bucket}/nanogpt is writable")
 
 
-def test_a_failed_stack_is_a_warning(patient: Patient, stacks: list[Stack]) -> None:
+def test_a_failed_stack_is_a_warning(patient, stacks):
     stacks.append(replace(STACK, status="ROLLBACK_COMPLETE"))
     with pytest.raises(Doubt, match=r"ROLLBACK_COMPLETE.*infra show"):
         doctor.check_stack(patient)
 
 
-def test_the_role_of_a_sagemaker_notebook_is_found(
-    examined: Callable[..., dict[str, tuple[str, str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_role_of_a_sagemaker_notebook_is_found(examined, tmp_path, monkeypatch):
     role = os.environ["SM_NANOGPT_ROLE"]
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
@@ -250,22 +222,20 @@ def test_the_role_of_a_sagemaker_notebook_is_found(
     assert examined()["role"] == (OK, role)
 
 
-def test_a_missing_role_fails(patient: Patient) -> None:
+def test_a_missing_role_fails(patient):
     patient.settings = Settings(role=f"{ROLE}-2")
     with pytest.raises(ServiceError, match="NoSuchEntity"):
         doctor.check_role(patient)
 
 
-def test_a_check_without_permission_is_skipped(patient: Patient) -> None:
+def test_a_check_without_permission_is_skipped(patient):
     with Stubber(patient.client("iam")) as iam:
         iam.add_client_error("get_role", "AccessDenied", "no", 403)
         with pytest.raises(Doubt, match="not checked: not allowed"):
             doctor.check_role(patient)
 
 
-def test_a_check_that_raises_does_not_stop_the_others(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_raises_does_not_stop_the_others(home, cli, monkeypatch):
     def breaks(*_: Any) -> Any:
         raise ZeroDivisionError("oh no")
 
@@ -276,17 +246,13 @@ def test_a_check_that_raises_does_not_stop_the_others(
     assert len(ran.out.splitlines()) == len(HERE) - 1  # without the training
 
 
-def test_an_unknown_instance_type_is_a_warning(
-    examined: Callable[..., dict[str, tuple[str, str]]],
-) -> None:
+def test_an_unknown_instance_type_is_a_warning(examined):
     result, said = examined("--instance", "ml.g6f.xlarge")["instance"]
     assert result == WARNING
     assert "did you mean ml.g6" in said
 
 
-def test_an_unpatched_default_image_warning_names_a_remedy(
-    patient: Patient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unpatched_default_image_warning_names_a_remedy(patient, monkeypatch):
     last = find_image(DEFAULT_VERSION).patched_until
     on_a_day(last, monkeypatch)
     assert doctor.check_image(patient).endswith(f", patched until {last}")
@@ -295,7 +261,7 @@ def test_an_unpatched_default_image_warning_names_a_remedy(
         doctor.check_image(patient)
 
 
-def test_an_instance_the_default_image_cannot_run_on_fails(patient: Patient) -> None:
+def test_an_instance_the_default_image_cannot_run_on_fails(patient):
     with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; use --pytorch-version 2\.8\.0"):
         doctor.check_image(replace(patient, instance="ml.p3.2xlarge"))
     assert "patched until" in doctor.check_image(replace(patient, instance="ml.p5.48xlarge"))
@@ -305,13 +271,13 @@ def test_an_instance_the_default_image_cannot_run_on_fails(patient: Patient) -> 
     ("store", "said"),
     [("s3://there-is-no-such-bucket/x", "NoSuchBucket|no such bucket"), ("/tmp/store", "cannot")],
 )
-def test_a_store_that_cannot_be_written_fails(patient: Patient, store: str, said: str) -> None:
+def test_a_store_that_cannot_be_written_fails(patient, store, said):
     patient.settings = Settings(store=store)
     with pytest.raises((InputError, ServiceError), match=said):
         doctor.check_store(patient)
 
 
-def test_a_terminated_trial_run_leaves_nothing(home: Path, tmp_path: Path) -> None:
+def test_a_terminated_trial_run_leaves_nothing(home, tmp_path):
     place = tmp_path / "temporary"
     place.mkdir()
     words = ("doctor", "--instance", "local")
@@ -324,15 +290,13 @@ def test_a_terminated_trial_run_leaves_nothing(home: Path, tmp_path: Path) -> No
     assert not list(place.glob("sm-nanogpt-doctor-*"))
 
 
-def test_no_text_yet_is_a_warning(examined: Callable[..., dict[str, tuple[str, str]]]) -> None:
+def test_no_text_yet_is_a_warning(examined):
     result, said = examined()["data"]
     assert result == WARNING
     assert "upload-data" in said
 
 
-def test_doctor_names_the_text_that_a_launch_would_take(
-    patient: Patient, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_text_that_a_launch_would_take(patient, cli, text_file, monkeypatch):
     patient.store = patient.settings.store
     assert cli("upload-data", str(text_file)).out.startswith(patient.store)
     monkeypatch.delenv("SM_NANOGPT_STORE")
@@ -340,9 +304,7 @@ def test_doctor_names_the_text_that_a_launch_would_take(
     assert doctor.check_data(patient) == near
 
 
-def test_a_quota_of_zero_fails(
-    examined: Callable[..., dict[str, tuple[str, str]]], money: MoneyService
-) -> None:
+def test_a_quota_of_zero_fails(examined, money):
     money.quotas["ml.g5.12xlarge"] = (0, 0, 0)
     result, said = examined()["quota"]
     assert result == FAILURE
@@ -350,8 +312,6 @@ def test_a_quota_of_zero_fails(
     assert "launch --instance ml.m5.xlarge" in said
 
 
-def test_a_quota_that_cannot_be_read_is_a_warning(
-    examined: Callable[..., dict[str, tuple[str, str]]], money: MoneyService
-) -> None:
+def test_a_quota_that_cannot_be_read_is_a_warning(examined, money):
     money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
     assert examined()["quota"][0] == WARNING

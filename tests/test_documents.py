@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import TINY, Finished, Ran, settings_of
+from launching import TINY, settings_of
 from models import SMALL, lively, tokenizer_of
 
 from entry_point.checkpoint import Checkpoints, write_safetensors
@@ -122,9 +122,7 @@ def read(path: Path) -> Any:
 @pytest.mark.parametrize(
     "name", ["job.json", "state.json", "hosts/algo-1/checkpoints/metrics-00000001.jsonl"]
 )
-def test_a_job_with_a_hostile_document_is_shown_or_refused(
-    job: Finished, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_with_a_hostile_document_is_shown_or_refused(job, name, capsys):
     backend, path = LocalBackend(settings_of(job.home)), job.directory / name
     good = json.loads(path.read_text().splitlines()[0]) if name.endswith("l") else read(path)
     lines = path.read_bytes() if name.endswith("l") else b""
@@ -141,7 +139,7 @@ def test_a_job_with_a_hostile_document_is_shown_or_refused(
     each(show, good)
 
 
-def test_an_invalid_line_of_a_curve_hides_no_job(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_an_invalid_line_of_a_curve_hides_no_job(job, cli):
     path = job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     before = cli("jobs").out
     for line in ("null", "[]", '{"step": null}', '{"val_loss": "x"}', "[" * DEEP):
@@ -155,11 +153,11 @@ def test_an_invalid_line_of_a_curve_hides_no_job(job: Finished, cli: Callable[..
 
 
 @pytest.fixture
-def upload(home: Path, text_file: Path) -> corpus.Upload:
+def upload(home, text_file):
     return corpus.upload_data(text_file)
 
 
-def test_a_hostile_manifest_is_read_or_refused(home: Path, upload: corpus.Upload) -> None:
+def test_a_hostile_manifest_is_read_or_refused(home, upload):
     manifest = Path(f"{storage.local_path(upload.uri)}.json")
     settings = settings_of(home)
 
@@ -173,9 +171,7 @@ def test_a_hostile_manifest_is_read_or_refused(home: Path, upload: corpus.Upload
 
 
 @pytest.mark.parametrize("name", ["store/data/latest.json", "last-uploads.json"])
-def test_a_hostile_pointer_to_an_upload_is_followed_or_refused(
-    home: Path, upload: corpus.Upload, name: str
-) -> None:
+def test_a_hostile_pointer_to_an_upload_is_followed_or_refused(home, upload, name):
     path = home / name
     good = read(path)
     if name.startswith("store"):
@@ -202,7 +198,7 @@ STACK = {"name": "n", "status": "s", "store": "s3://abc", "role": "r", "kms_key"
         ("prices.json", {"us-east-1": {"ml.g5.xlarge": {"per_hour": 1.5, "day": "2026-11-01"}}}),
     ],
 )
-def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
+def test_a_hostile_cache_is_ignored(home, name, good):
     home.mkdir()
     settings = settings_of(home)
 
@@ -219,7 +215,7 @@ def test_a_hostile_cache_is_ignored(home: Path, name: str, good: Any) -> None:
 # -- what was submitted, and how ------------------------------------------------------------------
 
 
-def test_a_hostile_record_in_a_store_is_read_or_refused(home: Path) -> None:
+def test_a_hostile_record_in_a_store_is_read_or_refused(home):
     asked = TrainingJob(
         instance="ml.g5.xlarge", data="s3://abc/d", max_cost=5, hyperparameters=TINY
     )
@@ -246,7 +242,7 @@ TOML = (
 
 
 @pytest.mark.parametrize("name", ["home", "store", "region", "role", "stack", "max_cost", "tags"])
-def test_a_hostile_value_in_the_configuration_is_refused(home: Path, name: str) -> None:
+def test_a_hostile_value_in_the_configuration_is_refused(home, name):
     home.mkdir()
 
     def look(value: str) -> None:
@@ -257,7 +253,7 @@ def test_a_hostile_value_in_the_configuration_is_refused(home: Path, name: str) 
     quickly(given(st.sampled_from(TOML) | st.text(max_size=9))(look))()
 
 
-def test_hostile_hyperparameters_in_a_file_are_refused(tmp_path: Path) -> None:
+def test_hostile_hyperparameters_in_a_file_are_refused(tmp_path):
     def look(value: str) -> None:
         (tmp_path / "config.toml").write_text(f"n_layer = {value}\n")
         with our_errors():
@@ -273,7 +269,7 @@ VOCABULARY = "\n abcdefghi"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
-def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_model_with_a_hostile_document_is_refused(tmp_path, name):
     trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
     write_artefact(tmp_path, lively(), tokenizer_of(VOCABULARY), trained)
     path, sums = tmp_path / name, (tmp_path / "SHA256SUMS").read_text()
@@ -289,7 +285,7 @@ def test_a_model_with_a_hostile_document_is_refused(tmp_path: Path, name: str) -
     each(load, good)
 
 
-def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     loaded = Checkpoints(job.directory / "hosts/algo-1/checkpoints").load_latest()
     assert loaded is not None
@@ -310,7 +306,7 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job: Finished, tmp_path: P
 # -- size, and what is no file --------------------------------------------------------------------
 
 
-def test_a_document_that_is_too_large_is_refused(home: Path) -> None:
+def test_a_document_that_is_too_large_is_refused(home):
     home.mkdir()
     with (home / "config.toml").open("wb") as file:
         file.truncate(LARGEST + 1)
@@ -319,7 +315,7 @@ def test_a_document_that_is_too_large_is_refused(home: Path) -> None:
 
 
 @pytest.fixture(params=["pipe", "socket", "device", "directory"])
-def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], None]:
+def odd_file(request, tmp_path):
     """Puts what is no regular file in the place of a file."""
 
     def replace(path: Path) -> None:
@@ -341,9 +337,7 @@ def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path],
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine.toml", "home/config.toml"])
-def test_a_launch_refuses_special_files(
-    odd_file: Callable[[Path], None], home: Path, cli: Callable[..., Ran], name: str
-) -> None:
+def test_a_launch_refuses_special_files(odd_file, home, cli, name):
     home.mkdir()
     odd_file(home.parent / name)
     words = {"mine.py": ["--entry-point", name], "mine.toml": ["--config", name]}.get(name, [])
@@ -353,9 +347,7 @@ def test_a_launch_refuses_special_files(
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
-def test_a_model_with_a_special_file_is_refused(
-    odd_file: Callable[[Path], None], tmp_path: Path, cli: Callable[..., Ran], name: str
-) -> None:
+def test_a_model_with_a_special_file_is_refused(odd_file, tmp_path, cli, name):
     trained = {"script_sha256": SCRIPT_SHA256, "corpus_sha256": "0" * 64, "step": 1}
     write_artefact(tmp_path / "model", lively(), tokenizer_of(VOCABULARY), trained)
     odd_file(tmp_path / "model" / name)
@@ -365,7 +357,7 @@ def test_a_model_with_a_special_file_is_refused(
         assert name in ran.error
 
 
-def test_tokens_with_a_named_pipe_are_refused(home: Path, upload: corpus.Upload) -> None:
+def test_tokens_with_a_named_pipe_are_refused(home, upload):
     directory, manifest = storage.path_of(upload.uri[7:]), Path(f"{upload.uri[7:]}.json")
     os.mkfifo(directory / "meta.json")
     manifest.write_text(json.dumps({**read(manifest), "files": [*upload.files, "meta.json"]}))
@@ -385,14 +377,7 @@ def test_tokens_with_a_named_pipe_are_refused(home: Path, upload: corpus.Upload)
         ("output/model.tar.gz", 0, 1),
     ],
 )
-def test_a_job_with_a_special_file_hides_no_other(
-    job: Finished,
-    odd_file: Callable[[Path], None],
-    cli: Callable[..., Ran],
-    name: str,
-    logs: int,
-    sample: int,
-) -> None:
+def test_a_job_with_a_special_file_hides_no_other(job, odd_file, cli, name, logs, sample):
     other = f"{job.job_id[:-6]}abcdef"
     shutil.copytree(job.directory, job.home / "jobs" / other)
     if name == "runner.log":  # which is read for the reason of a job that could not start
@@ -407,7 +392,7 @@ def test_a_job_with_a_special_file_hides_no_other(
         assert code == 0 or job.job_id in ran.error
 
 
-def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
+def test_reading_does_not_wait_for_a_named_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         open_file(tmp_path / "pipe")
@@ -420,7 +405,7 @@ def test_reading_does_not_wait_for_a_named_pipe(tmp_path: Path) -> None:
     "leaves",
     ["SystemExit(0)", "GeneratorExit", "BaseException('gone')", "__import__('os')._exit(0)"],
 )
-def test_an_entry_point_that_ends_the_process_is_refused(tmp_path: Path, leaves: str) -> None:
+def test_an_entry_point_that_ends_the_process_is_refused(tmp_path, leaves):
     (tmp_path / "config.py").write_text(f"raise {leaves}")
     (tmp_path / "train.py").touch()
     with pytest.raises(InputError, match=r"config\.py:1: \w+(Exit|Exception): "):
@@ -439,7 +424,7 @@ def cut_sparse_header() -> bytes:
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def test_a_message_is_short_and_has_no_control_characters() -> None:
+def test_a_message_is_short_and_has_no_control_characters():
     assert (
         shown("a\x1b[31m\u202e\x9b\x00\tb\nc é 漢 🙂") == r"a\x1b[31m\u202e\x9b\x00"
         "\tb\nc é 漢 🙂"
@@ -449,7 +434,7 @@ def test_a_message_is_short_and_has_no_control_characters() -> None:
     assert long.endswith("x; do this")
 
 
-def test_an_error_that_names_control_characters_is_clean(cli: Callable[..., Ran]) -> None:
+def test_an_error_that_names_control_characters_is_clean(cli):
     ran = cli("--region", "\x1b[2J\u202e" + "y" * 9000, "launch", "--dry-run")
     assert ran.code == 2
     assert "\x1b" not in ran.err

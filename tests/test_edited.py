@@ -122,9 +122,7 @@ def vocabulary_of(job: Finished) -> str:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_model_is_sampled_as_it_was_trained(
-    edit: str, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_an_edited_model_is_sampled_as_it_was_trained(edit, home, cli, text_file, tmp_path):
     script = launching.edited(tmp_path / "mine", *EDITS[edit])
     job = launched(script, home, cli, text_file)
     shutil.rmtree(script)  # the job keeps a copy
@@ -143,7 +141,7 @@ def test_an_edited_model_is_sampled_as_it_was_trained(
 
 
 @pytest.fixture(scope="module")
-def edited_job(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+def edited_job(tmp_path_factory, text_file):
     """A job of the script with another activation. It is shared: look, but change nothing."""
 
     def build(directory: Path) -> tuple[Path, str]:
@@ -159,14 +157,14 @@ def edited_job(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Fin
 
 
 @pytest.fixture
-def edited(edited_job: Finished, home: Path) -> Finished:
+def edited(edited_job, home):
     """A copy of that job in this test's own home."""
     shutil.copytree(edited_job.directory, home / "jobs" / edited_job.job_id)
     shutil.copytree(edited_job.home / "sources", home / "sources")
     return Finished(home, edited_job.job_id)
 
 
-def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
+def test_a_model_that_is_not_qwen3_says_so(edited):
     import transformers
 
     directory = edited.directory / "hosts/algo-1/model"
@@ -179,7 +177,7 @@ def test_a_model_that_is_not_qwen3_says_so(edited: Finished) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_model_can_be_started_from(edit: str, tmp_path: Path) -> None:
+def test_an_edited_model_can_be_started_from(edit, tmp_path):
     module = module_of(launching.edited(tmp_path / "mine", *EDITS[edit]))
     more = {"softcap": 3.0} if edit == "hyperparameter" else {}
     model = module.GPT(module.make_config({"n_layer": 1, "n_embd": 32, **more}), 11)
@@ -196,9 +194,7 @@ def test_an_edited_model_can_be_started_from(edit: str, tmp_path: Path) -> None:
         starting_values(tmp_path, {})
 
 
-def test_a_run_starts_from_an_edited_model_by_its_script(
-    edited: Finished, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_run_starts_from_an_edited_model_by_its_script(edited, cli, text_file):
     words: tuple[str, ...] = ("launch", "--instance", "local", "--init-from", edited.job_id)
     words += ("--data", str(text_file), *launching.sets(max_steps=2, device="cpu", batch_size=4))
     ran = cli(*words)
@@ -209,7 +205,7 @@ def test_a_run_starts_from_an_edited_model_by_its_script(
     assert "step=0/2 val_loss=" in ran.err
 
 
-def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
+def test_an_artefact_names_the_script_that_made_it(edited):
     directory = edited.directory / "hosts/algo-1/model"
     training = json.loads((directory / "training.json").read_text())
     command = ["sh", "-c", "LC_ALL=C; export LC_ALL; sha256sum *.py | sha256sum"]
@@ -217,9 +213,7 @@ def test_an_artefact_names_the_script_that_made_it(edited: Finished) -> None:
     assert training["script_sha256"] == sums.split()[0]
 
 
-def test_without_its_script_an_edited_model_is_refused(
-    edited: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_without_its_script_an_edited_model_is_refused(edited, cli):
     shutil.rmtree(edited.home / "sources")
     ran = cli("fetch-and-sample", edited.job_id)
     assert ran.code == 2
@@ -228,18 +222,14 @@ def test_without_its_script_an_edited_model_is_refused(
     assert not (edited.home / "models" / edited.job_id).exists()
 
 
-def test_another_script_is_refused(
-    edited: Finished, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_another_script_is_refused(edited, cli, tmp_path):
     other = launching.edited(tmp_path / "other", *EDITS["no QK-norm"])
     ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(other))
     assert ran.code == 2
     assert f"and {other} is another;" in ran.error
 
 
-def test_the_named_script_is_taken(
-    edited: Finished, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_the_named_script_is_taken(edited, cli, tmp_path):
     mine = tmp_path / "mine"
     (edited.directory / "code").rename(mine)
     ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(mine))
@@ -248,9 +238,7 @@ def test_the_named_script_is_taken(
     assert ran.out == text + "\n"
 
 
-def test_a_stopped_job_gives_the_model_of_its_own_script(
-    edited: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_stopped_job_gives_the_model_of_its_own_script(edited, cli):
     state = edited.directory / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "status": "Stopped"}))
     directory = fetch_model(edited.job_id)
@@ -266,13 +254,7 @@ def test_a_stopped_job_gives_the_model_of_its_own_script(
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
 
-def test_the_package_loads_a_qwen3_model_without_its_folder(
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_package_loads_a_qwen3_model_without_its_folder(home, cli, text_file, tmp_path, caplog):
     edit = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")  # of model.py
     job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
     shutil.rmtree(home / "sources")
@@ -281,13 +263,7 @@ def test_the_package_loads_a_qwen3_model_without_its_folder(
     assert "is not on this machine; using the packaged script" in caplog.text
 
 
-def test_an_edit_of_the_schedule_keeps_the_fast_sampler(
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_edit_of_the_schedule_keeps_the_fast_sampler(home, cli, text_file, tmp_path, caplog):
     edit = ("warm * (config.final", "0.9 * warm * (config.final")
     job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
     model, _ = load_model(fetch_model(job.job_id))
@@ -295,9 +271,7 @@ def test_an_edit_of_the_schedule_keeps_the_fast_sampler(
     assert "training folder" not in caplog.text and "packaged" not in caplog.text
 
 
-def test_a_width_edited_in_config_is_sampled_by_its_folder(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_width_edited_in_config_is_sampled_by_its_folder(home, cli, text_file, tmp_path):
     """model.py reads it from the Config, so a model.py that was left alone is not enough."""
     edit = ("self.n_hidden or 8 * round(self.n_embd / 3)", "self.n_hidden or 4 * self.n_embd")
     job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
@@ -305,7 +279,7 @@ def test_a_width_edited_in_config_is_sampled_by_its_folder(
     assert ran.code == 0, ran.err
 
 
-def test_hidden_files_do_not_belong_to_the_folder(tmp_path: Path) -> None:
+def test_hidden_files_do_not_belong_to_the_folder(tmp_path):
     folder = launching.edited(tmp_path / "mine")
     before = Source.read(folder).sha256, folder_sha256(folder)
     (folder / ".#model.py").symlink_to("an-editor's-lock")
@@ -341,9 +315,7 @@ def test_hidden_files_do_not_belong_to_the_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_is_not_qwen3_is_exported_as_edited(
-    edit: tuple[str, str], why: str, tmp_path: Path
-) -> None:
+def test_a_model_that_is_not_qwen3_is_exported_as_edited(edit, why, tmp_path):
     module = module_of(launching.edited(tmp_path / "mine", edit))
     model = module.GPT(module.Config(), 11).eval()
     model.init_weights(1)
@@ -364,9 +336,7 @@ def exported(tmp_path: Path) -> str:
     return write_artefact(tmp_path / "model", model, tokenizer, {})
 
 
-def test_the_check_of_an_export_takes_two_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_of_an_export_takes_two_windows(tmp_path, monkeypatch):
     computed = Mock(side_effect=qwen3_logits)
     monkeypatch.setattr("entry_point.huggingface.qwen3_logits", computed)
     assert exported(tmp_path) == ""
@@ -376,18 +346,14 @@ def test_the_check_of_an_export_takes_two_windows(
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
 )
-def test_too_little_memory_is_no_difference_from_qwen3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_too_little_memory_is_no_difference_from_qwen3(tmp_path, monkeypatch, error):
     monkeypatch.setattr("entry_point.huggingface.qwen3_logits", Mock(side_effect=error))
     with pytest.raises(type(error)):
         exported(tmp_path)
     assert not (tmp_path / "model/config.json").exists()
 
 
-def test_the_best_weights_of_another_script_are_not_kept(
-    job: Finished, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_the_best_weights_of_another_script_are_not_kept(job, cli, tmp_path):
     script = launching.edited(tmp_path / "mine", *EDITS["activation"])
     words = ("--entry-point", str(script), "--set", "max_steps=11")
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
@@ -396,9 +362,7 @@ def test_the_best_weights_of_another_script_are_not_kept(
     assert "at step 11\n" in ran.err
 
 
-def test_a_resumed_script_with_other_weights_is_refused(
-    job: Finished, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_resumed_script_with_other_weights_is_refused(job, cli, tmp_path):
     script = launching.edited(tmp_path / "mine", *EDITS["bias"])
     words = ("--entry-point", str(script), "--set", "max_steps=11")
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
@@ -406,7 +370,7 @@ def test_a_resumed_script_with_other_weights_is_refused(
     assert "attention.out.bias is nothing in the checkpoint and [32] in this script" in ran.error
 
 
-def test_a_frozen_parameter_is_left_as_it_is() -> None:
+def test_a_frozen_parameter_is_left_as_it_is():
     model = GPT(Config(), 5)
     model.init_weights(1)
     model.embed.weight.requires_grad_(False)
@@ -420,7 +384,7 @@ def test_a_frozen_parameter_is_left_as_it_is() -> None:
     assert "head.weight" not in same
 
 
-def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path: Path) -> None:
+def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path):
     script = launching.edited(tmp_path / "mine", *EDITS["bias"])
     module = module_of(script)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
@@ -431,9 +395,7 @@ def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path: Path) -> None:
     assert torch.equal(layer.bias, torch.zeros(2))
 
 
-def test_a_parameter_without_a_gradient_is_named(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_parameter_without_a_gradient_is_named(home, cli, text_file, tmp_path):
     script = launching.edited(tmp_path / "mine", EDITS["bias"][0])
     for processes in ("1", "2"):
         words = ("--entry-point", str(script), "--processes-per-instance", processes)
@@ -443,7 +405,7 @@ def test_a_parameter_without_a_gradient_is_named(
         assert "no gradient arrives; does forward use it?" in ran.error
 
 
-def test_an_activation_known_to_qwen3_stays_loadable(tmp_path: Path) -> None:
+def test_an_activation_known_to_qwen3_stays_loadable(tmp_path):
     import transformers
 
     script = launching.edited(
@@ -471,9 +433,7 @@ def test_an_activation_known_to_qwen3_stays_loadable(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_with_another_activation_needs_its_script(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_model_with_another_activation_needs_its_script(home, cli, text_file, tmp_path):
     edit = ("activation = staticmethod(F.silu)", "activation = staticmethod(F.gelu)")
     job = launched(launching.edited(tmp_path / "mine", edit), home, cli, text_file)
     ran = cli("launch", "--instance", "local", "--init-from", job.job_id)
@@ -485,22 +445,20 @@ def test_a_model_with_another_activation_needs_its_script(
     assert "name it with --entry-point DIR" in ran.error
 
 
-def test_an_archive_cannot_choose_a_script(edited: Finished) -> None:
+def test_an_archive_cannot_choose_a_script(edited):
     directory = fetch_model(edited.job_id)
     shutil.rmtree(edited.home / "sources")
     with pytest.raises(InputError, match="is not on this machine"):
         load_model(directory)
 
 
-def test_a_copy_of_the_script_is_handed_out(cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_copy_of_the_script_is_handed_out(cli, tmp_path):
     ran = cli("copy-script", str(tmp_path / "mine"))
     assert (ran.code, ran.out) == (0, f"{tmp_path / 'mine'}\n")
     assert Source.read(tmp_path / "mine").is_packaged
 
 
-def test_a_file_that_exists_is_not_replaced_by_the_script(
-    cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_file_that_exists_is_not_replaced_by_the_script(cli, tmp_path):
     (tmp_path / "mine").write_text("mine")
     ran = cli("copy-script", str(tmp_path / "mine"))
     assert (ran.code, ran.error) == (2, f"{tmp_path / 'mine'} exists; name another directory")

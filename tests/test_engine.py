@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +20,14 @@ Generate = Callable[..., Iterator[torch.Tensor]]
 
 
 @pytest.fixture(params=[engine.generate_plainly, engine.generate], ids=["plain", "engine"])
-def generate(request: pytest.FixtureRequest) -> Generate:
+def generate(request):
     """Each way to generate."""
     made: Generate = request.param
     return made
 
 
 @pytest.fixture(params=["as they are", "packed"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def products(request, monkeypatch):
     """Both kinds of matrix products that the engine computes by, for models that are small."""
     if request.param == "packed":
         monkeypatch.setattr(engine, "PACKED_FROM", 0)
@@ -39,7 +38,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("batch_size", [2, FEW_SEQUENCES + 1])
 @pytest.mark.parametrize("prefill", [1, 3, 8])
-def test_decoding_with_a_cache_equals_a_forward_pass(prefill: int, batch_size: int) -> None:
+def test_decoding_with_a_cache_equals_a_forward_pass(prefill, batch_size):
     model, x = lively(), ids(batch_size, 8)
     with torch.inference_mode():
         cache = KeyValueCache(model, batch_size, 8)
@@ -50,7 +49,7 @@ def test_decoding_with_a_cache_equals_a_forward_pass(prefill: int, batch_size: i
 
 
 @pytest.mark.parametrize("batch_size", [1, FEW_SEQUENCES + 1])
-def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> None:
+def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size):
     """With one layer no older position can speak through a newer one, so the two are equal."""
     model = lively(dataclasses.replace(SMALL, n_layer=1))
     x = ids(batch_size, 30)
@@ -63,14 +62,14 @@ def test_a_context_of_one_layer_slides_like_a_cropped_one(batch_size: int) -> No
             torch.testing.assert_close(logits, cropped, atol=1e-4, rtol=1e-4)
 
 
-def test_the_last_window_of_a_long_prompt_counts(generate: Generate) -> None:
+def test_the_last_window_of_a_long_prompt_counts(generate):
     model, x = lively(), ids(1, 20)
     long = [int(i) for i in generate(model, x, 20, temperature=0)]
     assert long == [int(i) for i in generate(model, x[:, -8:], 20, temperature=0)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool) -> None:
+def test_sliding_past_the_context_equals_transformers(tmp_path, tied):
     import transformers
 
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
@@ -93,7 +92,7 @@ def test_sliding_past_the_context_equals_transformers(tmp_path: Path, tied: bool
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_ids_equal_the_plain_loops_in_float32(dtype: torch.dtype, batch_size: int) -> None:
+def test_greedy_ids_equal_the_plain_loops_in_float32(dtype, batch_size):
     config = dataclasses.replace(SMALL, n_embd=32, block_size=64)
     x = ids(batch_size, 4)
     ours = torch.stack(list(engine.generate(lively(config, dtype), x, 60, temperature=0)))
@@ -107,16 +106,14 @@ def test_greedy_ids_equal_the_plain_loops_in_float32(dtype: torch.dtype, batch_s
 )
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 @pytest.mark.parametrize("n_embd", [32, 40])  # bytes are for multiples of 16 alone
-def test_a_copy_for_sampling_computes_what_the_model_does(
-    n_embd: int, batch_size: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_a_copy_for_sampling_computes_what_the_model_does(n_embd, batch_size, dtype, tolerance):
     model, x = lively(dataclasses.replace(SMALL, n_embd=n_embd)), ids(batch_size, 8)
     with torch.inference_mode():
         exact, ours = model(x), engine.for_sampling(model, batch_size, dtype)(x)
     assert float((ours - exact).norm() / exact.norm()) < tolerance
 
 
-def test_only_the_matrices_of_large_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_matrices_of_large_models_are_packed(monkeypatch):
     model = lively()
     both = {engine.PackedLinear, Linear}
     for more, packed in ((0, True), (1, False)):
@@ -127,12 +124,12 @@ def test_only_the_matrices_of_large_models_are_packed(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cpu_samples_in_float32_but_for_products(dtype: torch.dtype) -> None:
+def test_a_cpu_samples_in_float32_but_for_products(dtype):
     assert engine.for_sampling(lively(dtype=dtype), 1, dtype).compute_dtype == torch.float32
 
 
 @pytest.mark.usefixtures("products")
-def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
+def test_weights_that_are_all_zero_can_be_sampled_with():
     model = GPT(dataclasses.replace(SMALL, n_embd=32), VOCABULARY_SIZE, torch.bfloat16)
     model.init_weights(1)  # projections back into the stream begin at zero
     with torch.inference_mode():
@@ -145,34 +142,34 @@ def test_weights_that_are_all_zero_can_be_sampled_with() -> None:
 LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]).log()
 
 
-def test_top_k_keeps_the_k_most_likely() -> None:
+def test_top_k_keeps_the_k_most_likely():
     p = logits_to_probabilities(LOGITS, 1.0, top_k=2)
     expected = torch.tensor([[4 / 7, 3 / 7, 0, 0], [0, 0, 3 / 7, 4 / 7]])
     torch.testing.assert_close(p, expected)
 
 
 @pytest.mark.parametrize("top_k", [0, 4, 100])
-def test_top_k_of_none_or_of_all_keeps_all(top_k: int) -> None:
+def test_top_k_of_none_or_of_all_keeps_all(top_k):
     torch.testing.assert_close(logits_to_probabilities(LOGITS, 1.0, top_k=top_k), LOGITS.exp())
 
 
 @pytest.mark.parametrize(
     "top_p, kept", [(0.01, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)]
 )
-def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: int) -> None:
+def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p, kept):
     p = logits_to_probabilities(LOGITS, 1.0, top_p=top_p)
     assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
     torch.testing.assert_close(p.sum(dim=-1), torch.ones(2))
     assert bool((p[0, :kept] > 0).all()) and bool((p[1, 4 - kept :] > 0).all())
 
 
-def test_temperature_sharpens_and_flattens() -> None:
+def test_temperature_sharpens_and_flattens():
     cold = logits_to_probabilities(LOGITS, 0.5)[0, 0]
     hot = logits_to_probabilities(LOGITS, 2.0)[0, 0]
     assert cold > 0.4 > hot > 0.25
 
 
-def test_generating_does_not_change_the_model(generate: Generate) -> None:
+def test_generating_does_not_change_the_model(generate):
     model = lively(dtype=torch.bfloat16).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     list(generate(model, ids(1, 3), 5))
@@ -181,7 +178,7 @@ def test_generating_does_not_change_the_model(generate: Generate) -> None:
         assert parameter.requires_grad and torch.equal(parameter, before[name])
 
 
-def test_ids_are_drawn_as_often_as_they_are_likely(generate: Generate) -> None:
+def test_ids_are_drawn_as_often_as_they_are_likely(generate):
     model, n = lively(dataclasses.replace(SMALL, n_layer=1)), 20_000
     prompt = ids(1, 4)
     (drawn,) = generate(model, prompt.expand(n, -1), 1, temperature=2.0)
@@ -195,18 +192,18 @@ def drawn(generate: Generate, **how: Any) -> list[int]:
     return [int(i) for i in generate(lively(), ids(1, 3), 40, **how)]
 
 
-def test_the_same_seed_draws_the_same_ids(generate: Generate) -> None:
+def test_the_same_seed_draws_the_same_ids(generate):
     torch.manual_seed(1)
     one = drawn(generate, seed=3)
     torch.manual_seed(2)
     assert one == drawn(generate, seed=3)
 
 
-def test_another_seed_draws_other_ids(generate: Generate) -> None:
+def test_another_seed_draws_other_ids(generate):
     assert drawn(generate, seed=3) != drawn(generate, seed=4)
 
 
-def test_the_engine_and_the_plain_loop_draw_the_same_ids() -> None:
+def test_the_engine_and_the_plain_loop_draw_the_same_ids():
     config = dataclasses.replace(SMALL, block_size=64)
     ways = [
         [int(i) for i in way(lively(config), ids(1, 3), 60, seed=5, temperature=0.8, top_k=7)]
@@ -215,7 +212,7 @@ def test_the_engine_and_the_plain_loop_draw_the_same_ids() -> None:
     assert ways[0] == ways[1]
 
 
-def test_temperature_zero_is_greedy_with_any_seed(generate: Generate) -> None:
+def test_temperature_zero_is_greedy_with_any_seed(generate):
     greedy = drawn(generate, temperature=0, seed=1)
     assert greedy == drawn(generate, temperature=0, seed=2)
     assert greedy == drawn(generate, temperature=1e-40, seed=2)  # logits over it are infinite
@@ -225,12 +222,12 @@ def test_temperature_zero_is_greedy_with_any_seed(generate: Generate) -> None:
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("batch_size", [3, FEW_SEQUENCES + 1])
-def test_a_batch_of_prompts_is_sampled_together(batch_size: int, generate: Generate) -> None:
+def test_a_batch_of_prompts_is_sampled_together(batch_size, generate):
     model, prompts = lively(), ids(batch_size, 4)
     together = torch.stack(list(generate(model, prompts, 12, temperature=0)))
     alone = [torch.stack(list(generate(model, p[None], 12, temperature=0))) for p in prompts]
     assert torch.equal(together, torch.cat(alone, dim=1))
 
 
-def test_generation_is_lazy(generate: Generate) -> None:
+def test_generation_is_lazy(generate):
     assert len(list(itertools.islice(generate(lively(), ids(1, 3), 10**9), 5))) == 5

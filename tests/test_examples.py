@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
-def environment(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def environment(tmp_path, text_file, monkeypatch):
     """An empty home, and no settings from outside."""
     for name in list(os.environ):
         if name.startswith(("SM_", "AWS_")):
@@ -40,12 +40,12 @@ def run(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> st
     return done.stdout
 
 
-def test_the_script_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_script_of_the_local_loop_runs(tmp_path, environment):
     out = run([ROOT / "examples" / "local_loop.sh", environment["TEXT"]], tmp_path, environment)
     assert "step:        30/30" in out  # it went on from step 20
 
 
-def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_notebook_of_the_local_loop_runs(tmp_path, environment):
     notebook = nbformat.read(ROOT / "examples" / "local_loop.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
@@ -56,9 +56,7 @@ def test_the_notebook_of_the_local_loop_runs(tmp_path: Path, environment: dict[s
     assert any("'model.safetensors'" in each for each in printed)
 
 
-def test_the_notebook_of_the_tutorials_shows_tables_and_plots(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_of_the_tutorials_shows_tables_and_plots(tmp_path, environment, monkeypatch):
     monkeypatch.setenv("QUICK", "1")
     monkeypatch.setenv("TUTORIALS", str(ROOT / "examples/tutorials"))
     notebook = nbformat.read(ROOT / "examples/tutorials/tutorials.ipynb", as_version=4)
@@ -71,15 +69,13 @@ def test_the_notebook_of_the_tutorials_shows_tables_and_plots(
     assert len([data for data in shown if "image/png" in data]) == 2
 
 
-def test_committed_notebooks_hold_no_output() -> None:
+def test_committed_notebooks_hold_no_output():
     for path in (ROOT / "examples").rglob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
         assert not any(cell.get("outputs") for cell in cells)
 
 
-def test_the_wheel_works_in_a_clean_environment(
-    wheel: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     run([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)
     python = tmp_path / "clean" / "bin" / "python"
     launching.pip(python, "install", "-c", ROOT / "constraints.txt", wheel)

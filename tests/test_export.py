@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs/export.md"
 
 
 @pytest.fixture(scope="session")
-def finished_on_tokens(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+def finished_on_tokens(tmp_path_factory, text_file):
     """A job on subword tokens, whose context takes the longest text here. It is shared."""
 
     def build(directory: Path) -> tuple[Path, str]:
@@ -40,14 +40,14 @@ def finished_on_tokens(tmp_path_factory: pytest.TempPathFactory, text_file: Path
 
 
 @pytest.fixture
-def of_tokens(finished_on_tokens: Finished, home: Path) -> str:
+def of_tokens(finished_on_tokens, home):
     """A copy of that job in this test's own home."""
     job_id = finished_on_tokens.job_id
     shutil.copytree(finished_on_tokens.directory, home / "jobs" / job_id)
     return job_id
 
 
-def test_transformers_continues_as_ours_does(of_tokens: str) -> None:
+def test_transformers_continues_as_ours_does(of_tokens):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = fetch_model(of_tokens)
@@ -59,7 +59,7 @@ def test_transformers_continues_as_ours_does(of_tokens: str) -> None:
     assert tokenizer.decode(out) == ours.removeprefix("The ")
 
 
-def test_the_docs_write_a_model_in_16_bits(job: Finished) -> None:
+def test_the_docs_write_a_model_in_16_bits(job):
     from transformers import AutoModelForCausalLM
 
     (code,) = [block for block in blocks(PAGE, "python") if "transformers" in block]
@@ -67,7 +67,7 @@ def test_the_docs_write_a_model_in_16_bits(job: Finished) -> None:
     assert AutoModelForCausalLM.from_pretrained("my-model").dtype == torch.bfloat16
 
 
-def test_gguf_needs_subword_tokens(job: Finished) -> None:
+def test_gguf_needs_subword_tokens(job):
     with pytest.raises(SystemExit, match="upload-data --tokenizer bpe"):
         to_gguf.main([job.job_id, "out.gguf"])
     assert not Path("out.gguf").exists()
@@ -82,9 +82,7 @@ def test_gguf_needs_subword_tokens(job: Finished) -> None:
         ("normalizer", {"type": "NFC"}),
     ],
 )
-def test_gguf_takes_no_tokenizer_that_differs(
-    of_tokens: str, tmp_path: Path, part: str, change: dict[str, Any]
-) -> None:
+def test_gguf_takes_no_tokenizer_that_differs(of_tokens, tmp_path, part, change):
     document = json.loads((fetch_model(of_tokens) / "tokenizer.json").read_text())
     document[part] = {**(document[part] or {}), **change}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
@@ -92,7 +90,7 @@ def test_gguf_takes_no_tokenizer_that_differs(
         to_gguf.check(tmp_path)
 
 
-def test_gguf_holds_the_model_and_its_tokens(of_tokens: str) -> None:
+def test_gguf_holds_the_model_and_its_tokens(of_tokens):
     to_gguf.main([of_tokens, "out.gguf"])
     model, tokenizer = load_model(fetch_model(of_tokens))
     read = GGUFReader("out.gguf")
@@ -109,14 +107,14 @@ def test_gguf_holds_the_model_and_its_tokens(of_tokens: str) -> None:
     assert {"blk.0.attn_q_norm.weight", "output_norm.weight", "output.weight"} <= tensors.keys()
 
 
-def test_gguf_in_16_bits_keeps_norms_in_float32(of_tokens: str) -> None:
+def test_gguf_in_16_bits_keeps_norms_in_float32(of_tokens):
     to_gguf.main([of_tokens, "out.gguf", "--dtype", "bf16"])
     kinds = {tensor.name: tensor.tensor_type for tensor in GGUFReader("out.gguf").tensors}
     assert kinds["output_norm.weight"] == GGMLQuantizationType.F32
     assert kinds["blk.0.ffn_up.weight"] == GGMLQuantizationType.BF16
 
 
-def test_the_endpoint_of_the_docs_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_of_the_docs_is_valid(monkeypatch):
     """Its requests fit SageMaker's model, which botocore has, and name each other."""
     from sagemaker_service import look
 

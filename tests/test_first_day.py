@@ -9,7 +9,6 @@ from typing import Any
 
 import first_day
 import pytest
-from emulator import Emulator
 from first_day import STEPS, Day, Step
 
 from launcher import Settings
@@ -20,7 +19,7 @@ PAGE = Path(first_day.__file__).with_name("first-day.md")
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def commands(monkeypatch):
     """The commands that were run; a job that one launched has cost 2 USD."""
     ran: list[str] = []
 
@@ -35,9 +34,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def begin(
-    cloud: Emulator, commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, dict[str, Any]]]:
+def begin(cloud, commands, tmp_path, monkeypatch):
     """Runs the script with other steps; returns its exit code and its state."""
 
     def call(*steps: Callable[[Day], None], ceiling: float = 3) -> tuple[int, dict[str, Any]]:
@@ -66,9 +63,7 @@ def never(day: Day) -> None:
     raise AssertionError
 
 
-def test_a_surprise_ends_the_day_and_stops_its_job(
-    begin: Callable[..., Any], commands: list[str], tmp_path: Path
-) -> None:
+def test_a_surprise_ends_the_day_and_stops_its_job(begin, commands, tmp_path):
     code, state = begin(deploys, surprises, never)
     assert (code, list(state["passed"])) == (1, ["0"])
     assert commands == ["launch", "stop", "status"]
@@ -78,19 +73,19 @@ def test_a_surprise_ends_the_day_and_stops_its_job(
     assert "123456789012" not in transcript
 
 
-def test_what_passed_is_not_repeated(begin: Callable[..., Any]) -> None:
+def test_what_passed_is_not_repeated(begin):
     begin(deploys, surprises)
     code, state = begin(never, launches)
     assert (code, list(state["passed"])) == (0, ["0", "1"])
 
 
-def test_no_step_starts_that_could_exceed_the_budget(begin: Callable[..., Any]) -> None:
+def test_no_step_starts_that_could_exceed_the_budget(begin):
     begin(deploys, launches)
     code, state = begin(never, never, never, ceiling=first_day.BUDGET - 1)
     assert (code, list(state["passed"])) == (1, ["0", "1"])
 
 
-def test_an_interruption_stops_the_job(begin: Callable[..., Any], commands: list[str]) -> None:
+def test_an_interruption_stops_the_job(begin, commands):
     def interrupted(day: Day) -> None:
         launches(day)
         raise KeyboardInterrupt
@@ -100,9 +95,7 @@ def test_an_interruption_stops_the_job(begin: Callable[..., Any], commands: list
     assert commands == ["launch", "stop", "status"]
 
 
-def test_a_launch_that_is_interrupted_is_stopped(
-    begin: Callable[..., Any], commands: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_is_interrupted_is_stopped(begin, commands, monkeypatch):
     """Its job's id was not read."""
     execute = first_day.execute
 
@@ -119,16 +112,14 @@ def test_a_launch_that_is_interrupted_is_stopped(
     assert commands == ["launch", "stop", "status"]
 
 
-def test_a_day_goes_on_only_where_it_began(
-    begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_day_goes_on_only_where_it_began(begin, monkeypatch):
     begin(deploys)
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     with pytest.raises(SystemExit, match="eu-west-1"):
         begin(never)
 
 
-def test_a_day_whose_stack_failed_is_cleaned_up(begin: Callable[..., Any]) -> None:
+def test_a_day_whose_stack_failed_is_cleaned_up(begin):
     code, state = begin(STEPS[-1].run)  # as of `first_day.py 16`
     assert (code, list(state["passed"])) == (0, ["0"])
 
@@ -142,11 +133,11 @@ def test_a_day_whose_stack_failed_is_cleaned_up(begin: Callable[..., Any]) -> No
         (["2", "0-1"], [0, 1, 2]),
     ],
 )
-def test_steps_are_named_by_numbers_and_ranges(words: list[str], numbers: list[int]) -> None:
+def test_steps_are_named_by_numbers_and_ranges(words, numbers):
     assert first_day.chosen(words) == numbers
 
 
-def test_the_page_lists_each_step_with_its_costs() -> None:
+def test_the_page_lists_each_step_with_its_costs():
     lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
     rows = [(int(c[1]), float(c[4]), float(c[5])) for c in lines if c[1].strip().isdigit()]
     steps = first_day.STEPS

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from emulator import Emulator
-from launching import Finished, Ran, tree
+from launching import tree
 
 from launcher import Request, Settings
 from launcher.files import storage
 from launcher.launching.sweeps import Sweep, record_of, write_record
 
 
-def test_delete_removes_job_and_fetched_model(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_delete_removes_job_and_fetched_model(job, cli):
     assert cli("fetch-and-sample", job.job_id, "--max-new-tokens", "1").code == 0
     ran = cli("delete", "latest", "--yes")
     assert (ran.code, ran.out) == (0, "")
@@ -26,7 +23,7 @@ def test_delete_removes_job_and_fetched_model(job: Finished, cli: Callable[..., 
     assert json.loads(cli("jobs", "--json").out) == []
 
 
-def test_keep_model_fetches_it_first(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_keep_model_fetches_it_first(job, cli):
     ran = cli("delete", job.job_id, "--keep-model", "--yes")
     assert ran.code == 0, ran.err
     assert (Path(ran.out.strip()) / "model.safetensors").exists()
@@ -34,9 +31,7 @@ def test_keep_model_fetches_it_first(job: Finished, cli: Callable[..., Ran]) -> 
     assert cli("sample", job.job_id).error.endswith(f"; its model is in {ran.out.strip()}")
 
 
-def test_delete_of_a_sweep_takes_all_tries_and_its_record(
-    job: Finished, home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
     group = "sm-nanogpt-20260101-000000-abcdef"
     for name in ("1", "1-try2", "2"):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
@@ -49,9 +44,7 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(
 
 
 @pytest.mark.parametrize("kept", ["jobs", "models"])
-def test_delete_does_not_follow_a_link(
-    job: Finished, cli: Callable[..., Ran], tmp_path: Path, kept: str
-) -> None:
+def test_delete_does_not_follow_a_link(job, cli, tmp_path, kept):
     elsewhere, place = tmp_path / "elsewhere", job.home / kept / job.job_id
     shutil.copytree(job.directory, elsewhere)
     shutil.rmtree(place, ignore_errors=True)
@@ -68,9 +61,7 @@ def test_delete_does_not_follow_a_link(
         assert tree(elsewhere) == before
 
 
-def test_delete_asks_first(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delete_asks_first(job, cli, monkeypatch):
     assert cli("delete", job.job_id).error.endswith("pass --yes to confirm")
     monkeypatch.setattr("launcher.cli.delete.can_ask", lambda yes: None)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
@@ -78,30 +69,24 @@ def test_delete_asks_first(
     assert job.directory.exists()
 
 
-def test_without_a_model_there_is_none_to_keep(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_without_a_model_there_is_none_to_keep(job, cli):
     (job.directory / "output/model.tar.gz").unlink()
     ran = cli("delete", job.job_id, "--keep-model", "--yes")
     assert (ran.code, job.directory.exists()) == (1, True)
 
 
-def test_delete_with_one_unknown_job_deletes_nothing(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_delete_with_one_unknown_job_deletes_nothing(job, cli):
     assert cli("delete", job.job_id, "nope", "--yes").code == 1
     assert job.directory.exists()
 
 
-def test_a_running_job_is_not_deleted(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_job_is_not_deleted(job, cli, monkeypatch):
     monkeypatch.setattr("launcher.job.JobDescription.is_running", True)
     assert "stop it first" in cli("delete", job.job_id, "--yes").error
     assert job.directory.exists()
 
 
-def test_an_interrupted_deletion_leaves_the_job_listed(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_deletion_leaves_the_job_listed(job, cli, monkeypatch):
     rmtree, seen = storage.shutil.rmtree, list[Path]()
 
     def interrupted(path: Path) -> None:
@@ -116,9 +101,7 @@ def test_an_interrupted_deletion_leaves_the_job_listed(
     monkeypatch.undo()
 
 
-def test_a_job_on_sagemaker_loses_prefixes_and_entry(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_on_sagemaker_loses_prefixes_and_entry(cloud, s3, cli, text_file):
     launch = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
     gone, kept = cli(*launch).out.strip(), cli(*launch).out.strip()
     for job_id in (gone, kept):
@@ -131,9 +114,7 @@ def test_a_job_on_sagemaker_loses_prefixes_and_entry(
     assert [job["job_id"] for job in json.loads(cli("jobs", "--json").out)] == [kept]
 
 
-def test_a_job_with_a_warm_pool_keeps_its_files(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_with_a_warm_pool_keeps_its_files(cloud, s3, cli, text_file):
     words = ("--instance", "ml.g5.xlarge", "--data", str(text_file), "--keep-alive", "600")
     job_id = cli("launch", *words).out.strip()
     cli("wait", job_id)

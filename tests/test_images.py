@@ -10,7 +10,6 @@ from launcher import InputError
 from launcher.machines import (
     DEFAULT_VERSION,
     IMAGES,
-    Image,
     default_launcher,
     find_image,
     image_of,
@@ -35,40 +34,40 @@ TODAY = date(2026, 11, 23)
         ("2.13.0", False, "pytorch:2.13-cpu-amzn2023-sagemaker"),
     ],
 )
-def test_images_have_the_names_that_aws_gives_them(version: str, gpu: bool, name: str) -> None:
+def test_images_have_the_names_that_aws_gives_them(version, gpu, name):
     assert find_image(version).name(gpu) == name
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_an_image_is_found_by_version_minor_and_uri(image: Image) -> None:
+def test_an_image_is_found_by_version_minor_and_uri(image):
     assert find_image(image.version) is find_image(image.minor) is image
     for gpu in (True, False):
         assert image_of(f"{REGISTRY}/{image.name(gpu)}") is image
         assert image_of(f"mine.example/copies/{image.name(gpu)}") is image
 
 
-def test_aws_long_tags_are_known_and_other_images_are_not() -> None:
+def test_aws_long_tags_are_known_and_other_images_are_not():
     long = "pytorch-training:2.10.0-gpu-py313-cu130-ubuntu22.04-sagemaker"
     assert image_of(f"{REGISTRY}/{long}") is find_image("2.10")
     for uri in ("mine:1", "mine/pytorch:latest", "pytorch-inference:2.8.0-gpu-py312"):
         assert image_of(uri) is None
 
 
-def test_a_version_without_an_image_error_lists_the_versions() -> None:
+def test_a_version_without_an_image_error_lists_the_versions():
     with pytest.raises(
         InputError, match=r"--pytorch-version 2\.1: .* 2\.8\.0, .*2\.14\.0; --image"
     ):
         find_image("2.1")
 
 
-def test_each_image_runs_both_launchers_on_gpus_and_cpus() -> None:
+def test_each_image_runs_both_launchers_on_gpus_and_cpus():
     for image in IMAGES:
         for launcher in ("pytorchddp", "torchrun"):
             assert problem(image.name(gpu=True), G5, launcher) is None
             assert problem(image.name(gpu=False), "ml.m5.xlarge", launcher) is None
 
 
-def test_v100s_need_an_image_before_cuda_13() -> None:
+def test_v100s_need_an_image_before_cuda_13():
     fitting = [
         image.version
         for image in IMAGES
@@ -77,7 +76,7 @@ def test_v100s_need_an_image_before_cuda_13() -> None:
     assert fitting == ["2.8.0"]
 
 
-def test_torchrun_is_the_default_where_pytorchddp_is_refused() -> None:
+def test_torchrun_is_the_default_where_pytorchddp_is_refused():
     uri = find_image(DEFAULT_VERSION).name(gpu=True)
     for size, launcher in (("p5.48xlarge", "torchrun"), ("p5.4xlarge", "pytorchddp")):
         assert default_launcher(f"ml.{size}") == launcher
@@ -85,9 +84,7 @@ def test_torchrun_is_the_default_where_pytorchddp_is_refused() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_patches_end_on_the_day_after_the_last_one(
-    caplog: pytest.LogCaptureFixture, image: Image
-) -> None:
+def test_patches_end_on_the_day_after_the_last_one(caplog, image):
     last, uri = image.patched_until, image.name(gpu=True)
     caplog.set_level("INFO", "launcher")
     for day in (last, last + timedelta(days=1)):
@@ -108,8 +105,6 @@ def test_patches_end_on_the_day_after_the_last_one(
         ("ml.p3.8xlarge", "pytorchddp", TODAY, "no image known here is patched and runs on ml.p3"),
     ],
 )
-def test_the_remedy_is_the_newest_patched_image_that_runs(
-    instance: str, launcher: str, today: date, way_out: str
-) -> None:
+def test_the_remedy_is_the_newest_patched_image_that_runs(instance, launcher, today, way_out):
     old = IMAGES[0]
     assert way_out in no_patches(old, old.name(gpu=True), instance, launcher, today)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,14 +13,12 @@ import click
 import cloudformation_service
 import pytest
 from cfnlint import decode
-from cloudformation_service import CloudFormation
 from cloudsplaining.scan.policy_document import PolicyDocument
-from emulator import Emulator
 from launching import Ran
 
 from launcher.errors import ServiceError
 from launcher.sagemaker import deploy
-from launcher.sagemaker.stack import DESCRIPTION, Stack, remembered, with_stack
+from launcher.sagemaker.stack import DESCRIPTION, remembered, with_stack
 from launcher.settings import load_settings
 from launcher.text.corpus import last_upload
 
@@ -32,7 +29,7 @@ Cli = Callable[..., Ran]
 
 
 @pytest.fixture
-def account(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudFormation]:
+def account(s3, monkeypatch):
     """CloudFormation in an account without a stack, and a person who has set neither store nor
     role."""
     monkeypatch.delenv("SM_NANOGPT_STORE")
@@ -42,7 +39,7 @@ def account(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudFormation
 
 
 @pytest.fixture
-def deployed(account: CloudFormation) -> Stack:
+def deployed(account):
     """A stack that is there."""
     deployment = deploy.Deployment(load_settings())
     change_set = deployment.plan()
@@ -60,7 +57,7 @@ def buckets() -> list[str]:
 # -- deploy ----------------------------------------------------------------------------------------
 
 
-def test_deploy_shows_the_changes_and_prints_the_outputs(account: CloudFormation, cli: Cli) -> None:
+def test_deploy_shows_the_changes_and_prints_the_outputs(account, cli):
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
     assert "add      AWS::IAM::Role Role" in ran.err
@@ -70,20 +67,20 @@ def test_deploy_shows_the_changes_and_prints_the_outputs(account: CloudFormation
     assert outputs["role"].strip().startswith("arn:aws:iam::123456789012:role/")
 
 
-def test_a_second_deployment_changes_nothing(deployed: Stack, cli: Cli) -> None:
+def test_a_second_deployment_changes_nothing(deployed, cli):
     ran = cli("infra", "deploy", "--yes")
     assert (ran.code, ran.err) == (0, "stack sm-nanogpt: nothing to change\n")
     assert deployed.store in ran.out
 
 
-def test_a_dry_run_leaves_nothing_behind(account: CloudFormation, cli: Cli) -> None:
+def test_a_dry_run_leaves_nothing_behind(account, cli):
     ran = cli("infra", "deploy", "--dry-run")
     assert ran.code == 0
     assert "add      AWS::S3::Bucket Bucket" in ran.err
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
-def test_deploy_without_a_terminal_requires_yes(account: CloudFormation, cli: Cli) -> None:
+def test_deploy_without_a_terminal_requires_yes(account, cli):
     ran = cli("infra", "deploy")
     assert ran.code == 2
     assert "--yes" in ran.error
@@ -98,9 +95,7 @@ def test_deploy_without_a_terminal_requires_yes(account: CloudFormation, cli: Cl
         (KeyboardInterrupt, "interrupted"),
     ],
 )
-def test_a_declined_deployment_leaves_nothing(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
-) -> None:
+def test_a_declined_deployment_leaves_nothing(account, cli, monkeypatch, answer, said):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", Mock(side_effect=answer))
     ran = cli("infra", "deploy")
@@ -108,9 +103,7 @@ def test_a_declined_deployment_leaves_nothing(
     assert boto3.client("cloudformation").describe_stacks()["Stacks"] == []
 
 
-def test_an_outage_after_the_answer_does_not_hide_the_answer(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_after_the_answer_does_not_hide_the_answer(account, cli, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("click.confirm", Mock(return_value=False))
     outage = Mock(side_effect=ServiceError("DeleteChangeSet: no connection"))
@@ -122,9 +115,7 @@ def test_an_outage_after_the_answer_does_not_hide_the_answer(
     ]
 
 
-def test_a_failed_deployment_names_the_first_failed_resource(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_failed_deployment_names_the_first_failed_resource(account, cli):
     account.refuse["Role"] = "API: iam:CreateRole User: me is not authorized"
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
@@ -134,7 +125,7 @@ def test_a_failed_deployment_names_the_first_failed_resource(
     )
 
 
-def test_the_next_deployment_deletes_a_failed_stack(account: CloudFormation, cli: Cli) -> None:
+def test_the_next_deployment_deletes_a_failed_stack(account, cli):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.refuse.clear()
@@ -143,9 +134,7 @@ def test_the_next_deployment_deletes_a_failed_stack(account: CloudFormation, cli
     assert "ROLLBACK_COMPLETE; it has to be deleted first" in ran.err
 
 
-def test_a_failed_deployment_leaves_neither_bucket_nor_key(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_failed_deployment_leaves_neither_bucket_nor_key(account, cli):
     before = buckets(), boto3.client("kms").list_keys()["Keys"]
     account.refuse["Role"] = "no"
     ran = cli("infra", "deploy", "--yes", "--kms")
@@ -156,9 +145,7 @@ def test_a_failed_deployment_leaves_neither_bucket_nor_key(
     assert (buckets(), boto3.client("kms").list_keys()["Keys"]) == before
 
 
-def test_without_retain_except_on_create_a_bucket_remains(
-    account: CloudFormation,
-) -> None:
+def test_without_retain_except_on_create_a_bucket_remains(account):
     before = buckets()
     account.refuse["Role"] = "no"
     change_set = deploy.Deployment(load_settings()).plan()
@@ -168,9 +155,7 @@ def test_without_retain_except_on_create_a_bucket_remains(
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_a_failed_stack_is_deleted_only_after_agreement(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch, agreed: bool
-) -> None:
+def test_a_failed_stack_is_deleted_only_after_agreement(account, cli, monkeypatch, agreed):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.refuse.clear()
@@ -185,7 +170,7 @@ def test_a_failed_stack_is_deleted_only_after_agreement(
     assert stack["StackStatus"] == ("CREATE_COMPLETE" if agreed else "ROLLBACK_COMPLETE")
 
 
-def test_a_dry_run_of_deploy_deletes_nothing(account: CloudFormation, cli: Cli) -> None:
+def test_a_dry_run_of_deploy_deletes_nothing(account, cli):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     ran = cli("infra", "deploy", "--dry-run")
@@ -197,9 +182,7 @@ def test_a_dry_run_of_deploy_deletes_nothing(account: CloudFormation, cli: Cli) 
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
-def test_a_failed_stack_of_another_project_is_left_alone(
-    account: CloudFormation, cli: Cli, command: str
-) -> None:
+def test_a_failed_stack_of_another_project_is_left_alone(account, cli, command):
     client = boto3.client("cloudformation")
     template = json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}})
     made = client.create_stack(StackName="theirs", TemplateBody=template)
@@ -210,16 +193,14 @@ def test_a_failed_stack_of_another_project_is_left_alone(
     assert len(client.describe_stacks()["Stacks"]) == 1
 
 
-def test_a_failure_reason_is_never_a_cancellation(account: CloudFormation, cli: Cli) -> None:
+def test_a_failure_reason_is_never_a_cancellation(account, cli):
     account.refuse["Role"] = "no"
     ran = cli("infra", "deploy", "--yes")
     assert "cancelled" not in ran.error
     assert "Role: no" in ran.error
 
 
-def test_an_interrupted_deployment_continues_and_says_so(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_deployment_continues_and_says_so(account, cli, monkeypatch):
     account.hangs = True
     monkeypatch.setattr("botocore.waiter.time.sleep", Mock(side_effect=KeyboardInterrupt))
     ran = cli("infra", "deploy", "--yes")
@@ -231,7 +212,7 @@ def test_an_interrupted_deployment_continues_and_says_so(
 
 
 @pytest.fixture
-def pending(account: CloudFormation) -> str:
+def pending(account):
     """The id of a change set that somebody else has not executed yet."""
     made = boto3.client("cloudformation").create_change_set(
         StackName="sm-nanogpt",
@@ -243,15 +224,13 @@ def pending(account: CloudFormation) -> str:
     return str(made["Id"])
 
 
-def test_a_leftover_change_set_does_not_block_deploy(pending: str, cli: Cli) -> None:
+def test_a_leftover_change_set_does_not_block_deploy(pending, cli):
     assert "there is no stack" in cli("infra", "show").error
     assert cli("infra", "deploy", "--yes").code == 0
     assert len(boto3.client("cloudformation").describe_stacks()["Stacks"]) == 1
 
 
-def test_an_unreadable_plan_leaves_nothing(
-    account: CloudFormation, emulator: Emulator, cli: Cli
-) -> None:
+def test_an_unreadable_plan_leaves_nothing(account, emulator, cli):
     emulator.refuse["DescribeChangeSet"] = ("AccessDenied", "no such luck")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
@@ -260,14 +239,14 @@ def test_an_unreadable_plan_leaves_nothing(
 
 
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
-def test_a_leftover_empty_stack_is_deleted(pending: str, cli: Cli, words: tuple[str, ...]) -> None:
+def test_a_leftover_empty_stack_is_deleted(pending, cli, words):
     client = boto3.client("cloudformation")
     client.delete_change_set(ChangeSetName=pending)
     assert cli("infra", *words).code == 0
     assert client.describe_stacks()["Stacks"] == []
 
 
-def test_destroy_deletes_what_a_killed_deployment_left(account: CloudFormation, cli: Cli) -> None:
+def test_destroy_deletes_what_a_killed_deployment_left(account, cli):
     assert deploy.Deployment(load_settings()).plan() is not None
     ran = cli("infra", "destroy", "--yes")
     assert ran.code == 0
@@ -276,9 +255,7 @@ def test_destroy_deletes_what_a_killed_deployment_left(account: CloudFormation, 
 
 
 @pytest.mark.parametrize("words", [("deploy", "--dry-run"), ("destroy", "--yes")])
-def test_dry_run_and_destroy_keep_a_foreign_change_set(
-    pending: str, cli: Cli, words: tuple[str, ...]
-) -> None:
+def test_dry_run_and_destroy_keep_a_foreign_change_set(pending, cli, words):
     assert cli("infra", *words).code == 0
     client = boto3.client("cloudformation")
     assert client.describe_change_set(ChangeSetName=pending)["Status"] == "CREATE_COMPLETE"
@@ -286,9 +263,7 @@ def test_dry_run_and_destroy_keep_a_foreign_change_set(
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
-def test_a_stack_of_another_project_is_left_alone(
-    account: CloudFormation, cli: Cli, command: str
-) -> None:
+def test_a_stack_of_another_project_is_left_alone(account, cli, command):
     boto3.client("cloudformation").create_stack(
         StackName="theirs",
         TemplateBody=json.dumps({"Resources": {"Theirs": {"Type": "AWS::S3::Bucket"}}}),
@@ -298,14 +273,14 @@ def test_a_stack_of_another_project_is_left_alone(
     assert "does not belong to sm-nanogpt" in ran.error
 
 
-def test_a_key_stays_once_it_was_created(account: CloudFormation, cli: Cli) -> None:
+def test_a_key_stays_once_it_was_created(account, cli):
     assert "kms key:" in cli("infra", "deploy", "--yes", "--kms").out
     ran = cli("infra", "deploy", "--yes")
     assert "nothing to change" in ran.err
     assert "kms key:" in ran.out
 
 
-def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
+def test_two_stacks_have_nothing_in_common(deployed, cli):
     ran = cli("infra", "deploy", "--stack", "other", "--yes")
     assert ran.code == 0
     assert "next: sm-nanogpt --stack other upload-data" in ran.err
@@ -313,15 +288,13 @@ def test_two_stacks_have_nothing_in_common(deployed: Stack, cli: Cli) -> None:
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
 
 
-def test_a_stack_name_that_is_invalid_in_aws_is_refused(home: Path, cli: Cli) -> None:
+def test_a_stack_name_that_is_invalid_in_aws_is_refused(home, cli):
     ran = cli("infra", "show", "--stack", "my_stack")
     assert ran.code == 2
     assert "letters, digits and dashes" in ran.error
 
 
-def test_infra_requires_a_region(
-    account: CloudFormation, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infra_requires_a_region(account, cli, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 2
@@ -331,7 +304,7 @@ def test_infra_requires_a_region(
 # -- show and destroy ------------------------------------------------------------------------------
 
 
-def test_without_a_stack_show_says_how_to_make_one(account: CloudFormation, cli: Cli) -> None:
+def test_without_a_stack_show_says_how_to_make_one(account, cli):
     ran = cli("infra", "show")
     assert ran.code == 1
     assert "`sm-nanogpt infra deploy`" in ran.error
@@ -348,23 +321,19 @@ def stack_id() -> str:
         ("DELETE_FAILED", "deletes it and creates it again"),
     ],
 )
-def test_an_unusable_stack_names_a_remedy(
-    account: CloudFormation, deployed: Stack, cli: Cli, status: str, advice: str
-) -> None:
+def test_an_unusable_stack_names_a_remedy(account, deployed, cli, status, advice):
     account.set_status(stack_id(), status)
     assert advice in cli("infra", "show").error
 
 
-def test_a_failed_rollback_says_how_to_continue(
-    account: CloudFormation, deployed: Stack, cli: Cli
-) -> None:
+def test_a_failed_rollback_says_how_to_continue(account, deployed, cli):
     account.set_status(stack_id(), "UPDATE_ROLLBACK_FAILED")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 1
     assert "continue-update-rollback --stack-name sm-nanogpt" in ran.error
 
 
-def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -> None:
+def test_show_tells_why_a_deployment_failed(account, cli):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     ran = cli("infra", "show")
@@ -373,16 +342,14 @@ def test_show_tells_why_a_deployment_failed(account: CloudFormation, cli: Cli) -
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
-def test_show_says_why_a_deployment_is_rolled_back(account: CloudFormation, cli: Cli) -> None:
+def test_show_says_why_a_deployment_is_rolled_back(account, cli):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     account.set_status(stack_id(), "ROLLBACK_IN_PROGRESS")
     assert "stack sm-nanogpt is ROLLBACK_IN_PROGRESS: Role: no" in cli("infra", "show").err
 
 
-def test_show_works_without_permission_to_read_events(
-    account: CloudFormation, emulator: Emulator, deployed: Stack, cli: Cli
-) -> None:
+def test_show_works_without_permission_to_read_events(account, emulator, deployed, cli):
     account.set_status(stack_id(), "UPDATE_ROLLBACK_COMPLETE")
     emulator.refuse["DescribeStackEvents"] = ("AccessDenied", "not you")
     ran = cli("infra", "show")
@@ -391,9 +358,7 @@ def test_show_works_without_permission_to_read_events(
     assert deployed.store in ran.out
 
 
-def test_the_bucket_and_its_texts_outlive_the_stack(
-    deployed: Stack, cli: Cli, text_file: Path
-) -> None:
+def test_the_bucket_and_its_texts_outlive_the_stack(deployed, cli, text_file):
     uri = cli("upload-data", str(text_file)).out.strip()
     ran = cli("infra", "destroy", "--yes")
     bucket = deployed.store.split("/")[2]
@@ -406,7 +371,7 @@ def test_the_bucket_and_its_texts_outlive_the_stack(
     assert any(uri.endswith(each["Key"].rpartition("/")[0]) for each in objects)
 
 
-def test_destroy_detaches_the_policy_from_its_users(deployed: Stack, cli: Cli) -> None:
+def test_destroy_detaches_the_policy_from_its_users(deployed, cli):
     iam = boto3.client("iam")
     iam.create_user(UserName="ci")
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
@@ -417,12 +382,8 @@ def test_destroy_detaches_the_policy_from_its_users(deployed: Stack, cli: Cli) -
 
 
 def test_destroy_first_names_affected_users_and_running_jobs(
-    deployed: Stack,
-    emulator: Emulator,
-    cli: Cli,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    deployed, emulator, cli, text_file, monkeypatch
+):
     iam = boto3.client("iam")
     iam.create_user(UserName="ci")
     iam.attach_user_policy(UserName="ci", PolicyArn=deployed.policy)
@@ -452,7 +413,7 @@ def test_destroy_first_names_affected_users_and_running_jobs(
     iam.delete_user(UserName="ci")
 
 
-def test_destroy_ends_if_the_stack_is_already_deleted(deployed: Stack) -> None:
+def test_destroy_ends_if_the_stack_is_already_deleted(deployed):
     deployment = deploy.Deployment(load_settings())
     removal = deployment.removal()
     assert removal is not None
@@ -460,18 +421,18 @@ def test_destroy_ends_if_the_stack_is_already_deleted(deployed: Stack) -> None:
     deployment.destroy(removal)
 
 
-def test_destroy_without_a_stack_succeeds(account: CloudFormation, cli: Cli) -> None:
+def test_destroy_without_a_stack_succeeds(account, cli):
     ran = cli("infra", "destroy", "--yes")
     assert (ran.code, ran.out) == (0, "")
     assert "nothing to delete" in ran.err
 
 
-def test_destroy_without_a_terminal_requires_yes(deployed: Stack, cli: Cli) -> None:
+def test_destroy_without_a_terminal_requires_yes(deployed, cli):
     assert cli("infra", "destroy").code == 2
     assert cli("infra", "show").code == 0
 
 
-def test_a_new_stack_gets_a_new_bucket(deployed: Stack, cli: Cli) -> None:
+def test_a_new_stack_gets_a_new_bucket(deployed, cli):
     cli("infra", "destroy", "--yes")
     ran = cli("infra", "deploy", "--yes")
     assert ran.code == 0
@@ -481,30 +442,19 @@ def test_a_new_stack_gets_a_new_bucket(deployed: Stack, cli: Cli) -> None:
 # -- found by the other commands -------------------------------------------------------------------
 
 
-def test_an_upload_goes_to_the_stacks_store(
-    account: CloudFormation, deployed: Stack, cli: Cli, text_file: Path
-) -> None:
+def test_an_upload_goes_to_the_stacks_store(account, deployed, cli, text_file):
     ran = cli("upload-data", str(text_file))
     assert ran.out.startswith(deployed.store + "/data/")
     assert f"store: {deployed.store} (stack sm-nanogpt)" in ran.err
     assert account.described == 1
 
 
-def test_an_upload_stays_here_without_a_stack(
-    account: CloudFormation, cli: Cli, text_file: Path
-) -> None:
+def test_an_upload_stays_here_without_a_stack(account, cli, text_file):
     assert cli("upload-data", str(text_file)).out.startswith("file:")
 
 
 @pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_a_named_stack_that_is_missing_is_an_error(
-    account: CloudFormation,
-    cli: Cli,
-    home: Path,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-) -> None:
+def test_a_named_stack_that_is_missing_is_an_error(account, cli, home, text_file, monkeypatch, way):
     home.mkdir(exist_ok=True)
     if way == "file":
         (home / "config.toml").write_text('stack = "thre"\n')
@@ -518,29 +468,25 @@ def test_a_named_stack_that_is_missing_is_an_error(
         assert "there is no stack thre in us-east-1" in ran.error
 
 
-def test_naming_a_stack_uses_aws(home: Path, cli: Cli, text_file: Path) -> None:
+def test_naming_a_stack_uses_aws(home, cli, text_file):
     ran = cli("--stack", "three", "upload-data", str(text_file))
     assert "could not look for a stack (no region" in ran.err
 
 
-def test_an_upload_without_aws_stays_local_and_says_so(
-    account: CloudFormation, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_without_aws_stays_local_and_says_so(account, cli, text_file, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     ran = cli("upload-data", str(text_file))
     assert (ran.code, ran.out[:5]) == (0, "file:")
     assert "could not look for a stack" in ran.err
 
 
-def test_a_launch_reads_the_stack_in_one_call(account: CloudFormation, deployed: Stack) -> None:
+def test_a_launch_reads_the_stack_in_one_call(account, deployed):
     settings = with_stack(load_settings())
     assert (settings.store, settings.role) == (deployed.store, deployed.role)
     assert account.described == 1
 
 
-def test_a_dry_run_uses_the_remembered_stack_offline(
-    deployed: Stack, cli: Cli, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, text_file, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -551,21 +497,19 @@ def test_a_dry_run_uses_the_remembered_stack_offline(
     assert "as last seen" in ran.err
 
 
-def test_a_stack_is_remembered_for_the_profile_that_saw_it(
-    deployed: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_is_remembered_for_the_profile_that_saw_it(deployed, monkeypatch):
     assert remembered(load_settings(), "us-east-1") == deployed
     assert remembered(load_settings(profile="other"), "us-east-1") is None
     monkeypatch.setenv("AWS_PROFILE", "other")
     assert remembered(load_settings(), "us-east-1") is None
 
 
-def test_a_destroyed_stack_is_forgotten(deployed: Stack, cli: Cli) -> None:
+def test_a_destroyed_stack_is_forgotten(deployed, cli):
     cli("infra", "destroy", "--yes")
     assert remembered(load_settings(), "us-east-1") is None
 
 
-def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
+def test_a_stack_that_vanished_is_forgotten(deployed):
     assert remembered(load_settings(), "us-east-1") == deployed
     boto3.client("cloudformation").delete_stack(StackName="sm-nanogpt")
     assert with_stack(load_settings()).store == ""
@@ -575,9 +519,7 @@ def test_a_stack_that_vanished_is_forgotten(deployed: Stack) -> None:
 ROLE = "arn:aws:iam::123456789012:role/mine"
 
 
-def test_a_launch_with_a_role_does_not_need_to_read_the_stack(
-    caplog: pytest.LogCaptureFixture, account: CloudFormation, emulator: Emulator
-) -> None:
+def test_a_launch_with_a_role_does_not_need_to_read_the_stack(caplog, account, emulator):
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     settings = load_settings(role=ROLE)
     caplog.set_level("INFO", "launcher")
@@ -585,9 +527,7 @@ def test_a_launch_with_a_role_does_not_need_to_read_the_stack(
     assert "not using a stack: DescribeStacks: not allowed" in caplog.messages[-1]
 
 
-def test_a_launch_with_a_role_ignores_a_failed_deployment(
-    caplog: pytest.LogCaptureFixture, account: CloudFormation, cli: Cli
-) -> None:
+def test_a_launch_with_a_role_ignores_a_failed_deployment(caplog, account, cli):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     settings = load_settings(role=ROLE)
@@ -596,16 +536,14 @@ def test_a_launch_with_a_role_ignores_a_failed_deployment(
     assert "ROLLBACK_COMPLETE" in caplog.messages[-1]
 
 
-def test_an_unreadable_stack_is_an_error_if_it_was_used_before(
-    deployed: Stack, emulator: Emulator
-) -> None:
+def test_an_unreadable_stack_is_an_error_if_it_was_used_before(deployed, emulator):
     emulator.refuse["DescribeStacks"] = ("AccessDenied", "not you")
     with pytest.raises(ServiceError, match="not allowed"):
         with_stack(load_settings(role=ROLE))
 
 
 @pytest.mark.parametrize("text", ["[1", "5", '{"us-east-1": null}', '{"us-east-1": {"a": 1}}'])
-def test_an_unreadable_memory_of_stacks_is_ignored(deployed: Stack, text: str) -> None:
+def test_an_unreadable_memory_of_stacks_is_ignored(deployed, text):
     settings = load_settings()
     settings.last_stacks.write_text(text)
     assert remembered(settings, "us-east-1") is None
@@ -613,9 +551,7 @@ def test_an_unreadable_memory_of_stacks_is_ignored(deployed: Stack, text: str) -
     assert remembered(settings, "us-east-1") == deployed
 
 
-def test_the_stacks_key_encrypts_the_model(
-    account: CloudFormation, cli: Cli, text_file: Path
-) -> None:
+def test_the_stacks_key_encrypts_the_model(account, cli, text_file):
     cli("infra", "deploy", "--yes", "--kms")
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
     request = json.loads(cli("launch", "--dry-run", "--data", str(text_file)).out)
@@ -629,9 +565,7 @@ def test_the_stacks_key_encrypts_the_model(
 SUBNET = ("--subnet", "subnet-1", "--security-group", "sg-1")
 
 
-def test_a_subnet_needs_a_role_that_may_join_a_vpc(
-    account: CloudFormation, cli: Cli, text_file: Path
-) -> None:
+def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     launch = ("launch", "--data", str(text_file), *SUBNET)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
@@ -649,9 +583,7 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(
     assert "vpc:" in cli("infra", "deploy", "--yes").out  # it stays so
 
 
-def test_a_role_gets_its_boundary_and_path_and_keeps_them(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_role_gets_its_boundary_and_path_and_keeps_them(account, cli):
     boundary = "arn:aws:iam::123456789012:policy/bound"
     words = ("--permissions-boundary", boundary, "--role-path", "/teams/ml/")
     assert cli("infra", "deploy", "--yes", *words).code == 0
@@ -664,31 +596,25 @@ def test_a_role_gets_its_boundary_and_path_and_keeps_them(
 
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
-def test_a_wrong_profile_is_named_before_a_question(
-    account: CloudFormation, cli: Cli, command: str
-) -> None:
+def test_a_wrong_profile_is_named_before_a_question(account, cli, command):
     ran = cli("--profile", "nope", "infra", command)
     assert (ran.code, "profile (nope)" in ran.error) == (2, True)
 
 
-def test_a_named_store_and_role_make_no_request(
-    account: CloudFormation, deployed: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_store_and_role_make_no_request(account, deployed, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://mine/prefix")
     settings = load_settings(role="arn:aws:iam::123456789012:role/mine")
     assert with_stack(settings) == settings
     assert account.described == 0
 
 
-def test_a_named_role_overrides_the_stacks(deployed: Stack) -> None:
+def test_a_named_role_overrides_the_stacks(deployed):
     role = "arn:aws:iam::123456789012:role/mine"
     settings = with_stack(load_settings(role=role))
     assert (settings.store, settings.role) == (deployed.store, role)
 
 
-def test_the_stacks_role_is_not_used_for_another_store(
-    deployed: Stack, cli: Cli, text_file: Path
-) -> None:
+def test_the_stacks_role_is_not_used_for_another_store(deployed, cli, text_file):
     ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
     assert ran.code == 2
     assert f"it can access only {deployed.store}" in ran.err
@@ -696,13 +622,7 @@ def test_the_stacks_role_is_not_used_for_another_store(
 
 
 @pytest.mark.parametrize("way", ["words", "environment", "file"])
-def test_the_stacks_name_is_a_setting(
-    deployed: Stack,
-    cli: Cli,
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-) -> None:
+def test_the_stacks_name_is_a_setting(deployed, cli, home, monkeypatch, way):
     (home / "config.toml").write_text('stack = "by-file"\n')
     if way != "file":
         monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
@@ -710,9 +630,7 @@ def test_the_stacks_name_is_a_setting(
     assert f"no stack by-{way} in us-east-1" in cli(*words, "infra", "show").error
 
 
-def test_a_launch_refuses_an_incomplete_stack(
-    account: CloudFormation, cli: Cli, text_file: Path
-) -> None:
+def test_a_launch_refuses_an_incomplete_stack(account, cli, text_file):
     account.refuse["Role"] = "no"
     cli("infra", "deploy", "--yes")
     ran = cli("launch", "--data", str(text_file))
@@ -721,18 +639,14 @@ def test_a_launch_refuses_an_incomplete_stack(
     assert "`sm-nanogpt infra deploy`" in ran.error
 
 
-def test_a_local_launch_without_text_makes_no_request(
-    deployed: Stack, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_launch_without_text_makes_no_request(deployed, cli, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     ran = cli("launch", "--instance", "local")
     assert ran.code == 2
     assert "nothing was uploaded" in ran.error
 
 
-def test_the_last_upload_may_be_in_the_stacks_store(
-    deployed: Stack, text_file: Path, cli: Cli
-) -> None:
+def test_the_last_upload_may_be_in_the_stacks_store(deployed, text_file, cli):
     uri = cli("upload-data", str(text_file)).out.strip()
     assert last_upload(load_settings()) == uri
 
@@ -740,11 +654,11 @@ def test_the_last_upload_may_be_in_the_stacks_store(
 # -- the template ----------------------------------------------------------------------------------
 
 
-def test_a_stack_is_known_by_the_templates_description() -> None:
+def test_a_stack_is_known_by_the_templates_description():
     assert TEMPLATE["Description"].startswith(DESCRIPTION)
 
 
-def test_destroy_names_what_the_template_retains() -> None:
+def test_destroy_names_what_the_template_retains():
     resources = TEMPLATE["Resources"].items()
     assert {name for name, each in resources if each.get("DeletionPolicy") == "Retain"} == set(
         deploy.KEPT
@@ -752,7 +666,7 @@ def test_destroy_names_what_the_template_retains() -> None:
 
 
 @pytest.fixture
-def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
+def documents(account):
     """What the role and the launchers may do, once deployed with a key."""
     deployment = deploy.Deployment(load_settings())
     change_set = deployment.plan(kms=True)
@@ -769,9 +683,7 @@ def documents(account: CloudFormation) -> dict[str, PolicyDocument]:
     }
 
 
-def test_only_actions_without_resources_apply_to_everything(
-    documents: dict[str, PolicyDocument],
-) -> None:
+def test_only_actions_without_resources_apply_to_everything(documents):
     assert wide(documents["role"]) == {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
     assert wide(documents["launcher"]) == {
         "pricing:GetProducts",
@@ -780,9 +692,7 @@ def test_only_actions_without_resources_apply_to_everything(
     }
 
 
-def test_a_role_for_a_vpc_has_sagemakers_required_actions(
-    account: CloudFormation, cli: Cli
-) -> None:
+def test_a_role_for_a_vpc_has_sagemakers_required_actions(account, cli):
     assert cli("infra", "deploy", "--yes", "--vpc").code == 0
     role = json.loads(cli("infra", "show", "--json").out)["role"].rpartition("/")[2]
     policy = boto3.client("iam").get_role_policy(RoleName=role, PolicyName="training-job")
@@ -797,9 +707,7 @@ def test_a_role_for_a_vpc_has_sagemakers_required_actions(
     }
 
 
-def test_the_role_can_delete_only_checkpoints(
-    documents: dict[str, PolicyDocument],
-) -> None:
+def test_the_role_can_delete_only_checkpoints(documents):
     places = [
         resource
         for statement in documents["role"].statements
@@ -818,7 +726,7 @@ def wide(document: PolicyDocument) -> set[str]:
     }
 
 
-def test_no_policy_has_a_known_weakness(documents: dict[str, PolicyDocument]) -> None:
+def test_no_policy_has_a_known_weakness(documents):
     for name, document in documents.items():
         assert not document.contains_statement_using_not_action
         assert not document.allows_privilege_escalation

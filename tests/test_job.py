@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 import launching
 import pytest
-from launching import Ran
 from launching import launching as launch_words
 
 from entry_point.config import make_config
@@ -36,31 +33,29 @@ def refusal(**values: object) -> str:
 @pytest.mark.parametrize(
     "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
 )
-def test_a_job_refuses_values_in_the_scripts_words(values: dict[str, object]) -> None:
+def test_a_job_refuses_values_in_the_scripts_words(values):
     with pytest.raises(ConfigError) as caught:
         make_config(values)
     assert refusal(hyperparameters=values) == str(caught.value)
 
 
-def test_given_hyperparameters_override_the_preset() -> None:
+def test_given_hyperparameters_override_the_preset():
     job = Request(preset="baby", hyperparameters={"n_layer": "2"})
     config = job.config(1)
     assert (config.n_layer, config.n_embd) == (2, 384)
 
 
-def test_explicit_hyperparameters_omit_the_empty_ones() -> None:
+def test_explicit_hyperparameters_omit_the_empty_ones():
     job = Request(hyperparameters={"n-layer": 2, "dropout": ""})
     assert job.explicit_hyperparameters() == {"n_layer": 2}
 
 
-def test_every_hyperparameter_is_sent() -> None:
+def test_every_hyperparameter_is_sent():
     sent = sendable_hyperparameters(Request(preset="baby", hyperparameters={"n_layer": 2}))
     assert sent == asdict(make_config({"n_layer": 2}, "baby"))
 
 
-def test_a_default_that_cannot_be_sent_is_left_to_the_script(
-    tmp_path: Path,
-) -> None:
+def test_a_default_that_cannot_be_sent_is_left_to_the_script(tmp_path):
     place = "    device: str = hyper"
     motto = '    motto: str = hyperparameter("a b", "", group="report")\n'
     script = launching.edited(tmp_path / "mine", (place, motto + place))
@@ -70,7 +65,7 @@ def test_a_default_that_cannot_be_sent_is_left_to_the_script(
 
 
 @pytest.mark.parametrize("motto", ["a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501])
-def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: str) -> None:
+def test_a_value_that_a_shell_could_execute_is_refused(tmp_path, motto):
     place = "    device: str = hyper"
     field = '    motto: str = hyperparameter("ab", "", group="report")\n'
     script = launching.edited(tmp_path / "mine", (place, field + place))
@@ -79,7 +74,7 @@ def test_a_value_that_a_shell_could_execute_is_refused(tmp_path: Path, motto: st
         sendable_hyperparameters(job)
 
 
-def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None:
+def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path):
     place = "    device: str = hyper"
     more = "".join(f'    x{i}: int = hyperparameter(1, "", group="report")\n' for i in range(80))
     script = launching.edited(tmp_path / "mine", (place, more + place))
@@ -87,28 +82,28 @@ def test_more_hyperparameters_than_aws_takes_are_refused(tmp_path: Path) -> None
         sendable_hyperparameters(Request(entry_point=script))
 
 
-def test_the_nearest_preset_is_named() -> None:
+def test_the_nearest_preset_is_named():
     assert "did you mean baby?" in refusal(preset="babby")
 
 
-def test_argv_is_sorted_and_formatted_like_the_toolkits() -> None:
+def test_argv_is_sorted_and_formatted_like_the_toolkits():
     words = command_line({"n_layer": 2, "learning_rate": 1e-5, "tie_embeddings": True})
     assert words == ["--learning_rate", "1e-05", "--n_layer", "2", "--tie_embeddings", "True"]
 
 
-def test_assignments_split_at_the_first_equals_sign() -> None:
+def test_assignments_split_at_the_first_equals_sign():
     assert pairs(None, click.Option(["--set"]), ("a=b=c", "d=")) == {"a": "b=c", "d": ""}
 
 
 @pytest.mark.parametrize(
     "words", [("n_layer",), ("=3",), ("n_layer=1", "n_layer=2"), ("n_layer=1", "n-layer=1")]
 )
-def test_an_invalid_or_repeated_assignment_is_refused(words: tuple[str, ...]) -> None:
+def test_an_invalid_or_repeated_assignment_is_refused(words):
     with pytest.raises(InputError, match="--set"):
         pairs(None, click.Option(["--set"]), words)
 
 
-def test_hyperparameters_are_read_from_toml(tmp_path: Path) -> None:
+def test_hyperparameters_are_read_from_toml(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("n_layer = 2\ntie_embeddings = true\ndropout = 0.1\n")
     expected = {"n_layer": 2, "tie_embeddings": True, "dropout": 0.1}
@@ -118,7 +113,7 @@ def test_hyperparameters_are_read_from_toml(tmp_path: Path) -> None:
 # -- the rest of a job ----------------------------------------------------------------------------
 
 
-def test_a_new_field_is_for_sagemaker_by_default() -> None:
+def test_a_new_field_is_for_sagemaker_by_default():
     class Later(Request):
         field_of_tomorrow: int = 0
 
@@ -127,7 +122,7 @@ def test_a_new_field_is_for_sagemaker_by_default() -> None:
     assert Later(instance="ml.g5.xlarge", field_of_tomorrow=1).field_of_tomorrow == 1
 
 
-def test_a_local_job_may_turn_sagemaker_options_off() -> None:
+def test_a_local_job_may_turn_sagemaker_options_off():
     job = Request(instance="local", spot=False, network_isolation=False)
     assert not job.spot
 
@@ -142,7 +137,7 @@ def test_a_local_job_may_turn_sagemaker_options_off() -> None:
         ({"hyperparameters": 3}, "hyperparameters=3"),
     ],
 )
-def test_an_invalid_field_is_named_with_its_value(values: dict[str, object], named: str) -> None:
+def test_an_invalid_field_is_named_with_its_value(values, named):
     assert named in refusal(**values)
 
 
@@ -156,21 +151,19 @@ def test_an_invalid_field_is_named_with_its_value(values: dict[str, object], nam
         ({"launcher": "mpirun"}, "launcher='mpirun': must be 'pytorchddp' or 'torchrun'"),
     ],
 )
-def test_an_invalid_field_error_is_short(values: dict[str, object], said: str) -> None:
+def test_an_invalid_field_error_is_short(values, said):
     assert refusal(**values) == said
 
 
 @pytest.mark.parametrize(("name", "meant"), [("g5.xlarge", "ml.g5.xlarge"), ("loca", "local")])
-def test_an_invalid_instance_is_refused_first(
-    home: Path, cli: Callable[..., Ran], name: str, meant: str
-) -> None:
+def test_an_invalid_instance_is_refused_first(home, cli, name, meant):
     ran = cli("launch", "--instance", name, "--processes-per-instance", "2")
     assert ran.code == 2
     said = f"--instance {name}: must be local or a SageMaker type; did you mean {meant}"
     assert ran.error.startswith(said)
 
 
-def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
+def test_an_indivisible_batch_error_names_the_nearest_sizes():
     job = Request(hyperparameters={"batch_size": 9})
     with pytest.raises(InputError, match="batch_size=8 or 12"):
         job.config(4)
@@ -197,9 +190,7 @@ def test_an_indivisible_batch_error_names_the_nearest_sizes() -> None:
         ("more.py", "#" * (1 << 20), "larger than 1 MB"),
     ],
 )
-def test_an_edited_folder_that_cannot_run_is_refused(
-    tmp_path: Path, name: str, content: str, reason: str
-) -> None:
+def test_an_edited_folder_that_cannot_run_is_refused(tmp_path, name, content, reason):
     folder = launching.edited(tmp_path / "mine")
     (folder / name).write_text(content)
     with pytest.raises(InputError, match=re.escape(reason)):
@@ -207,21 +198,21 @@ def test_an_edited_folder_that_cannot_run_is_refused(
 
 
 @pytest.mark.parametrize("name", ["missing", "one.py", "lone/train.py", "words.txt"])
-def test_an_entry_point_must_be_a_training_folder(tmp_path: Path, name: str) -> None:
+def test_an_entry_point_must_be_a_training_folder(tmp_path, name):
     (tmp_path / "lone").mkdir()
     for file in ("one.py", "lone/train.py", "words.txt"):
         (tmp_path / file).write_text("x = 1")
     assert name.partition("/")[0] in refusal(entry_point=tmp_path / name)
 
 
-def test_only_python_files_belong_to_a_folder(tmp_path: Path) -> None:
+def test_only_python_files_belong_to_a_folder(tmp_path):
     folder = launching.edited(tmp_path / "mine")
     (folder / "notes.ipynb").touch()
     (folder / "data").mkdir()
     assert Source.read(folder / "train.py").files == Source.packaged().files
 
 
-def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None:
+def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path):
     seed = "    seed: int = hyperparameter("
     extra = '    extra: int = hyperparameter(3, "mine", group="data")\n'
     preset = '    "cpu": dict('
@@ -234,15 +225,13 @@ def test_an_edited_copy_adds_hyperparameters_and_presets(tmp_path: Path) -> None
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
 
-def test_output_of_an_imported_copy_stays_off_stdout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_an_imported_copy_stays_off_stdout(tmp_path, capsys):
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", "print('loading')\nPRESETS: dict"))
     Request(entry_point=copy).config(1)
     assert capsys.readouterr().out == ""
 
 
-def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
+def test_an_unchanged_copy_is_executed_once(tmp_path):
     log = tmp_path / "log"
     logging = f"open({str(log)!r}, 'a').write('x')\n"
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", f"{logging}PRESETS: dict"))
@@ -290,14 +279,7 @@ def test_an_unchanged_copy_is_executed_once(tmp_path: Path) -> None:
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_invalid_options_send_and_start_nothing(
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    words: list[str],
-    named: str,
-) -> None:
+def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, words, named):
     for name, content in {
         "unknown": b"n_layr = 2",
         "list": b"n_layer = [1]",
@@ -315,9 +297,7 @@ def test_invalid_options_send_and_start_nothing(
     assert not home.exists() or launching.tree(home) == set()
 
 
-def test_the_command_line_overrides_the_config_file(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_the_command_line_overrides_the_config_file(home, cli, text_file, tmp_path):
     (tmp_path / "config.toml").write_text("n-layer = 3\nmax_steps = 1\n")
     words = launch_words("--config", "config.toml", "--detach", data=text_file)
     ran = cli(*words)

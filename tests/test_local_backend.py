@@ -140,7 +140,7 @@ STRANGE_ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Finished:
+def pair(tmp_path_factory, text_file):
     """A finished job of 2 processes, from an unfriendly environment and directory.
 
     Its ranks wrote down their environment, argv and working directory. It is shared.
@@ -193,12 +193,12 @@ def seen_by(pair: Finished, rank: int) -> dict[str, Any]:
     return json.loads((pair.directory / f"hosts/algo-1/output/data/rank-{rank}.json").read_text())
 
 
-def test_two_processes_form_one_group(pair: Finished) -> None:
+def test_two_processes_form_one_group(pair):
     log = (pair.directory / "logs/job.log").read_text()
     assert log.count("2 CPU = 2 processes in one group (launched by sm-nanogpt;") == 1
 
 
-def test_the_host_has_the_containers_layout(pair: Finished) -> None:
+def test_the_host_has_the_containers_layout(pair):
     for base in (pair.directory / "hosts").iterdir():
         assert {path.name for path in base.iterdir()} == {
             "checkpoints",
@@ -222,7 +222,7 @@ def test_the_host_has_the_containers_layout(pair: Finished) -> None:
         }
 
 
-def test_the_configuration_files_match_sagemakers(pair: Finished) -> None:
+def test_the_configuration_files_match_sagemakers(pair):
     config = pair.directory / "hosts/algo-1/input/config"
     resources = json.loads((config / "resourceconfig.json").read_text())
     assert resources["current_host"] == "algo-1"
@@ -237,7 +237,7 @@ def test_the_configuration_files_match_sagemakers(pair: Finished) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_the_variables_match_the_toolkits(pair: Finished, rank: int) -> None:
+def test_the_variables_match_the_toolkits(pair, rank):
     env = seen_by(pair, rank)["env"]
     base = pair.directory / "hosts/algo-1"
     expected = {
@@ -261,7 +261,7 @@ def test_the_variables_match_the_toolkits(pair: Finished, rank: int) -> None:
     assert json.loads(env["SM_USER_ARGS"]) == seen_by(pair, rank)["argv"][1:-1]
 
 
-def test_variables_of_the_users_shell_do_not_leak_in(pair: Finished) -> None:
+def test_variables_of_the_users_shell_do_not_leak_in(pair):
     env = seen_by(pair, 1)["env"]
     assert not {"SM_CHANNEL_TEST", "PMIX_RANK", "PYTHONHASHSEED"} & set(env)
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("1", "2", "1")
@@ -269,13 +269,13 @@ def test_variables_of_the_users_shell_do_not_leak_in(pair: Finished) -> None:
     assert env["SM_HP_N_LAYER"] == "1"
 
 
-def test_ranks_find_what_the_users_python_finds(pair: Finished) -> None:
+def test_ranks_find_what_the_users_python_finds(pair):
     """Torch may be there through PYTHONPATH alone, as modules of a cluster have it."""
     for rank in range(2):
         assert seen_by(pair, rank)["env"]["PYTHONPATH"].endswith("/blocked")
 
 
-def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path) -> None:
+def test_a_job_runs_with_packages_on_pythonpath_only(home, text_file):
     """The interpreter behind a virtual environment has nothing of it."""
     bare = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
     checkout = Path(launcher.__file__).parents[1]
@@ -291,7 +291,7 @@ def test_a_job_runs_with_packages_on_pythonpath_only(home: Path, text_file: Path
     assert done.returncode == 0, done.stderr
 
 
-def test_argv_is_sorted_and_formatted_like_the_toolkits(pair: Finished) -> None:
+def test_argv_is_sorted_and_formatted_like_the_toolkits(pair):
     said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
     values = asdict(make_config(said))
     expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
@@ -299,7 +299,7 @@ def test_argv_is_sorted_and_formatted_like_the_toolkits(pair: Finished) -> None:
         assert seen_by(pair, rank)["argv"] == ["train.py", *expected, "--processes=2"]
 
 
-def test_ranks_run_in_the_code_directory(pair: Finished) -> None:
+def test_ranks_run_in_the_code_directory(pair):
     for rank in range(2):
         code = pair.directory / "hosts/algo-1/code"
         assert seen_by(pair, rank)["cwd"] == str(code)
@@ -307,7 +307,7 @@ def test_ranks_run_in_the_code_directory(pair: Finished) -> None:
         assert {path.name for path in code.glob("*.*")} == Source.packaged().files.keys()
 
 
-def test_the_archives_hold_model_and_output(pair: Finished) -> None:
+def test_the_archives_hold_model_and_output(pair):
     for name, source in (("model", "model"), ("output", "output/data")):
         with tarfile.open(pair.directory / "output" / f"{name}.tar.gz") as tar:
             names = set(tar.getnames())
@@ -315,7 +315,7 @@ def test_the_archives_hold_model_and_output(pair: Finished) -> None:
     assert "metrics.jsonl" in names
 
 
-def test_the_model_can_be_fetched_and_loaded(pair: Finished) -> None:
+def test_the_model_can_be_fetched_and_loaded(pair):
     ran = launching.command(
         "fetch-and-sample", pair.job_id, "--max-new-tokens", "10", home=pair.home
     )
@@ -323,12 +323,12 @@ def test_the_model_can_be_fetched_and_loaded(pair: Finished) -> None:
     assert len(ran.out) == 11
 
 
-def test_a_job_validates_on_its_validation_text(pair: Finished, text: str) -> None:
+def test_a_job_validates_on_its_validation_text(pair, text):
     log = (pair.directory / "logs/job.log").read_text()
     assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
 
 
-def test_a_finished_job_leaves_no_process(pair: Finished) -> None:
+def test_a_finished_job_leaves_no_process(pair):
     session = seen_by(pair, 0)["session"]
     launching.until(lambda: not launching.session_of(session), 10)
 
@@ -336,9 +336,7 @@ def test_a_finished_job_leaves_no_process(pair: Finished) -> None:
 # -- following ------------------------------------------------------------------------------------
 
 
-def test_a_detached_job_is_followed_to_its_end(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_detached_job_is_followed_to_its_end(home, text_file, cli):
     job = detached(cli, home, data=text_file)
     assert state_of(job) == "InProgress"
     ran = cli("logs", job.job_id, "--follow")
@@ -346,7 +344,7 @@ def test_a_detached_job_is_followed_to_its_end(
     assert state_of(job) == "Completed"
 
 
-def test_two_launches_in_the_same_second_both_work(home: Path, text_file: Path) -> None:
+def test_two_launches_in_the_same_second_both_work(home, text_file):
     words = launching.launching(data=text_file)
     both = launching.all_ended([words, words], home)
     assert [ran.code for ran in both] == [0, 0], both
@@ -355,7 +353,7 @@ def test_two_launches_in_the_same_second_both_work(home: Path, text_file: Path) 
         assert state_of(Finished(home, ran.out.strip())) == "Completed"
 
 
-def test_job_ids_of_one_second_differ_and_suit_sagemaker() -> None:
+def test_job_ids_of_one_second_differ_and_suit_sagemaker():
     import re
 
     from launcher.launching.launch import new_job_id
@@ -368,9 +366,7 @@ def test_job_ids_of_one_second_differ_and_suit_sagemaker() -> None:
 # -- failing --------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_reason(
-    home: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_raises_ends_the_job_with_its_reason(home, text_file, tmp_path):
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
     ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:3:raise"})
     assert ran.code == 1
@@ -387,9 +383,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_reason(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_killed_rank_fails_the_job_in_seconds(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_killed_rank_fails_the_job_in_seconds(home, text_file, cli):
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     os.kill(launching.ranks_of(job.directory)[1], signal.SIGKILL)
@@ -401,9 +395,7 @@ def test_a_killed_rank_fails_the_job_in_seconds(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(
-    home: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(home, text_file, tmp_path):
     words = launching.launching(data=text_file, **ENDLESS)
     ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "0:60:kill"})
     assert ran.code == 1
@@ -412,7 +404,7 @@ def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(
     assert goes_on in launching.command("status", ran.out.strip(), home=home).err
 
 
-def test_a_job_that_leaves_no_model_has_failed(home: Path, text_file: Path, tmp_path: Path) -> None:
+def test_a_job_that_leaves_no_model_has_failed(home, text_file, tmp_path):
     copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + "    os._exit(0)\n"))
     words = launching.launching("--entry-point", str(copy), data=text_file)
     ran = launching.command(*words, home=home)
@@ -420,9 +412,7 @@ def test_a_job_that_leaves_no_model_has_failed(home: Path, text_file: Path, tmp_
     assert "wrote no model" in ran.error
 
 
-def test_a_ranks_child_process_does_not_delay_the_end(
-    home: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_ranks_child_process_does_not_delay_the_end(home, text_file, tmp_path):
     # A child that keeps the rank's output open, for longer than the command may take.
     sleep = f'    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "{runs.LIMIT + 10}")\n'
     copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + sleep))
@@ -431,9 +421,7 @@ def test_a_ranks_child_process_does_not_delay_the_end(
     assert ran.code == 0, ran.err
 
 
-def test_missing_data_is_refused_before_anything_starts(
-    home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_missing_data_is_refused_before_anything_starts(home, cli):
     ran = cli(*launching.launching(data=str(home / "nowhere.txt")))
     assert ran.code == 2
     assert not (home / "jobs").exists()
@@ -444,13 +432,7 @@ def test_missing_data_is_refused_before_anything_starts(
     "failing",
     ["launcher.local.backend.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
 )
-def test_a_job_that_cannot_be_written_leaves_nothing(
-    home: Path,
-    text_file: Path,
-    cli: Callable[..., Ran],
-    monkeypatch: pytest.MonkeyPatch,
-    failing: str,
-) -> None:
+def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -466,9 +448,7 @@ def test_a_job_that_cannot_be_written_leaves_nothing(
     assert list((home / "jobs").iterdir()) == before
 
 
-def test_a_full_disk_names_the_archive(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_archive(tmp_path, text_file, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("launcher.local.runner.tarfile.open", Mock(side_effect=full))
     reason = run_job(tmp_path, text_file, "model.touch()")["reason"]
@@ -477,9 +457,7 @@ def test_a_full_disk_names_the_archive(
 
 
 @pytest.mark.parametrize("leftover", [False, True])
-def test_an_interrupted_start_leaves_no_job(
-    leftover: bool, home: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_start_leaves_no_job(leftover, home, text_file, monkeypatch):
     """Else no command would list or delete it. A killed launch may leave one; it is in no way."""
     job = TrainingJob(data=str(text_file), processes_per_instance=1)
     backend, directory = LocalBackend(Settings(home=home)), home / "jobs" / "a-job"
@@ -491,7 +469,7 @@ def test_an_interrupted_start_leaves_no_job(
     assert not directory.exists()
 
 
-def test_an_out_of_memory_error_is_the_failure_reason(tmp_path: Path, text_file: Path) -> None:
+def test_an_out_of_memory_error_is_the_failure_reason(tmp_path, text_file):
     """Its name has to be one that counts as an error's, though the rank ends like any other."""
     script = f"""
         sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
@@ -509,9 +487,7 @@ HANGS = {**ENDLESS, "hang_seconds": 5}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_hung_rank_fails_the_job_and_is_named(
-    home: Path, text_file: Path, cli: Callable[..., Ran], rank: int
-) -> None:
+def test_a_hung_rank_fails_the_job_and_is_named(home, text_file, cli, rank):
     """Rank 0 serves the store by which the ranks know of each other."""
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **HANGS)
     launching.wait_for_step(job.directory)
@@ -524,7 +500,7 @@ def test_a_hung_rank_fails_the_job_and_is_named(
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_second_ctrl_c_ends_a_hung_job(home: Path, text_file: Path) -> None:
+def test_a_second_ctrl_c_ends_a_hung_job(home, text_file):
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -543,9 +519,7 @@ def test_a_second_ctrl_c_ends_a_hung_job(home: Path, text_file: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-def test_a_job_listens_only_on_loopback(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_job_listens_only_on_loopback(home, text_file, cli):
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     assert runs.listening(launching.processes_below(job.directory)) == {"127.0.0.1"}
@@ -554,9 +528,7 @@ def test_a_job_listens_only_on_loopback(
 # -- killed ---------------------------------------------------------------------------------------
 
 
-def test_processes_are_found_and_killed_without_proc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_found_and_killed_without_proc(tmp_path, monkeypatch):
     def missing(path: Path) -> Any:
         raise FileNotFoundError(path)
 
@@ -584,9 +556,7 @@ def test_processes_are_found_and_killed_without_proc(
         launching.until(lambda: not launching.session_of(runner.pid))
 
 
-def test_a_killed_runner_ends_its_ranks_and_fails_the_job(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_killed_runner_ends_its_ranks_and_fails_the_job(home, text_file, cli):
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.until(lambda: len(launching.ranks_of(job.directory)) == 2)
     runner = launching.runner_of(job.directory)
@@ -598,7 +568,7 @@ def test_a_killed_runner_ends_its_ranks_and_fails_the_job(
     launching.until(lambda: not launching.session_of(runner), 30)
 
 
-def test_a_job_whose_processes_were_all_killed_has_failed(home: Path, text_file: Path) -> None:
+def test_a_job_whose_processes_were_all_killed_has_failed(home, text_file):
     words = launching.launching(data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -612,9 +582,7 @@ def test_a_job_whose_processes_were_all_killed_has_failed(home: Path, text_file:
     assert state_of(job) == "Failed"
 
 
-def test_a_starting_job_is_shown_as_in_progress(
-    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_starting_job_is_shown_as_in_progress(home, text_file, cli, monkeypatch):
     seen: list[str] = []
 
     def write_and_look(path: Path, value: Any) -> None:
@@ -626,22 +594,20 @@ def test_a_starting_job_is_shown_as_in_progress(
     assert seen == ["InProgress"]
 
 
-def test_a_checkpoint_that_vanishes_is_skipped(tmp_path: Path) -> None:
+def test_a_checkpoint_that_vanishes_is_skipped(tmp_path):
     (tmp_path / "checkpoint-00000010.safetensors").touch()
     # A link to nowhere is listed, and then not there, as is a file deleted in between.
     (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
     assert own_checkpoint(tmp_path, given={}) == 10
 
 
-def test_a_clock_set_back_hides_no_checkpoint(job: Finished) -> None:
+def test_a_clock_set_back_hides_no_checkpoint(job):
     state = json.loads((job.directory / "state.json").read_text())
     (job.directory / "state.json").write_text(json.dumps({**state, "started": 4e9}))
     assert describe(job.job_id, launching.settings_of(job.home)).checkpoint_step == 10
 
 
-def test_a_resumed_jobs_first_checkpoint_is_not_its_own(
-    home: Path, text_file: Path, job: Finished, tmp_path: Path
-) -> None:
+def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, text_file, job, tmp_path):
     script = launching.edited(tmp_path / "mine", (STEP, STEP + "        raise OSError\n"))
     words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
     ran = launching.command("launch", *words, home=home)
@@ -652,9 +618,7 @@ def test_a_resumed_jobs_first_checkpoint_is_not_its_own(
     assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
 
 
-def test_a_partly_copied_checkpoint_is_not_the_jobs_own(
-    tmp_path: Path, text_file: Path, job: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partly_copied_checkpoint_is_not_the_jobs_own(tmp_path, text_file, job, monkeypatch):
     """The runner is killed while it copies."""
     write_job(tmp_path / "killed", text_file)
     (tmp_path / "killed/code").mkdir()
@@ -674,7 +638,7 @@ def test_a_partly_copied_checkpoint_is_not_the_jobs_own(
 
 
 @pytest.mark.parametrize("between", [1, 5000])
-def test_the_newest_value_of_each_metric_is_found(tmp_path: Path, between: int) -> None:
+def test_the_newest_value_of_each_metric_is_found(tmp_path, between):
     path, rows = tmp_path / "metrics.jsonl", 10_000
     lines = []
     for step in range(1, rows + 1):
@@ -689,9 +653,7 @@ def test_the_newest_value_of_each_metric_is_found(tmp_path: Path, between: int) 
     assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
 
 
-def test_metrics_at_a_read_boundary_are_found(
-    tmp_path: Path,
-) -> None:
+def test_metrics_at_a_read_boundary_are_found(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for rows in range(735, 765):  # the row with val_loss comes into what is read, byte by byte
         with path.open("w") as file:
@@ -703,7 +665,7 @@ def test_metrics_at_a_read_boundary_are_found(
         assert read["val_loss"] == 1.25
 
 
-def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
+def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path):
     row = {"step": 1, "train_loss": 1.5, "val_loss": 1.5}
     lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
     path = tmp_path / "metrics.jsonl"
@@ -711,9 +673,7 @@ def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path: Path) ->
     assert last_metrics(path, 1) == {**row, "max_steps": 1}
 
 
-def test_deleting_a_jobs_directory_ends_its_processes(
-    text_file: Path, home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_deleting_a_jobs_directory_ends_its_processes(text_file, home, cli):
     job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     runner = launching.runner_of(job.directory)
@@ -723,7 +683,7 @@ def test_deleting_a_jobs_directory_ends_its_processes(
     assert not job.directory.exists()
 
 
-def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path: Path, text_file: Path) -> None:
+def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path, text_file):
     write_job(tmp_path / "job", text_file)
     record = json.loads((tmp_path / "job/job.json").read_text())
     (tmp_path / "job/code").mkdir()
@@ -737,9 +697,7 @@ def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path: Path, text_fi
     assert state["reason"].startswith("ServiceError: the checkpoints to resume from are missing: ")
 
 
-def test_a_failure_is_reported_though_no_log_can_be_written(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_failure_is_reported_though_no_log_can_be_written(tmp_path, text_file):
     script = """
     (job / "logs/job.log").mkdir()
     print("a line\\n" * 100_000)  # more than a pipe holds
@@ -750,7 +708,7 @@ def test_a_failure_is_reported_though_no_log_can_be_written(
     assert state["reason"] == "OSError: [Errno 28] No space left on device"
 
 
-def test_a_log_says_where_lines_are_missing(tmp_path: Path, text_file: Path) -> None:
+def test_a_log_says_where_lines_are_missing(tmp_path, text_file):
     log = tmp_path / "logs/job.log"
 
     def output() -> Iterator[bytes]:
@@ -775,15 +733,13 @@ def test_a_log_says_where_lines_are_missing(tmp_path: Path, text_file: Path) -> 
     ]
 
 
-def test_a_failure_reason_has_at_most_1024_characters(tmp_path: Path, text_file: Path) -> None:
+def test_a_failure_reason_has_at_most_1024_characters(tmp_path, text_file):
     state = run_job(tmp_path, text_file, "raise ValueError('x' * 2000)")
     assert state["status"] == "Failed"
     assert state["reason"] == f"ValueError: {'x' * 1024}"[:1024]
 
 
-def test_a_failure_reason_is_written_though_the_disk_is_full(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_reason_is_written_though_the_disk_is_full(tmp_path, text_file, monkeypatch):
     def full(path: Path) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -798,9 +754,7 @@ def test_a_failure_reason_is_written_though_the_disk_is_full(
     assert json.loads((tmp_path / "state.json").read_text())["reason"] == ""
 
 
-def test_wait_ends_when_the_job_is_deleted(
-    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_ends_when_the_job_is_deleted(home, text_file, cli, monkeypatch):
     with running(home / "jobs/a", text_file) as directory:
         monkeypatch.setattr(
             "launcher.tracking.time.sleep",
@@ -811,7 +765,7 @@ def test_wait_ends_when_the_job_is_deleted(
     assert ran.error == "job a was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
 
 
-def test_a_followed_log_yields_whole_lines_and_characters(job: Finished) -> None:
+def test_a_followed_log_yields_whole_lines_and_characters(job):
     log, whole = job.directory / "logs/job.log", "naïve 漢字 🙂\rsame line".encode()
     log.write_bytes(b"")
     state = json.loads((job.directory / "state.json").read_text())
@@ -837,9 +791,7 @@ def test_a_followed_log_yields_whole_lines_and_characters(job: Finished) -> None
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_following_stops_the_job_cleanly(
-    home: Path, text_file: Path, sign: signal.Signals
-) -> None:
+def test_a_signal_while_following_stops_the_job_cleanly(home, text_file, sign):
     words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -858,7 +810,7 @@ def test_a_signal_while_following_stops_the_job_cleanly(
     assert not launching.processes_below(job.directory)
 
 
-def test_a_followed_job_stops_when_its_log_has_no_reader(home: Path, text_file: Path) -> None:
+def test_a_followed_job_stops_when_its_log_has_no_reader(home, text_file):
     words = launching.launching(data=text_file, **ENDLESS)
     with launching.started(*words, home=home) as process:
         assert process.stdout is not None
@@ -870,7 +822,7 @@ def test_a_followed_job_stops_when_its_log_has_no_reader(home: Path, text_file: 
     assert state_of(job) == "Stopped"
 
 
-def test_a_launch_that_cannot_print_the_id_names_the_job(home: Path, text_file: Path) -> None:
+def test_a_launch_that_cannot_print_the_id_names_the_job(home, text_file):
     reader, writer = os.pipe()
     os.close(reader)
     words = launching.launching("--detach", data=text_file)
@@ -886,9 +838,7 @@ def test_a_launch_that_cannot_print_the_id_names_the_job(home: Path, text_file: 
     wait(job.name, launching.settings_of(home))
 
 
-def test_an_interrupted_launch_names_the_local_job(
-    text_file: Path, cli: Callable[..., Ran], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_launch_names_the_local_job(text_file, cli, home, monkeypatch):
     start = subprocess.Popen
 
     def start_and_interrupt(*words: Any, **named: Any) -> Any:
@@ -903,9 +853,7 @@ def test_an_interrupted_launch_names_the_local_job(
     assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
 
 
-def test_ctrl_c_in_unfollowed_logs_does_not_mention_the_job(
-    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_unfollowed_logs_does_not_mention_the_job(cli, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -914,17 +862,13 @@ def test_ctrl_c_in_unfollowed_logs_does_not_mention_the_job(
     assert (ran.code, ran.err) == (1, "interrupted\n")
 
 
-def test_a_local_dry_run_is_refused_before_reading_text(
-    cli: Callable[..., Ran],
-) -> None:
+def test_a_local_dry_run_is_refused_before_reading_text(cli):
     ran = cli(*launching.launching("--dry-run", data="missing.txt"))
     assert ran.code == 2
     assert ran.error.startswith("--dry-run shows the request to SageMaker")
 
 
-def test_ctrl_c_in_logs_does_not_stop_the_job(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_ctrl_c_in_logs_does_not_stop_the_job(home, text_file, cli):
     job = detached(cli, home, data=text_file, **ENDLESS)
     with launching.started("logs", job.job_id, "--follow", home=home) as process:
         assert process.stdout is not None
@@ -935,9 +879,7 @@ def test_ctrl_c_in_logs_does_not_stop_the_job(
     assert state_of(job) == "InProgress"
 
 
-def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(home, text_file, cli):
     job = detached(cli, home, data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     ran = cli("stop", job.job_id)
@@ -947,9 +889,7 @@ def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(
     assert "Stopped" in cli("status", job.job_id).out
 
 
-def test_a_job_stopped_before_its_first_step_has_no_checkpoint(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_job_stopped_before_its_first_step_has_no_checkpoint(home, text_file, cli):
     script = launching.edited(
         home.parent / "train",
         ("    corpus = load_corpus(container, config, group)\n", "    time.sleep(1000)\n"),
@@ -965,7 +905,7 @@ def test_a_job_stopped_before_its_first_step_has_no_checkpoint(
     assert "no checkpoint to resume from" in resumed.error
 
 
-def test_a_job_stopped_at_its_last_step_completes(tmp_path: Path, text_file: Path) -> None:
+def test_a_job_stopped_at_its_last_step_completes(tmp_path, text_file):
     script = """
         be_stopped()
         model.touch()
@@ -975,7 +915,7 @@ def test_a_job_stopped_at_its_last_step_completes(tmp_path: Path, text_file: Pat
         assert tar.getnames() == ["model.safetensors"]
 
 
-def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path: Path, text_file: Path) -> None:
+def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path, text_file):
     script = """
         be_stopped()
         sys.exit("TrainingError: cannot write it: No space left on device")
@@ -985,9 +925,7 @@ def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path: Path, text_file: 
     assert state["reason"] == "TrainingError: cannot write it: No space left on device"
 
 
-def test_stop_fails_if_the_job_fails(
-    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_fails_if_the_job_fails(home, text_file, cli, monkeypatch):
     with running(home / "jobs/a", text_file) as directory:
         failed = {"status": "Failed", "reason": "TrainingError: no space"}
         end = partial(write_json, directory / "state.json", failed)
@@ -997,9 +935,7 @@ def test_stop_fails_if_the_job_fails(
     assert ran.error.startswith("job a failed: TrainingError: no space; ")
 
 
-def test_stop_says_if_the_job_completed_meanwhile(
-    home: Path, text_file: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_says_if_the_job_completed_meanwhile(home, text_file, cli, monkeypatch):
     with running(home / "jobs/a", text_file) as directory:
         end = partial(write_json, directory / "state.json", {"status": "Completed"})
         monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
@@ -1011,9 +947,7 @@ def test_stop_says_if_the_job_completed_meanwhile(
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def test_a_resumed_job_keeps_its_data_and_hyperparameters(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_resumed_job_keeps_its_data_and_hyperparameters(job, cli):
     words = ("--resume", job.job_id, "--set", "max_steps=15", "--processes-per-instance", "1")
     ran = cli("launch", *words)
     assert ran.code == 0, ran.err
@@ -1038,9 +972,7 @@ def taken_over(asked: Request, settings: Settings) -> tuple[Request, TrainingJob
     return resumed(asked, earlier, settings)
 
 
-def test_a_resumed_job_keeps_the_defaults_of_its_launch(
-    job: Finished,
-) -> None:
+def test_a_resumed_job_keeps_the_defaults_of_its_launch(job):
     file = job.directory / "job.json"
     record = json.loads(file.read_text())
     record["hyperparameters"]["momentum"] = 0.5
@@ -1051,7 +983,7 @@ def test_a_resumed_job_keeps_the_defaults_of_its_launch(
     assert taken.hyperparameters["momentum"] == 0.5
 
 
-def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job: Finished) -> None:
+def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job):
     file = job.directory / "job.json"
     record = json.loads(file.read_text())
     record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
@@ -1062,10 +994,7 @@ def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job: Finished) -> Non
     assert taken.hyperparameters["learning_rate"] == 0.002
 
 
-def test_resuming_drops_unknown_hyperparameters_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-    job: Finished,
-) -> None:
+def test_resuming_drops_unknown_hyperparameters_and_says_so(caplog, job):
     file = job.directory / "job.json"
     record = json.loads(file.read_text())
     record["hyperparameters"]["gone"] = 1
@@ -1078,7 +1007,7 @@ def test_resuming_drops_unknown_hyperparameters_and_says_so(
     assert "has no gone;" in line
 
 
-def test_resuming_keeps_processes_validation_and_script(pair: Finished) -> None:
+def test_resuming_keeps_processes_validation_and_script(pair):
     words = ("launch", "--instance", "local", "--resume", pair.job_id)
     ran = launching.command(*words, *launching.sets(max_steps=12), home=pair.home)
     assert ran.code == 0, ran.err
@@ -1087,17 +1016,13 @@ def test_resuming_keeps_processes_validation_and_script(pair: Finished) -> None:
     assert (resumed.directory / "hosts/algo-1/input/data/validation/input.txt").exists()
 
 
-def test_resuming_with_another_model_size_names_the_difference(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_resuming_with_another_model_size_names_the_difference(job, cli):
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "n_embd=64")
     assert ran.code == 2
     assert "n_embd was 32 and is 64" in ran.error
 
 
-def test_resuming_with_fewer_steps_than_made_is_refused(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_resuming_with_fewer_steps_than_made_is_refused(job, cli):
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
     assert ran.code == 2
     assert ran.error == (
@@ -1106,9 +1031,7 @@ def test_resuming_with_fewer_steps_than_made_is_refused(
     )
 
 
-def test_resuming_a_completed_job_requires_more_steps(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_resuming_a_completed_job_requires_more_steps(job, cli):
     words = ("launch", "--instance", "local", "--resume", job.job_id)
     ran = cli(*words)
     assert ran.code == 2
@@ -1117,9 +1040,7 @@ def test_resuming_a_completed_job_requires_more_steps(
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
-def test_a_job_that_failed_after_its_last_step_can_be_resumed(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, cli):
     file = job.directory / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "status": "Failed"}))
     ran = cli("launch", "--instance", "local", "--resume", job.job_id)
@@ -1128,9 +1049,7 @@ def test_a_job_that_failed_after_its_last_step_can_be_resumed(
     assert (resumed.directory / "output/model.tar.gz").exists()
 
 
-def test_a_running_job_cannot_be_resumed(
-    home: Path, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_running_job_cannot_be_resumed(home, text_file, cli):
     job = detached(cli, home, data=text_file, **ENDLESS)
     ran = cli("launch", "--instance", "local", "--resume", job.job_id)
     assert ran.code == 1
@@ -1138,15 +1057,13 @@ def test_a_running_job_cannot_be_resumed(
     assert len(list((home / "jobs").iterdir())) == 1
 
 
-def test_a_local_job_cannot_be_resumed_on_sagemaker(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_a_local_job_cannot_be_resumed_on_sagemaker(job, cli):
     ran = cli("launch", "--resume", job.job_id, "--instance", "ml.g5.xlarge")
     assert ran.code == 2
     assert ran.error.startswith(f"job {job.job_id} ran on local, and ")
 
 
-def test_a_job_without_checkpoints_cannot_be_resumed(
-    job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_job_without_checkpoints_cannot_be_resumed(job, cli):
     shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
     ran = cli("launch", "--instance", "local", "--resume", job.job_id)
     assert ran.code == 1
@@ -1163,9 +1080,7 @@ def test_a_job_without_checkpoints_cannot_be_resumed(
         (["--set", "batch_size=3", "--processes-per-instance", "2"], "batch_size=2 or 4"),
     ],
 )
-def test_resuming_with_invalid_options_starts_nothing(
-    job: Finished, cli: Callable[..., Ran], words: list[str], named: str
-) -> None:
+def test_resuming_with_invalid_options_starts_nothing(job, cli, words, named):
     ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
     assert ran.code == 2
     assert named in ran.error
@@ -1175,9 +1090,7 @@ def test_resuming_with_invalid_options_starts_nothing(
 @pytest.mark.parametrize(
     "changed", [{"field_of_tomorrow": 1}, {"instance_count": "many"}, {"resume": 5}]
 )
-def test_a_job_with_a_damaged_record_cannot_be_resumed(
-    job: Finished, cli: Callable[..., Ran], changed: dict[str, Any]
-) -> None:
+def test_a_job_with_a_damaged_record_cannot_be_resumed(job, cli, changed):
     record = json.loads((job.directory / "job.json").read_text())
     record["job"].update(changed)
     (job.directory / "job.json").write_text(json.dumps(record))
@@ -1186,7 +1099,7 @@ def test_a_job_with_a_damaged_record_cannot_be_resumed(
     assert ran.error.startswith(f"{job.directory / 'job.json'} is damaged, or of another version")
 
 
-def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
+def test_an_unknown_job_cannot_be_resumed(cli):
     ran = cli("launch", "--instance", "local", "--resume", "nope")
     assert ran.code == 1
     assert "`sm-nanogpt jobs`" in ran.error
@@ -1206,9 +1119,7 @@ def test_an_unknown_job_cannot_be_resumed(cli: Callable[..., Ran]) -> None:
         ({"processes_per_instance": 3}, 0, (3, 0)),
     ],
 )
-def test_each_gpu_gets_one_process(
-    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], gpus: int, expected: tuple[int, int]
-) -> None:
+def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
     from launcher.local.backend import plan_processes
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
@@ -1218,7 +1129,7 @@ def test_each_gpu_gets_one_process(
     assert plan_processes(TrainingJob(data="/data", **words)) == expected
 
 
-def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
     from launcher import InputError
     from launcher.local.backend import plan_processes
 
@@ -1227,7 +1138,7 @@ def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch: pytest.MonkeyP
         plan_processes(TrainingJob(data="/data", processes_per_instance=2))
 
 
-def test_a_job_runs_the_folder_of_this_package(finished: Finished) -> None:
+def test_a_job_runs_the_folder_of_this_package(finished):
     assert Source.read(finished.directory / "hosts/algo-1/code").is_packaged
 
 
@@ -1238,7 +1149,7 @@ def test_a_job_runs_the_folder_of_this_package(finished: Finished) -> None:
         "from launcher.cli import run; run(['launch', '--instance', 'local', '--data', {text!r}])",
     ],
 )
-def test_a_signal_waits_for_the_import_of_torch(command: str, home: Path, text_file: Path) -> None:
+def test_a_signal_waits_for_the_import_of_torch(command, home, text_file):
     """In the middle of it, a signal got lost in C++ or aborted the process."""
     watch = """
 import os, signal, sys

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import TINY, Finished, Ran, sets
+from launching import TINY, sets
 from test_docs import ROOT, shown_commands
 
 PAGES = (
@@ -43,13 +42,7 @@ def smaller(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_succeed(
-    page: str,
-    cli: Callable[..., Ran],
-    job: Finished,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
     monkeypatch.setattr("launcher.text.shakespeare.shakespeare", lambda *_: text_file)
     for name in ("input.txt", "letters.txt"):

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -14,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 from emulator import Emulator
 from launching import Ran, sets
-from money_service import MoneyService
 
 from launcher import InputError, JobDescription, Settings, describe
 from launcher.cli.show import explain
@@ -74,22 +72,18 @@ def asked(
 
 
 @pytest.fixture
-def data(cloud: Emulator, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+def data(cloud, text_file, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ASK_ABOVE")
     return "--data", str(text_file)
 
 
-def test_a_launch_of_an_hour_does_not_ask(
-    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
-) -> None:
+def test_a_launch_of_an_hour_does_not_ask(cloud, money, cli, monkeypatch, data):
     question, ran = asked(cli, monkeypatch, *data)
     assert (question, ran.code) == (False, 0)
     assert "cost: at most 8.28 USD, if it runs for 3600 s" in ran.err
 
 
-def test_a_declined_expensive_launch_is_not_sent(
-    cloud: Emulator, money: MoneyService, s3: Any, cli: Any, monkeypatch: Any, data: tuple[str, str]
-) -> None:
+def test_a_declined_expensive_launch_is_not_sent(cloud, money, s3, cli, monkeypatch, data):
     question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200")
     assert (question, ran.code, ran.out) == (True, 1, "")
     assert ran.err.splitlines()[-1] == "not confirmed; nothing was changed"
@@ -99,21 +93,12 @@ def test_a_declined_expensive_launch_is_not_sent(
 
 
 @pytest.mark.parametrize("words", [("--yes",), ("--dry-run",)])
-def test_yes_and_dry_run_skip_the_question(
-    words: tuple[str, ...],
-    cloud: Emulator,
-    money: MoneyService,
-    cli: Any,
-    monkeypatch: Any,
-    data: tuple[str, str],
-) -> None:
+def test_yes_and_dry_run_skip_the_question(words, cloud, money, cli, monkeypatch, data):
     question, ran = asked(cli, monkeypatch, *data, "--max-run", "7200", *words)
     assert (question, ran.code) == (False, 0)
 
 
-def test_the_cost_above_which_a_launch_asks_is_a_setting(
-    cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: tuple[str, str]
-) -> None:
+def test_the_cost_above_which_a_launch_asks_is_a_setting(cloud, money, cli, monkeypatch, data):
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "8")
     assert asked(cli, monkeypatch, *data)[0]
 
@@ -126,9 +111,7 @@ def test_the_cost_above_which_a_launch_asks_is_a_setting(
         ("--sweep", "n_layer=2,4"),
     ],
 )
-def test_a_script_needs_yes_or_a_ceiling_for_much_money(
-    words: tuple[str, ...], cloud: Emulator, money: MoneyService, s3: Any, cli: Any, data: Any
-) -> None:
+def test_a_script_needs_yes_or_a_ceiling_for_much_money(words, cloud, money, s3, cli, data):
     ran = cli(*LAUNCH, *data, *words)
     assert (ran.code, ran.out) == (2, "")
     assert "--yes" in ran.error
@@ -138,9 +121,7 @@ def test_a_script_needs_yes_or_a_ceiling_for_much_money(
 
 
 @pytest.mark.parametrize("configured", ["", "12"])
-def test_a_ceiling_lets_a_script_launch(
-    configured: str, cloud: Emulator, money: MoneyService, cli: Any, monkeypatch: Any, data: Any
-) -> None:
+def test_a_ceiling_lets_a_script_launch(configured, cloud, money, cli, monkeypatch, data):
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", configured)
     ceiling = () if configured else ("--max-cost", "12")
     assert cli(*LAUNCH, *data, "--max-run", "5000", *ceiling).code == 0
@@ -153,30 +134,30 @@ def test_a_ceiling_lets_a_script_launch(
     ("amount", "said"),
     [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
 )
-def test_amounts_are_in_usd_and_rounded_up_to_the_cent(amount: float, said: str) -> None:
+def test_amounts_are_in_usd_and_rounded_up_to_the_cent(amount, said):
     assert usd(amount) == said
 
 
 @pytest.mark.parametrize("amount", [1.5, 5.0, 99.99])
 @pytest.mark.parametrize("keep_alive", [0, 600])
-def test_the_longest_run_just_stays_below_the_amount(amount: float, keep_alive: int) -> None:
+def test_the_longest_run_just_stays_below_the_amount(amount, keep_alive):
     longest = longest_run(amount, HOURLY, keep_alive)
     assert worst_case(HOURLY, longest, keep_alive) <= amount
     assert worst_case(HOURLY, longest + 1, keep_alive) > amount
 
 
-def test_the_worst_case_includes_startup_upload_and_warm_pool() -> None:
+def test_the_worst_case_includes_startup_upload_and_warm_pool():
     assert worst_case(3600.0, 100, 10) == AROUND_SECONDS + 110
     assert AROUND_SECONDS > 841 - 603  # what a job with a limit of 603 s was seen to be billed for
 
 
-def test_cost_counts_each_host_and_each_billed_disk() -> None:
+def test_cost_counts_each_host_and_each_billed_disk():
     assert rate(job(instance_count=2), Price(HOURLY, "")) == 2 * HOURLY  # has a disk of its own
     cpu = job(instance="ml.m5.xlarge", volume_size=16_384)
     assert rate(cpu, Price(0.23, "")) > 6
 
 
-def test_cost_uses_billable_seconds_if_they_are_known() -> None:
+def test_cost_uses_billable_seconds_if_they_are_known():
     assert description().billed_seconds(now=900.0) == 0
     assert description(started=100.0).billed_seconds(now=900.0) == 800
     assert description(started=100.0, ended=300.0).billed_seconds(now=900.0) == 200
@@ -184,7 +165,7 @@ def test_cost_uses_billable_seconds_if_they_are_known() -> None:
     assert ended.billed_seconds(now=900.0) == 65
 
 
-def test_a_warm_pool_counts_in_full_until_its_seconds_are_known() -> None:
+def test_a_warm_pool_counts_in_full_until_its_seconds_are_known():
     running = description(started=100.0, keep_alive=600)
     assert running.billed_seconds(now=900.0) == 800
     ended = replace(running, ended=300.0)
@@ -193,12 +174,12 @@ def test_a_warm_pool_counts_in_full_until_its_seconds_are_known() -> None:
     assert description(ended=300.0, keep_alive=600).billed_seconds(now=900.0) == 0  # no machines
 
 
-def test_a_jobs_cost_includes_its_disks() -> None:
+def test_a_jobs_cost_includes_its_disks():
     cpu = description(instance="ml.m5.xlarge", volume_size=16_384, started=0.0)
     assert cost_of(cpu, Price(0.23, ""), now=3600.0) > 6
 
 
-def test_a_ceiling_shortens_default_and_requested_limits() -> None:
+def test_a_ceiling_shortens_default_and_requested_limits():
     ceiling = Ceiling(5.0, "--max-cost")
     longest = longest_run(5.0, HOURLY)
     assert limited(job(max_cost=5), HOURLY, ceiling, 0).time_limit == longest
@@ -206,19 +187,19 @@ def test_a_ceiling_shortens_default_and_requested_limits() -> None:
     assert limited(job(max_cost=5, max_run=600), HOURLY, ceiling, 0).time_limit == 600
 
 
-def test_a_limit_fits_into_the_wait_time_of_spot() -> None:
+def test_a_limit_fits_into_the_wait_time_of_spot():
     spot = job(max_cost=50, spot=True, max_wait=900)
     assert limited(spot, HOURLY, Ceiling(50.0, "--max-cost"), 0).time_limit == 900
 
 
-def test_the_cost_of_earlier_jobs_lowers_the_ceiling() -> None:
+def test_the_cost_of_earlier_jobs_lowers_the_ceiling():
     ceiling = Ceiling(5.0, "--max-cost")
     assert limited(job(max_cost=5), HOURLY, ceiling, 2.0).time_limit == longest_run(3.0, HOURLY)
     with pytest.raises(InputError, match=r"4\.00 USD of the earlier jobs"):
         limited(job(max_cost=5), HOURLY, ceiling, 4.0)
 
 
-def test_advice_after_a_time_limit_names_the_ceiling() -> None:
+def test_advice_after_a_time_limit_names_the_ceiling():
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
     stopped = description(status="Stopped", failure_reason="MaxRuntimeExceeded")
     told = explain(stopped)
@@ -226,14 +207,14 @@ def test_advice_after_a_time_limit_names_the_ceiling() -> None:
     assert "--max-cost" in told
 
 
-def test_a_configured_ceiling_refuses_a_longer_requested_limit() -> None:
+def test_a_configured_ceiling_refuses_a_longer_requested_limit():
     ceiling = Ceiling(5.0, "the configured ceiling")
     with pytest.raises(InputError, match=r"--max-run 7200 may cost 15\.37 USD.* --max-run 1938"):
         limited(job(max_run=7200), HOURLY, ceiling, 0)
     assert limited(job(), HOURLY, ceiling, 0).time_limit == 1938
 
 
-def test_a_jobs_ceiling_cannot_exceed_the_configured_one(home: Path) -> None:
+def test_a_jobs_ceiling_cannot_exceed_the_configured_one(home):
     settings = Settings(max_cost=10)
     assert ceiling_of(job(max_cost=5), settings) == Ceiling(5.0, "--max-cost")
     assert ceiling_of(job(), settings).amount == 10  # type: ignore[union-attr]
@@ -243,9 +224,7 @@ def test_a_jobs_ceiling_cannot_exceed_the_configured_one(home: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["0", "-1", "nan", "inf", "lots"])
-def test_a_ceiling_must_be_an_amount_of_money(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
+def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, words):
     ran = cli(*LAUNCH, "--max-cost", words)
     assert ran.code == 2
     assert "max" in ran.error
@@ -265,9 +244,7 @@ def limit(service: Emulator, job_id: str) -> int:
     return seconds
 
 
-def test_a_launch_shows_price_source_and_worst_case(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_shows_price_source_and_worst_case(cloud, cli, text_file):
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-run", "3000", "--instance-count", "2")
     assert ran.code == 0, ran.err
     assert "price: 14.18 USD an hour (2 x 7.09 USD), by AWS's price list of 2" in ran.err
@@ -277,18 +254,14 @@ def test_a_launch_shows_price_source_and_worst_case(
     assert "spot is billed for fewer seconds (AWS says: up to 90% less)" in spot
 
 
-def test_a_ceiling_sets_the_time_limit_of_the_request(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_sets_the_time_limit_of_the_request(cloud, cli, text_file):
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     assert ran.code == 0, ran.err
     assert limit(cloud, ran.out.strip()) == 1938
     assert "time limit: 1938 s, from --max-cost (5.00 USD)" in ran.err
 
 
-def test_the_most_expensive_of_several_types_counts(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_the_most_expensive_of_several_types_counts(cloud, cli, text_file):
     ran = cli(*LAUNCH, *TWO, "--data", str(text_file), "--max-cost", "5")
     assert ran.code == 0, ran.err
     assert limit(cloud, ran.out.strip()) == 1938
@@ -296,9 +269,7 @@ def test_the_most_expensive_of_several_types_counts(
     assert re.search(said, ran.err, re.MULTILINE)
 
 
-def test_a_ceiling_needs_the_price_of_each_type(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_needs_the_price_of_each_type(cloud, cli, text_file):
     types = ("--instance", "ml.g5.12xlarge,ml.p4d.24xlarge", "--data", str(text_file))
     assert "the price of ml.p4d.24xlarge in us-east-1 is unknown" in cli(*LAUNCH, *types).err
     assert (
@@ -307,9 +278,7 @@ def test_a_ceiling_needs_the_price_of_each_type(
     )
 
 
-def test_a_disk_adds_to_the_price_of_a_type(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disk_adds_to_the_price_of_a_type(caplog):
     prices = {"ml.r5d.large": Price(1.0, "A"), "ml.r5.large": Price(0.9, "B")}
     known = SimpleNamespace(of=prices.get, trouble="", region="us-east-1")
     two = job(instance=",".join(prices), volume_size=1000)
@@ -321,9 +290,7 @@ def test_a_disk_adds_to_the_price_of_a_type(
     assert "disks" in told[1]
 
 
-def test_the_smaller_of_two_limits_holds_and_is_shown(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_the_smaller_of_two_limits_holds_and_is_shown(cloud, cli, text_file):
     words = (*LAUNCH, "--data", str(text_file), "--max-cost", "5")
     short = cli(*words, "--max-run", "600")
     assert limit(cloud, short.out.strip()) == 600
@@ -333,18 +300,14 @@ def test_the_smaller_of_two_limits_holds_and_is_shown(
     assert "time limit: 1938 s, from --max-cost (5.00 USD)" in long.err
 
 
-def test_a_message_names_the_limit_that_holds(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_message_names_the_limit_that_holds(cloud, cli, text_file):
     words = (*LAUNCH, "--data", str(text_file), "--spot", "--max-cost", "50")
     ran = cli(*words, "--max-wait", "900")
     assert limit(cloud, ran.out.strip()) == 900
     assert "time limit: 900 s, from --max-wait, within --max-cost (50.00 USD)" in ran.err
 
 
-def test_a_configured_ceiling_holds_for_every_launch(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configured_ceiling_holds_for_every_launch(cloud, cli, text_file, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
     words = (*LAUNCH, "--data", str(text_file))
     assert limit(cloud, cli(*words).out.strip()) == 1938
@@ -357,9 +320,7 @@ def test_a_configured_ceiling_holds_for_every_launch(
     assert len(cloud.sagemaker.jobs) == 1
 
 
-def test_a_ceiling_that_is_too_low_is_refused_with_numbers(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_that_is_too_low_is_refused_with_numbers(cloud, s3, cli, text_file):
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "1")
     assert ran.code == 2
     assert "a cost of 1.00 USD (--max-cost) is too low: even a run of 60 s may cost 1.30 USD" in (
@@ -370,9 +331,7 @@ def test_a_ceiling_that_is_too_low_is_refused_with_numbers(
     assert ran.out == ""
 
 
-def test_a_launch_continues_without_prices(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_continues_without_prices(cloud, money, cli, text_file):
     money.refuse["GetProducts"] = ("AccessDeniedException", "no")
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
@@ -380,9 +339,7 @@ def test_a_launch_continues_without_prices(
     assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
 
 
-def test_a_launch_continues_if_a_proxy_answers_for_prices(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_continues_if_a_proxy_answers_for_prices(cloud, money, cli, text_file):
     money.instead["GetProducts"] = "<html>Sign in</html>"
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
@@ -393,27 +350,21 @@ def test_a_launch_continues_if_a_proxy_answers_for_prices(
     "content",
     ["5", "[1]", '{"us-east-1": null}', '{"us-east-1": {"day": 1, "ml.g5.12xlarge": 7.09}}'],
 )
-def test_a_launch_continues_with_damaged_price_files(
-    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, content: str
-) -> None:
+def test_a_launch_continues_with_damaged_price_files(cloud, home, cli, text_file, content):
     home.mkdir(exist_ok=True)
     (home / "prices.json").write_text(content)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
 
 
-def test_a_launch_continues_if_prices_cannot_be_saved(
-    cloud: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_continues_if_prices_cannot_be_saved(cloud, home, cli, text_file):
     (home / "prices.json").mkdir(parents=True)
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert "7.09 USD an hour, by AWS's price list" in ran.err
 
 
-def test_a_ceiling_without_a_known_price_is_refused(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_without_a_known_price_is_refused(cloud, money, cli, text_file):
     words = ("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file))
     ran = cli(*words, "--max-cost", "100")
     assert ran.code == 2
@@ -422,9 +373,7 @@ def test_a_ceiling_without_a_known_price_is_refused(
     assert cli(*words).code == 0
 
 
-def test_a_dry_run_shows_the_cost_without_a_request(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_dry_run_shows_the_cost_without_a_request(cloud, money, cli, text_file):
     ran = cli(*LAUNCH, "--data", str(text_file), "--max-cost", "5", "--dry-run")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == 1938
@@ -433,9 +382,7 @@ def test_a_dry_run_shows_the_cost_without_a_request(
     assert not cloud.calls
 
 
-def test_a_local_job_does_not_mention_money(
-    home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
     refused = cli("launch", "--instance", "local", "--max-cost", "5")
     assert refused.code == 2
     assert "--max-cost is for SageMaker" in refused.error
@@ -450,9 +397,7 @@ def test_a_local_job_does_not_mention_money(
 
 
 @pytest.fixture
-def stopped(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> Callable[..., str]:
+def stopped(cloud, s3, cli, text_file):
     """Launches a job and stops it; it is billed for 100 s and has a checkpoint."""
 
     def launch(*words: str) -> str:
@@ -468,9 +413,7 @@ def stopped(
     return launch
 
 
-def test_a_ceiling_covers_the_whole_chain_of_resumed_jobs(
-    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_covers_the_whole_chain_of_resumed_jobs(cloud, stopped, cli, text_file):
     first = stopped("--data", str(text_file), "--max-cost", "5")
     second = stopped("--resume", first)
     paid = 100 * HOURLY / 3600
@@ -484,9 +427,7 @@ def test_a_ceiling_covers_the_whole_chain_of_resumed_jobs(
     assert limit(cloud, more) == longest_run(20 - 3 * paid, HOURLY)
 
 
-def test_a_typed_limit_is_inherited_with_the_ceiling(
-    cloud: Emulator, stopped: Callable[..., str], text_file: Path
-) -> None:
+def test_a_typed_limit_is_inherited_with_the_ceiling(cloud, stopped, text_file):
     short = stopped("--data", str(text_file), "--max-cost", "50", "--max-run", "600")
     assert limit(cloud, stopped("--resume", short)) == 600
     long = stopped("--data", str(text_file), "--max-cost", "5", "--max-run", "7200")
@@ -495,12 +436,8 @@ def test_a_typed_limit_is_inherited_with_the_ceiling(
 
 
 def test_an_inherited_limit_is_attributed_to_the_earlier_job(
-    cloud: Emulator,
-    stopped: Callable[..., str],
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cloud, stopped, cli, text_file, monkeypatch
+):
     costly = stopped("--data", str(text_file), "--max-cost", "5")
     long = stopped("--data", str(text_file), "--max-run", "7200")
     assert f"from --max-cost of job {costly} (" in cli(*LAUNCH, "--resume", costly).err
@@ -514,9 +451,7 @@ def test_an_inherited_limit_is_attributed_to_the_earlier_job(
     assert refused.error.startswith(f"--max-run 7200 of job {long} may cost")
 
 
-def test_disks_and_warm_pools_of_the_chain_count(
-    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_disks_and_warm_pools_of_the_chain_count(cloud, stopped, cli, text_file):
     cpu = ("--instance", "ml.m5.xlarge", "--volume-size", "16384", "--keep-alive", "3600")
     first = stopped("--data", str(text_file), *cpu, *sets(n_layer=1))
     told = cli("status", first).out
@@ -530,8 +465,8 @@ def test_disks_and_warm_pools_of_the_chain_count(
 
 
 def test_a_limit_set_by_a_configured_ceiling_is_not_inherited(
-    cloud: Emulator, stopped: Callable[..., str], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cloud, stopped, text_file, monkeypatch
+):
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
     first = stopped("--data", str(text_file))
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "4")
@@ -539,9 +474,7 @@ def test_a_limit_set_by_a_configured_ceiling_is_not_inherited(
     assert limit(cloud, second) == longest_run(4 - 100 * HOURLY / 3600, HOURLY)
 
 
-def test_a_ceiling_needs_the_cost_of_each_earlier_job(
-    cloud: Emulator, stopped: Callable[..., str], cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_ceiling_needs_the_cost_of_each_earlier_job(cloud, stopped, cli, text_file):
     first = stopped("--data", str(text_file))
     second = stopped("--resume", first)
     del cloud.sagemaker.jobs[first]
@@ -551,9 +484,7 @@ def test_a_ceiling_needs_the_cost_of_each_earlier_job(
     assert cli(*LAUNCH, "--resume", second).code == 0
 
 
-def test_an_earlier_job_without_capacity_cost_nothing(
-    cloud: Emulator, stopped: Callable[..., str], text_file: Path
-) -> None:
+def test_an_earlier_job_without_capacity_cost_nothing(cloud, stopped, text_file):
     first = stopped("--data", str(text_file), "--max-cost", "5")
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
     second = stopped("--resume", first, *TWO)
@@ -565,9 +496,7 @@ def test_an_earlier_job_without_capacity_cost_nothing(
 # -- what is refused beside ------------------------------------------------------------------------
 
 
-def test_spot_without_checkpoints_is_refused(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_spot_without_checkpoints_is_refused(cloud, cli, text_file):
     words = (*LAUNCH, "--data", str(text_file), "--max-run", "3600")
     never = sets(checkpoint_seconds=3600, eval_interval=5000)
     ran = cli(*words, *never, "--spot")
@@ -580,9 +509,7 @@ def test_spot_without_checkpoints_is_refused(
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
-def test_a_region_without_sagemaker_names_the_nearest_one(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, command: tuple[str, ...]
-) -> None:
+def test_a_region_without_sagemaker_names_the_nearest_one(cloud, cli, text_file, command):
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", *command, *data)
     assert ran.code == 2
@@ -594,9 +521,7 @@ def test_a_region_without_sagemaker_names_the_nearest_one(
 # -- jobs that exist -------------------------------------------------------------------------------
 
 
-def test_status_shows_the_cost_so_far_and_at_the_end(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_the_cost_so_far_and_at_the_end(cloud, cli, text_file, monkeypatch):
     monkeypatch.setattr("sagemaker_service.STAGES", (("Starting", 0.0), ("Training", 3600.0)))
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2")
     job_id = cli(*words).out.strip()
@@ -611,9 +536,7 @@ def test_status_shows_the_cost_so_far_and_at_the_end(
     assert told["price"]["per_hour"] == HOURLY
 
 
-def test_a_jobs_cost_is_that_of_the_chosen_type(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_jobs_cost_is_that_of_the_chosen_type(cloud, cli, text_file):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge")
     job_id = cli(*LAUNCH, *types, "--data", str(text_file)).out.strip()
@@ -621,9 +544,7 @@ def test_a_jobs_cost_is_that_of_the_chosen_type(
     assert "cost:        0.16 USD, at 5.76 USD per instance and hour" in cli("status", job_id).out
 
 
-def test_a_spot_jobs_cost_uses_the_billed_seconds(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_spot_jobs_cost_uses_the_billed_seconds(cloud, cli, text_file):
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
     assert cli("wait", job_id).code == 0
     assert json.loads(cli("status", job_id, "--json").out)["cost"] == pytest.approx(
@@ -631,9 +552,7 @@ def test_a_spot_jobs_cost_uses_the_billed_seconds(
     )
 
 
-def test_jobs_shows_costs_with_one_request_for_each_type(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], home: Path, text_file: Path
-) -> None:
+def test_jobs_shows_costs_with_one_request_for_each_type(cloud, money, cli, home, text_file):
     for _ in range(2):
         cli(*LAUNCH, "--data", str(text_file))
     (home / "prices.json").unlink()
@@ -642,9 +561,7 @@ def test_jobs_shows_costs_with_one_request_for_each_type(
     assert money.operations() == ["GetProducts"]
 
 
-def test_jobs_are_listed_without_known_prices(
-    cloud: Emulator, money: MoneyService, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_jobs_are_listed_without_known_prices(cloud, money, cli, text_file):
     job_id = cli("launch", "--instance", "ml.p4d.24xlarge", "--data", str(text_file)).out.strip()
     ran = cli("jobs")
     assert ran.code == 0

@@ -6,8 +6,6 @@ import math
 import runpy
 from pathlib import Path
 
-import pytest
-
 TUTORIALS = Path(__file__).parent.parent / "examples" / "tutorials"
 SCRIPT = runpy.run_path(str(TUTORIALS / "originals.py"))
 
@@ -17,7 +15,7 @@ def numbers(fault: str) -> dict[str, float]:
     return found
 
 
-def test_a_wrong_scale_makes_attention_even_or_sharp() -> None:
+def test_a_wrong_scale_makes_attention_even_or_sharp():
     found = numbers("attention_scale")
     even = math.log(256)
     assert even - 0.15 < found["C**-0.5"] < even
@@ -25,44 +23,44 @@ def test_a_wrong_scale_makes_attention_even_or_sharp() -> None:
     assert found["C**-0.05"] < found["head**-0.5"] - 3
 
 
-def test_training_text_flatters_a_model() -> None:
+def test_training_text_flatters_a_model():
     found = numbers("validation_on_training_text")
     assert found["training text"] < found["other text"] - 0.5
 
 
-def test_a_residual_that_is_replaced_forgets_its_input() -> None:
+def test_a_residual_that_is_replaced_forgets_its_input():
     found = numbers("residual_replaced_by_norm")
     assert found["added: cosine"] > 0.2 > 0.05 > found["replaced: cosine"]
     assert found["added: length"] > 3 > 2 > found["replaced: length"]
 
 
-def test_keys_at_queries_leak_nothing_and_break_a_cache() -> None:
+def test_keys_at_queries_leak_nothing_and_break_a_cache():
     found = numbers("keys_at_queries")
     assert found["leak"] == 0
     assert found["to q @ k"] > 0.5
     assert found["to cached keys"] > 0.1
 
 
-def test_the_rank_of_the_host_halves_the_samples() -> None:
+def test_the_rank_of_the_host_halves_the_samples():
     assert numbers("rank_of_the_host") == {"rank of the process": 32, "of the host": 16}
 
 
-def test_own_batches_give_each_rank_another_loss() -> None:
+def test_own_batches_give_each_rank_another_loss():
     found = numbers("own_batches")
     assert found["most"] - found["least"] > 0.1
     assert found["two"] - found["one process"] > 0.03
 
 
-def test_attention_without_dropout_p_drops_nothing() -> None:
+def test_attention_without_dropout_p_drops_nothing():
     found = numbers("dropout_lost")
     assert found["without"] == 0
     assert 0.17 < found["with dropout_p"] < 0.23
 
 
-def test_the_script_prints_a_line_for_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_prints_a_line_for_each_fault(capsys):
     SCRIPT["main"]()
     assert len(capsys.readouterr().out.splitlines()) == len(SCRIPT["FAULTS"]) == 8
 
 
-def test_the_sdk_ignores_a_misspelled_option() -> None:
+def test_the_sdk_ignores_a_misspelled_option():
     assert numbers("misspelled_option") == {"enabled": 2, "enable": 0}

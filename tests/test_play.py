@@ -8,16 +8,14 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import launching
 import pytest
-from launching import Finished, Ran
 from models import lively, tokenizer_of
 
 from entry_point.data import Tokenizer
@@ -65,7 +63,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def site():
     """A page with a model, another one of other weights, and that of an edited script."""
     models = [lively() for _ in range(3)]
     models[1].embed.weight.data.neg_()
@@ -96,20 +94,20 @@ def expected(player: Player, temperature: float = 0.8) -> str:
 
 @pytest.mark.parametrize("token", ["", "secreT", "%C3%A9"])
 @pytest.mark.parametrize("path", ["/", "/models", "/generate/0", "/nothing"])
-def test_a_request_without_the_token_is_refused(site: Site, path: str, token: str) -> None:
+def test_a_request_without_the_token_is_refused(site, path, token):
     assert site.connect(path, token=token).status == 403
 
 
 @pytest.mark.parametrize("host", ["example.com:{port}", "127.0.0.1", "127.0.0.1:1", "localhost"])
-def test_a_request_to_another_host_is_refused(site: Site, host: str) -> None:
+def test_a_request_to_another_host_is_refused(site, host):
     assert site.connect("/", host=host.format(port=site.port)).status == 400
 
 
-def test_localhost_is_this_host(site: Site) -> None:
+def test_localhost_is_this_host(site):
     assert site.connect("/", host=f"localhost:{site.port}").status == 200
 
 
-def test_the_page_runs_its_own_script_alone(site: Site) -> None:
+def test_the_page_runs_its_own_script_alone(site):
     answers = [site.connect("/") for _ in range(2)]
     pages = [answer.read().decode() for answer in answers]
     policies = [answer.getheader("Content-Security-Policy") for answer in answers]
@@ -121,14 +119,14 @@ def test_the_page_runs_its_own_script_alone(site: Site) -> None:
     assert "//" not in re.sub(r"// .*", "", pages[0])  # no address of another site
 
 
-def test_every_input_of_the_page_has_a_label(site: Site) -> None:
+def test_every_input_of_the_page_has_a_label(site):
     page = site.connect("/").read().decode()
     named = re.findall(r'<(?:input|textarea) id="(\w+)"', page)
     assert sorted(named) == sorted(WISH)
     assert set(named) == set(re.findall(r'<label for="(\w+)">', page))
 
 
-def test_the_page_knows_its_models(site: Site) -> None:
+def test_the_page_knows_its_models(site):
     models = json.loads(site.connect("/models").read())
     assert [model["name"] for model in models] == ["model-0", "model-1", "model-2"]
     assert [model["edited"] for model in models] == [False, False, True]
@@ -138,25 +136,25 @@ def test_the_page_knows_its_models(site: Site) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_the_text_is_that_of_the_library(site: Site, temperature: float) -> None:
+def test_the_text_is_that_of_the_library(site, temperature):
     assert site.text(temperature=temperature) == expected(site.players[0], temperature)
 
 
-def test_each_model_generates_its_own_text(site: Site) -> None:
+def test_each_model_generates_its_own_text(site):
     texts = [site.text(number) for number in range(3)]
     assert texts == [expected(player) for player in site.players]
     assert texts[0] != texts[1]
 
 
-def test_an_empty_prompt_starts_a_new_text(site: Site) -> None:
+def test_an_empty_prompt_starts_a_new_text(site):
     assert site.text(prompt="", temperature=0) == site.text(prompt="\n", temperature=0)
 
 
-def test_numbers_may_be_words_as_in_a_form(site: Site) -> None:
+def test_numbers_may_be_words_as_in_a_form(site):
     assert site.text(temperature="0.8", seed="7") == site.text()
 
 
-def test_the_most_likely_tokens_come_in_order(site: Site) -> None:
+def test_the_most_likely_tokens_come_in_order(site):
     for token in site.tokens()[:-1]:
         probabilities = [probability for _, probability in token["likely"]]
         assert len(probabilities) in (5, 6)
@@ -164,20 +162,20 @@ def test_the_most_likely_tokens_come_in_order(site: Site) -> None:
         assert probabilities == sorted(probabilities, reverse=True)
 
 
-def test_the_greedy_token_is_the_most_likely(site: Site) -> None:
+def test_the_greedy_token_is_the_most_likely(site):
     for token in site.tokens(temperature=0)[:-1]:
         assert token["chosen"] == 0
         assert token["likely"][0][0] == token["text"]
 
 
-def test_a_token_that_is_not_likely_is_listed_too(site: Site) -> None:
+def test_a_token_that_is_not_likely_is_listed_too(site):
     *tokens, end = site.tokens(temperature=1000)
     assert all(token["likely"][token["chosen"]][0] == token["text"] for token in tokens)
     assert {len(token["likely"]) for token in tokens} == {5, 6}
     assert end == {"text": "", "likely": [], "chosen": 0}
 
 
-def test_an_edited_model_gives_probabilities_too(site: Site) -> None:
+def test_an_edited_model_gives_probabilities_too(site):
     *tokens, _ = site.tokens(2)
     assert tokens and all(token["likely"] for token in tokens)
 
@@ -195,12 +193,12 @@ def test_an_edited_model_gives_probabilities_too(site: Site) -> None:
         ({"prompt": "A"}, "the prompt has characters that the model has never seen: 'A'"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_line(site: Site, wish: dict[str, Any], error: str) -> None:
+def test_a_wrong_setting_is_told_in_one_line(site, wish, error):
     answer = site.connect("/generate/0", {**WISH, **wish})
     assert (answer.status, answer.read().decode()) == (422, error)
 
 
-def test_a_stop_string_ends_the_text(site: Site) -> None:
+def test_a_stop_string_ends_the_text(site):
     text = expected(site.players[0])
     stop = text[20:23]
     assert site.text(stop=stop) == text[: text.index(stop)]
@@ -217,34 +215,32 @@ def test_a_stop_string_ends_the_text(site: Site) -> None:
         ("STOP", ""),
     ],
 )
-def test_a_stop_string_may_lie_in_several_tokens(pieces: str, before: str) -> None:
+def test_a_stop_string_may_lie_in_several_tokens(pieces, before):
     tokens = until(iter([Token(piece) for piece in pieces.split(",")]), "STOP")
     assert ",".join(token.text for token in tokens) == before
 
 
-def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
+def test_what_cannot_begin_a_stop_string_is_not_held_back():
     pieces = iter(["a", "S", "b", "c"])
     tokens = until((Token(piece) for piece in pieces), "STOP")
     assert [next(tokens).text for _ in range(3)] == ["a", "S", "b"]
     assert list(pieces) == ["c"]
 
 
-def test_a_reader_that_leaves_ends_the_generation(site: Site) -> None:
+def test_a_reader_that_leaves_ends_the_generation(site):
     answer = site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9})
     assert answer.readline()
     answer.close()
     assert len(site.text()) == 40  # it would wait for the other one
 
 
-def test_a_reader_that_reads_nothing_blocks_no_other(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_reads_nothing_blocks_no_other(site, monkeypatch):
     monkeypatch.setattr("launcher.views.play.UNREAD", 0.5)
     with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}, waits=True):
         assert len(site.text()) == 40
 
 
-def test_two_models_generate_at_the_same_time(site: Site) -> None:
+def test_two_models_generate_at_the_same_time(site):
     with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}) as answer:
         assert site.text(1) == expected(site.players[1])
         assert answer.readline()
@@ -253,7 +249,7 @@ def test_two_models_generate_at_the_same_time(site: Site) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_a_job_is_played_until_ctrl_c(job: Finished) -> None:
+def test_a_job_is_played_until_ctrl_c(job):
     directory = fetch_model(job.job_id)
     with launching.started("play", "latest", str(directory), home=job.home) as process:
         assert process.stdout is not None
@@ -284,13 +280,13 @@ def test_a_job_is_played_until_ctrl_c(job: Finished) -> None:
         assert told.splitlines()[-1] == "ended"
 
 
-def test_a_model_that_is_not_there_is_told(cli: Callable[..., Ran]) -> None:
+def test_a_model_that_is_not_there_is_told(cli):
     ran = cli("play", "./nothing")
     assert (ran.code, ran.error) == (2, "./nothing: no such directory")
     assert cli("play", "sm-nanogpt-nothing").code == 1
 
 
-def test_a_port_that_is_taken_is_told(cli: Callable[..., Ran]) -> None:
+def test_a_port_that_is_taken_is_told(cli):
     with listen(0) as taken:
         port = taken.getsockname()[1]
         ran = cli("play", "some-job", "--port", str(port))
@@ -301,9 +297,7 @@ def test_a_port_that_is_taken_is_told(cli: Callable[..., Ran]) -> None:
 # -- prompts in the terminal -----------------------------------------------------------------------
 
 
-def test_prompts_are_answered_until_they_end(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_answered_until_they_end(job, cli, monkeypatch):
     words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "30")
     monkeypatch.setattr("sys.stdin", io.StringIO("The \nA\\\nclass"))
     ran = cli(*words, "--interactive", "--seed", "5")
@@ -312,18 +306,14 @@ def test_prompts_are_answered_until_they_end(
     assert (ran.code, ran.out) == (0, f"{first}---\n{second}")
 
 
-def test_a_prompt_that_cannot_be_is_told_and_the_next_answered(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_be_is_told_and_the_next_answered(job, cli, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
     ran = cli("fetch-and-sample", job.job_id, "--interactive", "--max-new-tokens", "5")
     assert (ran.code, len(ran.out)) == (0, len("---\n") + 6)
     assert ran.error.endswith(r"never seen: '\x07'")
 
 
-def test_ctrl_c_stops_a_text_and_not_the_prompts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_stops_a_text_and_not_the_prompts(capsys, monkeypatch):
     def stream(prompt: str | None, n: int) -> Iterator[list[str]]:
         yield ["1"]
         if n == 0:
@@ -336,9 +326,7 @@ def test_ctrl_c_stops_a_text_and_not_the_prompts(
     assert capsys.readouterr().out == "a12\n---\nb123\n"
 
 
-def test_ctrl_c_at_a_prompt_drops_the_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_at_a_prompt_drops_the_line(capsys, monkeypatch):
     typed = Mock(side_effect=[KeyboardInterrupt, "b", EOFError])
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -348,15 +336,13 @@ def test_ctrl_c_at_a_prompt_drops_the_line(
 
 
 @pytest.mark.parametrize("words", ["--prompt a", "--num-samples 2", "--json"])
-def test_options_that_do_not_go_with_prompts_are_refused(
-    job: Finished, cli: Callable[..., Ran], words: str
-) -> None:
+def test_options_that_do_not_go_with_prompts_are_refused(job, cli, words):
     ran = cli("fetch-and-sample", job.job_id, "--interactive", *words.split())
     assert (ran.code, ran.out) == (2, "")
     assert words.split()[0] in ran.error
 
 
-def test_a_models_directory_is_an_argument(job: Finished, tmp_path: Path) -> None:
+def test_a_models_directory_is_an_argument(job, tmp_path):
     """Its name may hold anything, since it is a path."""
     from launcher.cli.models import load
 

@@ -9,13 +9,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, Ran
+from launching import Finished
 from test_curves import file_rows
 
 from launcher.curve import Curve
@@ -25,7 +24,7 @@ from launcher.views.report import Report, Run, compare
 
 
 @pytest.fixture
-def text_of(cli: Callable[..., Ran]) -> Callable[..., str]:
+def text_of(cli):
     """The page about some jobs."""
 
     def write(*words: str) -> str:
@@ -66,7 +65,7 @@ def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any)
     )
 
 
-def test_the_points_are_those_of_the_metrics(job: Finished, text_of: Callable[..., str]) -> None:
+def test_the_points_are_those_of_the_metrics(job, text_of):
     points = data_of(text_of("latest"))["points"]
     for series, name in (("training", "train_loss"), ("validation", "val_loss")):
         drawn = [(p["step"], p["loss"]) for p in points if p["series"] == series]
@@ -74,7 +73,7 @@ def test_the_points_are_those_of_the_metrics(job: Finished, text_of: Callable[..
     assert points[0]["tokens"] == points[0]["step"] * 4 * 32  # of a batch of the tiny job
 
 
-def test_the_page_requests_nothing(job: Finished, text_of: Callable[..., str]) -> None:
+def test_the_page_requests_nothing(job, text_of):
     text = html.unescape(text_of("latest"))
     assert not re.search(r"<[^<>]*\b(src|href)\s*=", re.sub(r"(?s)<script>.*?</script>", "", text))
     assert "content=\"default-src 'none'; script-src 'sha256-" in text
@@ -82,7 +81,7 @@ def test_the_page_requests_nothing(job: Finished, text_of: Callable[..., str]) -
     assert len(text) < 5_000_000
 
 
-def test_a_hostile_sample_is_inert(job: Finished, text_of: Callable[..., str]) -> None:
+def test_a_hostile_sample_is_inert(job, text_of):
     with (job.directory / "logs/job.log").open("a") as log:
         log.write("--- sample after training ---\n| </script><img src=x onerror=alert(1)>\n")
     text = text_of(job.job_id)
@@ -90,20 +89,18 @@ def test_a_hostile_sample_is_inert(job: Finished, text_of: Callable[..., str]) -
     assert "<img" not in re.sub(r"(?s)<script>.*?</script>", "", text)
 
 
-def test_a_hyperparameter_may_have_any_name() -> None:
+def test_a_hyperparameter_may_have_any_name():
     runs = [made_up(f"run-{n}", "characters", n, n, **{"x:Q": n}) for n in (1, 2, 3)]
     assert '<div id="by-x:Q"' in page(compare(runs))
 
 
-def test_a_hostile_name_is_inert_in_the_data() -> None:
+def test_a_hostile_name_is_inert_in_the_data():
     run = replace(made_up("a", "characters", 1.0, 1.0), label="</script><b>")
     text = page(Report([run], [], False))
     assert r"\u003c/script\u003e\u003cb\u003e" in text
 
 
-def test_differences_come_first_and_the_best_on_top(
-    job: Finished, text_of: Callable[..., str]
-) -> None:
+def test_differences_come_first_and_the_best_on_top(job, text_of):
     best = sibling(job, 1, loss=0.5, learning_rate=0.25)
     text = text_of(job.job_id, best)
     table = text[text.index("<tbody>") : text.index("</tbody>")]
@@ -113,14 +110,14 @@ def test_differences_come_first_and_the_best_on_top(
     assert Path("report-2-runs.html").exists()
 
 
-def test_three_runs_are_plotted_by_what_varies() -> None:
+def test_three_runs_are_plotted_by_what_varies():
     runs = [made_up(f"j{n}", "characters", n, n, dropout=n / 10, seed=n) for n in (1, 2, 3)]
     assert compare(runs).varied == ["dropout"]
     assert '<div id="by-dropout"' in page(compare(runs))
     assert compare(runs[:2]).varied == []
 
 
-def test_several_seeds_have_a_mean_and_a_spread() -> None:
+def test_several_seeds_have_a_mean_and_a_spread():
     settings = [(0.1, 1, 2.0), (0.1, 2, 3.0), (0.2, 1, 2.25), (0.2, 2, 2.5)]
     made = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
     text = page(compare([*made]))
@@ -141,12 +138,12 @@ def test_several_seeds_have_a_mean_and_a_spread() -> None:
     assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
 
 
-def test_a_continued_run_differs_in_nothing_by_that() -> None:
+def test_a_continued_run_differs_in_nothing_by_that():
     one = made_up("a", "characters", 1, 1)
     assert compare([one, replace(one, job=TrainingJob(data="/data", resume="b"))]).differing == []
 
 
-def test_the_pause_before_a_continued_run_is_no_wall_time() -> None:
+def test_the_pause_before_a_continued_run_is_no_wall_time():
     rows: list[dict[str, Any]] = [
         {"step": n, "time": t} for n, t in enumerate((100, 110, 550, 560))
     ]
@@ -161,7 +158,7 @@ def test_the_pause_before_a_continued_run_is_no_wall_time() -> None:
     assert replace(one, description=replace(one.description, started=540)).times == [0, 10, 20, 30]
 
 
-def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
+def test_two_tokenizers_are_compared_by_bits_per_byte():
     characters = made_up("c", "characters", 1.5, 2.2)
     report = compare([characters, made_up("t", "tokens", 4.5, 2.1)])
     assert [run.label for run in report.runs] == ["t", "c"]
@@ -170,7 +167,7 @@ def test_two_tokenizers_are_compared_by_bits_per_byte() -> None:
     assert "different tokenizers" in text
 
 
-def test_the_command_repeats_the_job_without_its_secrets() -> None:
+def test_the_command_repeats_the_job_without_its_secrets():
     job = TrainingJob(
         instance="ml.g5.xlarge",
         data="/data",
@@ -183,7 +180,7 @@ def test_the_command_repeats_the_job_without_its_secrets() -> None:
     assert " ".join(command.replace("\\", "").split()) == f"sm-nanogpt launch {options}"
 
 
-def test_a_running_job_is_reported_so_far(job: Finished, text_of: Callable[..., str]) -> None:
+def test_a_running_job_is_reported_so_far(job, text_of):
     (job.directory / "state.json").write_text('{"status": "InProgress"}')
     with (job.directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -192,9 +189,7 @@ def test_a_running_job_is_reported_so_far(job: Finished, text_of: Callable[..., 
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_only_a_regular_file_is_replaced(
-    job: Finished, cli: Callable[..., Ran], tmp_path: Path, kind: str
-) -> None:
+def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
     (tmp_path / "there").write_text("mine")
     os.mkfifo("pipe")
     Path("link").symlink_to("there")
@@ -204,15 +199,13 @@ def test_only_a_regular_file_is_replaced(
     assert Path("pipe").is_fifo()
 
 
-def test_a_job_without_rows_is_one_line(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_a_job_without_rows_is_one_line(job, cli):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("report", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
 
 
-def test_a_missing_package_names_the_extra(
-    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_names_the_extra(cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     ran = cli("report", "latest")
     assert ran.code == 2

@@ -1,8 +1,6 @@
 """The CreateTrainingJob request: the SDK's, and the equal one that is made without it."""
 
-from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -66,15 +64,13 @@ PLAN = Plan(
 
 
 @pytest.fixture(scope="module")
-def a_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def a_home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
 
 
 @given(values=jobs, plan=plans)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-def test_without_the_sdk_the_request_is_the_same(
-    a_home: Path, values: dict[str, Any], plan: Plan
-) -> None:
+def test_without_the_sdk_the_request_is_the_same(a_home, values, plan):
     try:
         job = TrainingJob(**values)
     except InputError:
@@ -84,7 +80,7 @@ def test_without_the_sdk_the_request_is_the_same(
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def installed(monkeypatch, tmp_path):
     """Replaces the distributions of the SDK."""
 
     def put(**versions: str) -> None:
@@ -107,12 +103,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         {"sagemaker": "2.257.7", "sagemaker_core": "1.0.78"},  # and removed again, with files of 2
     ],
 )
-def test_without_a_whole_version_2_the_sdk_is_not_used(
-    installed: Callable[..., None],
-    versions: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_without_a_whole_version_2_the_sdk_is_not_used(installed, versions, monkeypatch, tmp_path):
     installed(**versions)
     monkeypatch.setattr(estimator, "create_request", Mock(side_effect=AssertionError))
     backend = SageMakerBackend(Settings(home=tmp_path, region="us-east-1"))
@@ -120,5 +111,5 @@ def test_without_a_whole_version_2_the_sdk_is_not_used(
     assert backend.request(JOB_ID, job, PLAN) == create_request(JOB_ID, job, PLAN)
 
 
-def test_a_whole_version_2_of_the_sdk_is_used() -> None:
+def test_a_whole_version_2_of_the_sdk_is_used():
     assert sdk_version().startswith("2.")

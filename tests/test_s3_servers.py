@@ -8,11 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import Ran
 
 from launcher import InputError, ServiceError
 from launcher.files import storage
@@ -22,7 +20,7 @@ SIZE = 3 * storage.PART_BYTES + 12345  # more than one part, and not a whole num
 
 
 @pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def rclone(tmp_path_factory):
     root = tmp_path_factory.mktemp("rclone")
     (root / "bucket").mkdir()
     with socket.socket() as s:
@@ -55,9 +53,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(params=["moto", "rclone"])
-def store(
-    request: pytest.FixtureRequest, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def store(request, home, monkeypatch):
     """A bucket's URI on each of the servers in turn."""
     from s3fs import S3FileSystem
 
@@ -84,7 +80,7 @@ def store(
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_multipart_file_comes_back_with_the_same_bytes(store: str, tmp_path: Path) -> None:
+def test_a_multipart_file_comes_back_with_the_same_bytes(store, tmp_path):
     source = tmp_path / "large.bin"
     source.write_bytes(os.urandom(1 << 20) * (SIZE >> 20) + os.urandom(SIZE % (1 << 20)))
     told: list[int] = []
@@ -96,9 +92,7 @@ def test_a_multipart_file_comes_back_with_the_same_bytes(store: str, tmp_path: P
     assert sum(told) == source.stat().st_size
 
 
-def test_an_uploaded_text_is_not_sent_again(
-    store: str, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
     first = cli("--store", store, "upload-data", str(text_file))
     again = cli("--store", store, "upload-data", str(text_file))
     assert (first.code, again.code) == (0, 0), first.err + again.err
@@ -107,7 +101,7 @@ def test_an_uploaded_text_is_not_sent_again(
     assert "already in the store" not in first.err
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(store: str, tmp_path: Path) -> None:
+def test_an_upload_that_breaks_off_leaves_nothing(store, tmp_path):
     source = tmp_path / "large.bin"
     source.write_bytes(bytes(SIZE))
 
@@ -120,13 +114,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(store: str, tmp_path: Path) ->
     assert storage.list_files(uri) == {}
 
 
-def test_a_wrong_key_is_one_line(
-    rclone: str,
-    home: Path,
-    text_file: Path,
-    cli: Callable[..., Ran],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_key_is_one_line(rclone, home, text_file, cli, monkeypatch):
     from s3fs import S3FileSystem
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", rclone)
@@ -139,6 +127,6 @@ def test_a_wrong_key_is_one_line(
     assert "s3://bucket/some/prefix" in ran.error
 
 
-def test_an_invalid_store_is_a_user_error() -> None:
+def test_an_invalid_store_is_a_user_error():
     with pytest.raises(InputError, match="s3://bucket/prefix or a local directory"):
         storage.list_files("nope://bucket")

@@ -39,8 +39,7 @@ from botocore.utils import generate_login_cache_key
 from botocore.validate import ParamValidator
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from emulator import Emulator
-from launching import Finished, Ran
+from launching import Ran
 
 from entry_point import train
 from entry_point.config import metric_definitions
@@ -54,7 +53,6 @@ from launcher.machines import (
     DEFAULT_VERSION,
     GPUS,
     IMAGES,
-    Image,
     check_instance,
     describe_instance,
     find_image,
@@ -82,7 +80,7 @@ TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
 @pytest.fixture
-def launched(cloud: Emulator, cli: Callable[..., Ran], text_file: Path) -> str:
+def launched(cloud, cli, text_file):
     """The id of a job on SageMaker."""
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
@@ -97,7 +95,7 @@ def names_and_times_apart(request: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def dry(home: Path, cli: Callable[..., Ran], text_file: Path) -> Callable[..., dict[str, Any]]:
+def dry(home, cli, text_file):
     """The request of a dry run, in an environment without credentials or network."""
 
     def run(*words: str) -> dict[str, Any]:
@@ -110,9 +108,7 @@ def dry(home: Path, cli: Callable[..., Ran], text_file: Path) -> Callable[..., d
     return run
 
 
-def test_a_dry_run_shows_the_request_without_credentials(
-    dry: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_dry_run_shows_the_request_without_credentials(dry):
     request = dry()
     values = request["HyperParameters"]
     assert values["sagemaker_distributed_dataparallel_enabled"] == "true"
@@ -133,9 +129,7 @@ def test_a_dry_run_shows_the_request_without_credentials(
 
 
 @pytest.mark.parametrize("preset", ["cpu", "quick", "laptop"])
-def test_a_preset_for_the_cpu_is_refused_on_gpus(
-    preset: str, dry: Callable[..., dict[str, Any]], cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_preset_for_the_cpu_is_refused_on_gpus(preset, dry, cli, text_file):
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
     ran = cli(*place, *LAUNCH, "--preset", preset, "--data", str(text_file), "--dry-run")
     assert ran.code == 2
@@ -147,7 +141,7 @@ def test_a_preset_for_the_cpu_is_refused_on_gpus(
     assert dry("--preset", preset, "--instance", "ml.m5.large")
 
 
-def test_a_dry_run_does_not_deny_an_upload(home: Path, cli: Callable[..., Ran]) -> None:
+def test_a_dry_run_does_not_deny_an_upload(home, cli):
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
     words = ("--preset", "auto", "--data", "s3://bucket/some/prefix/data/text-1", "--dry-run")
     ran = cli(*place, *LAUNCH, *words)
@@ -155,9 +149,7 @@ def test_a_dry_run_does_not_deny_an_upload(home: Path, cli: Callable[..., Ran]) 
     assert "a dry run does not ask S3" in ran.error
 
 
-def test_a_dry_run_shows_the_request_that_a_launch_sends(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
     words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
     shown = json.loads(cli(*words, "--dry-run").out)
     assert not cloud.calls
@@ -208,12 +200,7 @@ def test_a_dry_run_shows_the_request_that_a_launch_sends(
         ),
     ],
 )
-def test_each_option_is_in_the_request(
-    dry: Callable[..., dict[str, Any]],
-    words: tuple[str, ...],
-    where: tuple[str | int, ...],
-    expected: Any,
-) -> None:
+def test_each_option_is_in_the_request(dry, words, where, expected):
     value: Any = dry(*words)
     for name in where:
         value = value[name]
@@ -229,9 +216,7 @@ tags = {team = "a", cost-center = "7"}
 """
 
 
-def test_the_request_holds_what_the_config_file_prescribes(
-    home: Path, dry: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_request_holds_what_the_config_file_prescribes(home, dry):
     home.mkdir()
     (home / "config.toml").write_text(PRESCRIBED)
     request = dry()
@@ -242,9 +227,7 @@ def test_the_request_holds_what_the_config_file_prescribes(
     assert tags == {"sm-nanogpt": "job", "team": "a", "cost-center": "7"}
 
 
-def test_the_command_line_overrides_the_config_file(
-    home: Path, dry: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_command_line_overrides_the_config_file(home, dry):
     home.mkdir()
     (home / "config.toml").write_text(PRESCRIBED)
     own = ("--subnet", "subnet-2", "--security-group", "sg-2", "--no-encrypt-traffic")
@@ -265,9 +248,7 @@ def test_the_command_line_overrides_the_config_file(
         ("tags = {sm-nanogpt = 'x'}", "from the settings: --tag sm-nanogpt"),
     ],
 )
-def test_an_invalid_value_in_the_config_file_is_refused(
-    home: Path, cli: Callable[..., Ran], text_file: Path, config: str, said: str
-) -> None:
+def test_an_invalid_value_in_the_config_file_is_refused(home, cli, text_file, config, said):
     home.mkdir()
     (home / "config.toml").write_text(config)
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
@@ -276,9 +257,7 @@ def test_an_invalid_value_in_the_config_file_is_refused(
     assert said in ran.error
 
 
-def test_a_list_in_a_variable_is_json(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_in_a_variable_is_json(home, cli, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_SUBNETS", "subnet-1")
     ran = cli("jobs")
     assert (ran.code, ran.error[:32]) == (2, "SM_NANOGPT_SUBNETS: must be JSON")
@@ -286,15 +265,13 @@ def test_a_list_in_a_variable_is_json(
     assert load_settings().subnets == ["subnet-1"]
 
 
-def test_a_local_job_ignores_the_prescribed_options(home: Path, text_file: Path) -> None:
+def test_a_local_job_ignores_the_prescribed_options(home, text_file):
     settings = Settings(home=home, network_isolation=True)
     ready = prepare(Request(data=str(text_file)), settings, "a-job")
     assert not ready.job.network_isolation
 
 
-def test_a_resumed_job_gets_later_changes_of_the_config_file(
-    cloud: Emulator, s3: Any, home: Path, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_resumed_job_gets_later_changes_of_the_config_file(cloud, s3, home, cli, text_file):
     earlier = stopped(s3, cli, text_file, "--tag", "team=b")
     (home / "config.toml").write_text(PRESCRIBED)
     ran = cli("launch", "--resume", earlier)
@@ -306,9 +283,7 @@ def test_a_resumed_job_gets_later_changes_of_the_config_file(
 
 
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
-def test_several_types_are_preferences_in_their_order(
-    dry: Callable[..., dict[str, Any]], launcher: str
-) -> None:
+def test_several_types_are_preferences_in_their_order(dry, launcher):
     types = ", ".join(reversed(FIVE))
     request = dry("--instance", types, "--launcher", launcher, "--keep-alive", "60")
     assert request["ResourceConfig"] == {
@@ -325,23 +300,19 @@ def test_several_types_are_preferences_in_their_order(
     validate(request)
 
 
-def test_volumes_of_several_types_are_encrypted_with_the_key(
-    dry: Callable[..., dict[str, Any]],
-) -> None:
+def test_volumes_of_several_types_are_encrypted_with_the_key(dry):
     request = dry("--instance", "ml.m5.xlarge,ml.c5.xlarge", "--kms-key", "key")
     assert request["ResourceConfig"]["VolumeKmsKeyId"] == "key"
     assert "VolumeKmsKeyId" not in dry(*TWO, "--kms-key", "key")["ResourceConfig"]
 
 
-def test_an_instance_with_local_disks_gets_no_volume_key(
-    dry: Callable[..., dict[str, Any]],
-) -> None:
+def test_an_instance_with_local_disks_gets_no_volume_key(dry):
     request = dry("--kms-key", "key")
     assert "VolumeKmsKeyId" not in request["ResourceConfig"]
     assert request["OutputDataConfig"]["KmsKeyId"] == "key"
 
 
-def test_the_request_holds_our_tags_and_the_users_tags(dry: Callable[..., dict[str, Any]]) -> None:
+def test_the_request_holds_our_tags_and_the_users_tags(dry):
     tags = {tag["Key"]: tag["Value"] for tag in dry("--tag", "team=a")["Tags"]}
     assert tags == {"sm-nanogpt": "job", "team": "a"}
 
@@ -356,18 +327,16 @@ def test_the_request_holds_our_tags_and_the_users_tags(dry: Callable[..., dict[s
         *[(name, False) for name in ("c8i", "m8i", "r8i", "r8i-flex")],
     ],
 )
-def test_the_instances_with_local_disks_are_known(family: str, expected: bool) -> None:
+def test_the_instances_with_local_disks_are_known(family, expected):
     assert has_local_storage(f"ml.{family}.48xlarge") == expected
 
 
-def test_a_known_type_is_described(home: Path) -> None:
+def test_a_known_type_is_described(home):
     assert describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
     assert describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
 
 
-def test_a_type_unknown_to_boto3_is_sent_with_a_warning(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_type_unknown_to_boto3_is_sent_with_a_warning(cloud, cli, text_file):
     cloud.refuse["CreateTrainingJob"] = ("ValidationException", "no such type")
     ran = cli("launch", "--instance", "ml.g6f.xlarge", "--data", str(text_file))
     assert "warning: boto3 knows no training instance ml.g6f.xlarge" in ran.err
@@ -376,7 +345,7 @@ def test_a_type_unknown_to_boto3_is_sent_with_a_warning(
     assert image.endswith(find_image(DEFAULT_VERSION).name(gpu=True))
 
 
-def test_each_type_is_known_to_have_gpus_or_not() -> None:
+def test_each_type_is_known_to_have_gpus_or_not():
     for name in sagemaker_types():
         try:
             check_instance(name)
@@ -386,7 +355,7 @@ def test_each_type_is_known_to_have_gpus_or_not() -> None:
             assert looks_like_gpu(name) == bool(gpus_of(name)), name
 
 
-def test_sagemaker_trains_on_each_type_of_the_gpu_table() -> None:
+def test_sagemaker_trains_on_each_type_of_the_gpu_table():
     assert set(GPUS) <= set(sagemaker_types())
 
 
@@ -398,13 +367,13 @@ def test_sagemaker_trains_on_each_type_of_the_gpu_table() -> None:
         ("cn-north-1", "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn"),
     ],
 )
-def test_images_come_from_the_registry_of_the_region(region: str, registry: str) -> None:
+def test_images_come_from_the_registry_of_the_region(region, registry):
     for image in IMAGES:
         uri = training_image(region, image.version, True)
         assert uri == f"{registry}/{image.name(gpu=True)}"
 
 
-def test_a_region_without_a_known_registry_is_refused() -> None:
+def test_a_region_without_a_known_registry_is_refused():
     with pytest.raises(InputError, match="region eu-nowhere-1"):
         training_image("eu-nowhere-1", DEFAULT_VERSION, True)
 
@@ -412,14 +381,7 @@ def test_a_region_without_a_known_registry_is_refused() -> None:
 @pytest.mark.parametrize("instance", ["ml.g5.12xlarge", "ml.m5.xlarge"])
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
-def test_each_image_runs_by_each_launcher(
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    image: Image,
-    launcher: str,
-    instance: str,
-) -> None:
+def test_each_image_runs_by_each_launcher(home, cli, text_file, image, launcher, instance):
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
     words = ("launch", "--instance", instance, "--data", str(text_file), "--dry-run")
     chosen = ("--pytorch-version", image.version, "--launcher", launcher)
@@ -440,9 +402,7 @@ def validate(request: dict[str, Any]) -> None:
     assert not validated.has_errors(), validated.generate_report()
 
 
-def test_a_launch_says_until_when_its_image_is_patched(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_says_until_when_its_image_is_patched(cloud, cli, text_file):
     for options in ((), ("--dry-run",)):
         ran = cli(*LAUNCH, "--data", str(text_file), "--pytorch-version", "2.8.0", *options)
         assert ran.code == 0, ran.err
@@ -450,9 +410,7 @@ def test_a_launch_says_until_when_its_image_is_patched(
         assert ended in ran.err
 
 
-def test_a_launch_says_that_torchrun_replaces_pytorchddp(
-    home: Path, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_says_that_torchrun_replaces_pytorchddp(home, cli, text_file):
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
     words = ("launch", "--data", str(text_file), "--dry-run", "--instance")
     for size, launcher in (("48xlarge", "torch_distributed"), ("4xlarge", "dataparallel")):
@@ -464,9 +422,7 @@ def test_a_launch_says_that_torchrun_replaces_pytorchddp(
 
 
 @pytest.mark.parametrize("launcher", ["pytorchddp", "torchrun"])
-def test_a_launch_warns_that_torchrun_ignores_nccl_debug(
-    home: Path, cli: Callable[..., Ran], text_file: Path, launcher: str
-) -> None:
+def test_a_launch_warns_that_torchrun_ignores_nccl_debug(home, cli, text_file, launcher):
     place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
     words = ("--data", str(text_file), "--dry-run", "--launcher", launcher)
     ran = cli(*place, *LAUNCH, *words, "--environment", "NCCL_DEBUG=INFO")
@@ -477,9 +433,7 @@ def test_a_launch_warns_that_torchrun_ignores_nccl_debug(
 @pytest.mark.parametrize(
     ("words", "level"), [((), "WARN"), (("--environment", "NCCL_DEBUG=INFO"), "INFO")]
 )
-def test_nccl_logs_only_warnings_by_default(
-    dry: Callable[..., dict[str, Any]], words: tuple[str, ...], level: str
-) -> None:
+def test_nccl_logs_only_warnings_by_default(dry, words, level):
     values = dry(*words)["HyperParameters"]
     options = values["sagemaker_distributed_dataparallel_custom_mpi_options"]
     assert json.loads(options) == f"--NCCL_DEBUG {level}"
@@ -552,14 +506,7 @@ def many(option: str, n: int) -> list[str]:
         ),
     ],
 )
-def test_a_request_aws_would_refuse_is_not_sent(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    words: tuple[str, ...],
-    reason: str,
-) -> None:
+def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, reason):
     ran = cli(*LAUNCH, "--data", str(text_file), *words)
     assert ran.code == 2
     assert reason in ran.error
@@ -568,9 +515,7 @@ def test_a_request_aws_would_refuse_is_not_sent(
     assert ran.out == ""
 
 
-def test_a_missing_region_role_or_store_is_one_line(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_region_role_or_store_is_one_line(cloud, cli, text_file, monkeypatch):
     words = (*LAUNCH, "--data", str(text_file))
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     assert "--role" in cli(*words).error
@@ -591,18 +536,13 @@ def test_a_missing_region_role_or_store_is_one_line(
     ],
 )
 def test_a_launch_in_a_notebook_takes_and_names_its_role(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    metadata: dict[str, str],
-) -> None:
+    cloud, cli, text_file, tmp_path, monkeypatch, metadata
+):
     file = tmp_path / "resource-metadata.json"
     file.write_text(json.dumps(metadata))
     monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", file)
     described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
-    cloud.sagemaker.DescribeNotebookInstance = lambda body: described  # type: ignore[attr-defined]
+    cloud.sagemaker.DescribeNotebookInstance = lambda body: described
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
@@ -611,12 +551,8 @@ def test_a_launch_in_a_notebook_takes_and_names_its_role(
 
 
 def test_the_default_bucket_is_the_store_but_is_never_created(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cloud, s3, cli, text_file, monkeypatch
+):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
     ran = cli(*LAUNCH, "--data", str(text_file))
@@ -629,7 +565,7 @@ def test_the_default_bucket_is_the_store_but_is_never_created(
     assert f"store: s3://{bucket}/sm-nanogpt (the account's default SageMaker bucket" in ran.err
 
 
-def test_the_default_bucket_must_belong_to_this_account(cloud: Emulator) -> None:
+def test_the_default_bucket_must_belong_to_this_account(cloud):
     """Anybody may make a bucket of that name, and would then have the text and the script."""
     backend, owners = SageMakerBackend(load_settings()), []
 
@@ -644,9 +580,7 @@ def test_the_default_bucket_must_belong_to_this_account(cloud: Emulator) -> None
 # -- launching -------------------------------------------------------------------------------------
 
 
-def test_a_launch_prints_the_id_and_names_the_next_commands(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_launch_prints_the_id_and_names_the_next_commands(cloud, cli, text_file):
     ran = cli(*LAUNCH, "--data", str(text_file))
     assert ran.code == 0, ran.err
     assert ran.out.strip() in cloud.sagemaker.jobs
@@ -654,9 +588,7 @@ def test_a_launch_prints_the_id_and_names_the_next_commands(
     assert f"sm-nanogpt fetch-and-sample {ran.out.strip()}" in ran.err
 
 
-def test_suggested_commands_repeat_the_region(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch):
     there = ("--region", "us-east-1")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     ran = cli(*there, "upload-data", str(text_file))
@@ -679,7 +611,7 @@ def test_suggested_commands_repeat_the_region(
         ("us-iso-east-1", None),
     ],
 )
-def test_the_console_link_matches_the_partition(home: Path, region: str, host: str | None) -> None:
+def test_the_console_link_matches_the_partition(home, region, host):
     link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
     if host is None:
         assert link is None
@@ -687,9 +619,7 @@ def test_the_console_link_matches_the_partition(home: Path, region: str, host: s
         assert link == f"{host}sagemaker/home?region={region}#/jobs/job"
 
 
-def test_the_source_archive_holds_the_folder_and_mpi4py(
-    cloud: Emulator, s3: Any, launched: str
-) -> None:
+def test_the_source_archive_holds_the_folder_and_mpi4py(cloud, s3, launched):
     key = f"some/prefix/jobs/{launched}/source/sourcedir.tar.gz"
     archive = s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -698,19 +628,13 @@ def test_the_source_archive_holds_the_folder_and_mpi4py(
     assert {n: sent[n] for n in sent if "/" not in n} == Source.packaged().files
 
 
-def test_nothing_is_written_outside_of_the_prefix(cloud: Emulator, s3: Any, launched: str) -> None:
+def test_nothing_is_written_outside_of_the_prefix(cloud, s3, launched):
     keys = [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket)["Contents"]]
     assert keys
     assert all(key.startswith("some/prefix/") for key in keys)
 
 
-def test_a_launch_sends_the_last_local_upload_to_s3(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_sends_the_last_local_upload_to_s3(cloud, s3, cli, text_file, monkeypatch):
     store = f"s3://{s3.bucket}/some/prefix"
     monkeypatch.delenv("SM_NANOGPT_STORE")
     near = cli("upload-data", str(text_file)).out.strip()
@@ -724,14 +648,8 @@ def test_a_launch_sends_the_last_local_upload_to_s3(
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
 def test_a_newer_local_upload_precedes_an_older_one_on_s3(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-) -> None:
+    cloud, s3, cli, text_file, tmp_path, monkeypatch, words
+):
     store = f"s3://{s3.bucket}/some/prefix"
     assert cli("upload-data", str(text_file)).out.startswith(store)
     newer = tmp_path / "newer.txt"
@@ -745,14 +663,7 @@ def test_a_newer_local_upload_precedes_an_older_one_on_s3(
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
-def test_a_launch_uploads_local_tokens(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-) -> None:
+def test_a_launch_uploads_local_tokens(cloud, s3, cli, text_file, monkeypatch, words):
     store = f"s3://{s3.bucket}/some/prefix"
     monkeypatch.delenv("SM_NANOGPT_STORE")
     made = cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
@@ -767,13 +678,8 @@ def test_a_launch_uploads_local_tokens(
 
 
 def test_a_deleted_local_upload_is_not_replaced_by_an_older_one(
-    cloud: Emulator,
-    s3: Any,
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cloud, s3, home, cli, text_file, monkeypatch
+):
     store = f"s3://{s3.bucket}/some/prefix"
     cli("upload-data", str(text_file))
     monkeypatch.delenv("SM_NANOGPT_STORE")
@@ -799,14 +705,8 @@ def test_a_deleted_local_upload_is_not_replaced_by_an_older_one(
     ],
 )
 def test_a_refusal_by_aws_is_one_line_with_advice(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, str],
-    words: tuple[str, ...],
-    told: str | None,
-) -> None:
+    cloud, cli, text_file, monkeypatch, change, words, told
+):
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     ran = cli(*LAUNCH, *words, "--data", str(text_file))
@@ -827,21 +727,19 @@ def test_a_refusal_by_aws_is_one_line_with_advice(
         ("InvalidSignatureException", "The signature we calculated is another", "the credentials"),
     ],
 )
-def test_a_refused_signature_blames_the_clock_or_the_key(
-    code: str, message: str, told: str
-) -> None:
+def test_a_refused_signature_blames_the_clock_or_the_key(code, message, told):
     error = ClientError({"Error": {"Code": code, "Message": message}}, "HeadBucket")
     assert told in why(error)
     assert message in why(error)
 
 
-def test_a_bug_is_not_blamed_on_the_network() -> None:
+def test_a_bug_is_not_blamed_on_the_network():
     answer: dict[str, Any] = {}
     with pytest.raises(KeyError), service_errors("DescribeTrainingJob"):
         answer["ResourceConfig"]
 
 
-def test_sso_in_a_host_name_does_not_mean_expired_credentials() -> None:
+def test_sso_in_a_host_name_does_not_mean_expired_credentials():
     said = why(EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"))
     assert "the network" in said
     assert "expired" not in said
@@ -852,7 +750,7 @@ def test_sso_in_a_host_name_does_not_mean_expired_credentials() -> None:
 
 
 @pytest.fixture
-def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def login_token(cloud, home, monkeypatch):
     """Where the token of a person's `aws login` is kept; it is not there yet."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -871,14 +769,8 @@ def login_token(cloud: Emulator, home: Path, monkeypatch: pytest.MonkeyPatch) ->
     [(None, "the package awscrt is missing"), (object(), "renew them with `aws login`")],
 )
 def test_an_unusable_login_says_what_to_do(
-    login_token: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    crypto: object,
-    said: str,
-) -> None:
+    login_token, cli, text_file, monkeypatch, command, crypto, said
+):
     for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
         monkeypatch.setattr(f"{module}.credentials.EC", crypto)
     ran = cli(command, *[str(text_file)] * (command == "upload-data"))
@@ -886,7 +778,7 @@ def test_an_unusable_login_says_what_to_do(
     assert said in ran.error
 
 
-def test_a_dry_run_ignores_an_expired_login(login_token: Path, home: Path, text_file: Path) -> None:
+def test_a_dry_run_ignores_an_expired_login(login_token, home, text_file):
     words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
     ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
     assert ran.code == 0
@@ -895,13 +787,8 @@ def test_a_dry_run_ignores_an_expired_login(login_token: Path, home: Path, text_
 
 @pytest.mark.parametrize("command", ["jobs", "upload-data"])
 def test_a_login_is_renewed_when_its_credentials_expire(
-    cloud: Emulator,
-    login_token: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-) -> None:
+    cloud, login_token, cli, text_file, monkeypatch, command
+):
     keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
     expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
@@ -925,21 +812,15 @@ def test_a_login_is_renewed_when_its_credentials_expire(
         (NoCredentialsError(), "`aws login`"),
     ],
 )
-def test_each_login_error_names_its_remedy(error: Exception, said: str) -> None:
+def test_each_login_error_names_its_remedy(error, said):
     assert said in why(error)
 
 
 @pytest.mark.parametrize("attempts", ["", "0"])
 @pytest.mark.parametrize("words", [("jobs",), ("upload-data", "input.txt")])
 def test_an_invalid_aws_max_attempts_is_refused_by_name(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    attempts: str,
-) -> None:
+    cloud, cli, text_file, tmp_path, monkeypatch, words, attempts
+):
     (tmp_path / "input.txt").write_bytes(text_file.read_bytes())
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
     ran = cli(*words)
@@ -947,9 +828,7 @@ def test_an_invalid_aws_max_attempts_is_refused_by_name(
     assert ran.error.startswith(f"AWS_MAX_ATTEMPTS={attempts!r}")
 
 
-def test_a_launch_is_retried_when_the_first_answer_is_lost(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, cli, text_file, monkeypatch):
     create = cloud.sagemaker.CreateTrainingJob
     asked: list[str] = []
 
@@ -967,9 +846,7 @@ def test_a_launch_is_retried_when_the_first_answer_is_lost(
     assert list(cloud.sagemaker.jobs) == [ran.out.strip()]
 
 
-def test_a_launch_that_gets_an_error_answer_names_the_job(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_gets_an_error_answer_names_the_job(cloud, cli, text_file, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     cloud.refuse["CreateTrainingJob"] = ("InternalFailure", "no such luck", 503)
     ran = cli(*LAUNCH, "--data", str(text_file))
@@ -978,9 +855,7 @@ def test_a_launch_that_gets_an_error_answer_names_the_job(
     assert f"`sm-nanogpt status {request['TrainingJobName']}`" in ran.error
 
 
-def test_a_launch_that_gets_no_answer_names_the_job_in_one_line(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_gets_no_answer_names_the_job_in_one_line(cloud, cli, text_file, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     send = URLLib3Session.send
 
@@ -996,13 +871,7 @@ def test_a_launch_that_gets_no_answer_names_the_job_in_one_line(
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_launch_names_the_job_that_may_run(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sign: signal.Signals,
-) -> None:
+def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file, monkeypatch, sign):
     create = cloud.sagemaker.CreateTrainingJob
 
     def create_and_interrupt(body: dict[str, Any]) -> Any:
@@ -1027,9 +896,7 @@ def test_an_interrupted_launch_names_the_job_that_may_run(
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
-def test_a_refused_launch_names_no_job_and_leaves_no_files(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, code: str
-) -> None:
+def test_a_refused_launch_names_no_job_and_leaves_no_files(cloud, s3, cli, text_file, code):
     earlier = stopped(s3, cli, text_file)
     before = storage.list_files(f"s3://{s3.bucket}")
     cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
@@ -1041,9 +908,7 @@ def test_a_refused_launch_names_no_job_and_leaves_no_files(
     assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
 
 
-def test_a_launch_refused_after_a_retry_leaves_no_files(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
-) -> None:
+def test_a_launch_refused_after_a_retry_leaves_no_files(cloud, s3, cli, text_file, monkeypatch):
     answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
 
     def refuse(body: dict[str, Any]) -> Any:
@@ -1057,9 +922,7 @@ def test_a_launch_refused_after_a_retry_leaves_no_files(
     assert not [name for name in left if not name.startswith("data/")]
 
 
-def test_a_resumed_job_without_checkpoints_leaves_no_files(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
-) -> None:
+def test_a_resumed_job_without_checkpoints_leaves_no_files(cloud, s3, cli, text_file, monkeypatch):
     earlier = stopped(s3, cli, text_file)
     before = storage.list_files(f"s3://{s3.bucket}")
     monkeypatch.setattr(storage, "copy", lambda *_: 0)
@@ -1076,9 +939,7 @@ def test_a_resumed_job_without_checkpoints_leaves_no_files(
         ("ValidationException", "Something else", "Something else (ValidationException)"),
     ],
 )
-def test_each_service_error_is_one_line_with_advice(
-    cloud: Emulator, cli: Callable[..., Ran], launched: str, code: str, message: str, told: str
-) -> None:
+def test_each_service_error_is_one_line_with_advice(cloud, cli, launched, code, message, told):
     cloud.refuse["StopTrainingJob"] = (code, message)
     ran = cli("stop", launched)
     assert ran.code == 1
@@ -1088,9 +949,7 @@ def test_each_service_error_is_one_line_with_advice(
 # -- the life of a job -----------------------------------------------------------------------------
 
 
-def test_status_tells_the_states_times_and_numbers(
-    cloud: Emulator, cli: Callable[..., Ran], launched: str
-) -> None:
+def test_status_tells_the_states_times_and_numbers(cloud, cli, launched):
     assert "state:       InProgress (" in cli("status", launched).out
     assert cli("wait", launched).code == 0
     told = cli("status", launched).out
@@ -1110,25 +969,21 @@ def test_status_tells_the_states_times_and_numbers(
     ],
 )
 def test_an_interruption_is_a_reason_once_the_job_has_ended(
-    cloud: Emulator, launched: str, status: str, secondary: str, reason: str | None
-) -> None:
+    cloud, launched, status, secondary, reason
+):
     raw = SageMakerBackend(load_settings()).known(launched)
     raw |= {"TrainingJobStatus": status, "SecondaryStatus": secondary}
     raw["FailureReason"] = "Spot capacity was reclaimed"
     assert describe_job(raw, None).failure_reason == reason
 
 
-def test_status_of_a_spot_job_shows_the_savings(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_status_of_a_spot_job_shows_the_savings(cloud, cli, text_file):
     job_id = cli(*LAUNCH, "--data", str(text_file), "--spot").out.strip()
     assert cli("wait", job_id).code == 0
     assert "billable:    30 s, 70% saved by spot" in cli("status", job_id).out
 
 
-def test_a_failed_job_shows_its_reason_and_its_last_lines(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, text_file):
     cloud.sagemaker.next_script = {
         "reason": "AlgorithmError: ExecuteUserScriptError: DataError: no text",
         "log": [
@@ -1162,18 +1017,14 @@ PLAIN = "AlgorithmError: {}, exit code: 1"  # what train.py leaves
         (PLAIN, "OSError: no disk", "OSError: no disk"),
     ],
 )
-def test_a_job_reports_the_scripts_own_failure(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, form: str, words: str, told: str
-) -> None:
+def test_a_job_reports_the_scripts_own_failure(cloud, cli, text_file, form, words, told):
     cloud.sagemaker.next_script = {"reason": form.format(words)}
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     assert f"failed: {told};" in cli("wait", job_id).error
     assert f"reason:      {told}\n" in cli("status", job_id).out
 
 
-def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(cloud, cli, text_file):
     ids = [cli(*LAUNCH, "--data", str(text_file)).out.strip() for _ in range(4)]
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
     request = {**cloud.sagemaker.jobs[ids[0]].request, "TrainingJobName": "another", "Tags": []}
@@ -1183,9 +1034,7 @@ def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(
     assert all(job_id in cli("jobs").out for job_id in listed)
 
 
-def test_local_jobs_are_listed_when_aws_refuses(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_local_jobs_are_listed_when_aws_refuses(cloud, cli, text_file):
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
     cloud.refuse["Search"] = ("AccessDeniedException", "no")
     ran = cli("jobs")
@@ -1195,9 +1044,7 @@ def test_local_jobs_are_listed_when_aws_refuses(
 
 
 @pytest.mark.parametrize("words", ["stop latest", "delete latest --yes", "status {}"])
-def test_no_job_is_guessed_when_aws_refuses(
-    cloud: Emulator, cli: Callable[..., Ran], job: Finished, words: str
-) -> None:
+def test_no_job_is_guessed_when_aws_refuses(cloud, cli, job, words):
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
     ran = cli(*words.format(job.job_id[-6:]).split())
     assert ran.code == 1
@@ -1205,9 +1052,7 @@ def test_no_job_is_guessed_when_aws_refuses(
     assert cli("status", job.job_id).code == 0
 
 
-def test_latest_is_the_job_launched_last_though_search_lags(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, launched: str
-) -> None:
+def test_latest_is_the_job_launched_last_though_search_lags(cloud, cli, text_file, launched):
     cloud.sagemaker.jobs[launched].created -= 1000
     cloud.sagemaker.search_lag = 500
     last = cli(*LAUNCH, "--data", str(text_file)).out.strip()
@@ -1218,22 +1063,18 @@ def test_latest_is_the_job_launched_last_though_search_lags(
     assert json.loads(cli("status", "latest", "--json").out)["job_id"] == launched
 
 
-def test_jobs_are_ordered_by_the_clock_of_their_ids(
-    cloud: Emulator, cli: Callable[..., Ran], job: Finished, launched: str
-) -> None:
+def test_jobs_are_ordered_by_the_clock_of_their_ids(cloud, cli, job, launched):
     cloud.sagemaker.jobs[launched].created = 1e9
     assert [d.job_id for d in jobs()] == [launched, job.job_id]
 
 
-def test_the_library_lists_local_jobs_when_aws_refuses(cloud: Emulator, job: Finished) -> None:
+def test_the_library_lists_local_jobs_when_aws_refuses(cloud, job):
     cloud.refuse["Search"] = ("AccessDeniedException", "no")
     with pytest.warns(UserWarning, match="Search: not allowed"):
         assert [description.job_id for description in jobs()] == [job.job_id]
 
 
-def test_logs_of_all_hosts_are_merged_by_time_until_the_end(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cloud, cli, text_file):
     # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
     # be asked before and after a line.
     times = [*(0.01 * i - 2 for i in range(10)), *(0.2 * i for i in range(10))]
@@ -1265,7 +1106,7 @@ ENVIRONMENT = [
 PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded"
 
 
-def test_logs_show_only_the_lines_of_the_script() -> None:
+def test_logs_show_only_the_lines_of_the_script():
     lines = [
         ("algo-1-1", f"{CHATTER}INFO     Imported framework"),
         ("algo-2-1", "bash: no job control in this shell"),
@@ -1285,7 +1126,7 @@ def test_logs_show_only_the_lines_of_the_script() -> None:
     ]
 
 
-def test_logs_find_the_lines_of_each_start_under_torchrun() -> None:
+def test_logs_find_the_lines_of_each_start_under_torchrun():
     """A spot job that starts again has new streams, which the toolkit begins anew."""
     lines = []
     for start in ("17", "18"):
@@ -1301,7 +1142,7 @@ def test_logs_find_the_lines_of_each_start_under_torchrun() -> None:
     assert list(script_lines(lines)) == ["step=17/20", warned, "step=18/20", warned]
 
 
-def test_an_empty_log_shows_the_state_of_the_job(cli: Callable[..., Ran], launched: str) -> None:
+def test_an_empty_log_shows_the_state_of_the_job(cli, launched):
     ran = cli("logs", launched)
     assert (ran.code, ran.out) == (0, "")
     said = (
@@ -1310,9 +1151,7 @@ def test_an_empty_log_shows_the_state_of_the_job(cli: Callable[..., Ran], launch
     assert re.fullmatch(said, ran.err)
 
 
-def test_a_followed_launch_ends_with_the_job(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_followed_launch_ends_with_the_job(cloud, cli, text_file):
     cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", f"{TAGGED}step=1/2 train_loss=1.0")]}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 0, ran.err
@@ -1323,9 +1162,7 @@ def test_a_followed_launch_ends_with_the_job(
     assert "failed: AlgorithmError: oh no" in ran.err
 
 
-def test_ctrl_c_leaves_a_job_on_sagemaker_running(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, cli, text_file, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -1371,7 +1208,7 @@ class Outage:
 
 
 @pytest.fixture
-def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
+def outage(cloud, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("launcher.aws.AGAIN_SECONDS", 0.1)
     return Outage(monkeypatch)
@@ -1387,14 +1224,8 @@ def outage(cloud: Emulator, monkeypatch: pytest.MonkeyPatch) -> Outage:
     ],
 )
 def test_following_survives_an_outage_and_misses_no_line(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    outage: Outage,
-    words: tuple[str, ...],
-    operation: bytes,
-    after: int,
-) -> None:
+    cloud, cli, text_file, outage, words, operation, after
+):
     lines = [(0.1 * i, "algo-1", f"line {i}") for i in range(10)]
     cloud.sagemaker.next_script = {"log": lines}
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
@@ -1425,14 +1256,7 @@ def error_of(code: str) -> bytes:
         (b"GetLogEvents", (200, PAGE)),
     ],
 )
-def test_an_unusable_answer_counts_as_an_outage(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    outage: Outage,
-    operation: bytes,
-    answer: tuple[int, bytes],
-) -> None:
+def test_an_unusable_answer_counts_as_an_outage(cloud, cli, text_file, outage, operation, answer):
     cloud.sagemaker.next_script = {"log": [(0.1, "algo-1", "line 1"), (0.5, "algo-1", "line 2")]}
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     outage.answer = answer
@@ -1445,9 +1269,7 @@ def test_an_unusable_answer_counts_as_an_outage(
 
 
 @pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
-def test_expired_credentials_end_the_following_but_not_the_job(
-    cli: Callable[..., Ran], launched: str, outage: Outage, words: tuple[str, ...]
-) -> None:
+def test_expired_credentials_end_the_following_but_not_the_job(cli, launched, outage, words):
     outage.answer = (400, error_of("ExpiredTokenException"))
     outage.begin(1000, b"DescribeTrainingJob", after=1)
     ran = cli(words[0], launched, *words[1:])
@@ -1457,9 +1279,7 @@ def test_expired_credentials_end_the_following_but_not_the_job(
     assert outage.lost == 1
 
 
-def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
     backend, now = SageMakerBackend(Settings()), [0.0]
     # The module's own, as the service of other tests lives in threads of this process.
     clock = SimpleNamespace(
@@ -1480,9 +1300,7 @@ def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(
     assert list(backend.stream_lines("job", True)) == [("algo-1", "the end")]
 
 
-def test_a_long_outage_ends_the_following_but_not_the_job(
-    cli: Callable[..., Ran], launched: str, outage: Outage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_outage_ends_the_following_but_not_the_job(cli, launched, outage, monkeypatch):
     monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
     for words in (("wait", launched), ("logs", launched, "--follow")):
         outage.begin(1000, after=1)
@@ -1494,9 +1312,7 @@ def test_a_long_outage_ends_the_following_but_not_the_job(
 
 
 @pytest.mark.parametrize("words", [("wait",), ("logs", "--follow")])
-def test_a_refusal_ends_the_following_at_once(
-    cloud: Emulator, cli: Callable[..., Ran], launched: str, words: tuple[str, ...]
-) -> None:
+def test_a_refusal_ends_the_following_at_once(cloud, cli, launched, words):
     cloud.refuse["DescribeTrainingJob"] = ("AccessDeniedException", "no")
     ran = cli(words[0], launched, *words[1:])
     assert ran.code == 1
@@ -1504,7 +1320,7 @@ def test_a_refusal_ends_the_following_at_once(
     assert "not allowed" in ran.error
 
 
-def test_the_timeout_of_wait_holds_during_an_outage(launched: str, outage: Outage) -> None:
+def test_the_timeout_of_wait_holds_during_an_outage(launched, outage):
     outage.begin(1000, after=1)
     began = time.monotonic()
     with pytest.raises(ServiceError, match="Could not connect"):
@@ -1512,9 +1328,7 @@ def test_the_timeout_of_wait_holds_during_an_outage(launched: str, outage: Outag
     assert time.monotonic() - began < 10
 
 
-def test_a_first_request_fails_at_once_in_an_outage(
-    cli: Callable[..., Ran], launched: str, outage: Outage
-) -> None:
+def test_a_first_request_fails_at_once_in_an_outage(cli, launched, outage):
     asking = ("status", "logs", "stop", "wait", "logs --follow")  # the last two to begin with
     for command, *words in (words.split() for words in asking):
         outage.begin(1000)
@@ -1524,9 +1338,7 @@ def test_a_first_request_fails_at_once_in_an_outage(
         assert "check the region's name and the network" in ran.error
 
 
-def test_stop_waits_and_names_the_checkpoint(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
-) -> None:
+def test_stop_waits_and_names_the_checkpoint(cloud, s3, cli, launched):
     key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     ran = cli("stop", launched)
@@ -1538,9 +1350,7 @@ def test_stop_waits_and_names_the_checkpoint(
     assert "has already ended: Stopped" in again.error
 
 
-def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
-) -> None:
+def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, launched):
     key = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key.format(launched), Body=b"x")
     running = cli(*LAUNCH, "--resume", launched)
@@ -1560,9 +1370,7 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(
     assert "n_embd was 384 and is 192" in refused.error
 
 
-def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(cloud, s3, cli, text_file):
     words = ("--instance", "ml.m5.xlarge", "--preset", "quick", "--data", str(text_file))
     job_id = cli("launch", *words).out.strip()
     key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
@@ -1580,9 +1388,7 @@ def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(
     assert cli("launch", "--resume", again).code == 0
 
 
-def test_resuming_a_completed_job_requires_more_steps(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_resuming_a_completed_job_requires_more_steps(cloud, s3, cli, text_file):
     """It would be billed for its start and its upload, and make the same model."""
     ran = cli(*LAUNCH, "--data", str(text_file), *launching.sets(max_steps=10))
     job_id = ran.out.strip()
@@ -1597,13 +1403,8 @@ def test_resuming_a_completed_job_requires_more_steps(
 
 
 def test_a_resumed_job_runs_the_script_of_its_launch_by_default(
-    cloud: Emulator,
-    s3: Any,
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-) -> None:
+    cloud, s3, home, cli, text_file, tmp_path
+):
     def archive(job_id: str) -> str:
         return f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz"
 
@@ -1628,9 +1429,7 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(
     assert resumed("--entry-point", str(other))
 
 
-def test_code_from_the_store_does_not_run_on_this_machine(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_code_from_the_store_does_not_run_on_this_machine(cloud, s3, cli, text_file, tmp_path):
     mine = launching.edited(tmp_path / "mine")
     first = stopped(s3, cli, text_file, "--entry-point", str(mine))
     evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n".encode()
@@ -1649,9 +1448,7 @@ def test_code_from_the_store_does_not_run_on_this_machine(
 @pytest.mark.parametrize(
     "content", [b"{", b"[]", b'{"instance": "ml.g5.12xlarge", "field_of_tomorrow": 1}']
 )
-def test_resuming_from_a_damaged_record_is_one_line(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, content: bytes
-) -> None:
+def test_resuming_from_a_damaged_record_is_one_line(cloud, s3, cli, text_file, content):
     earlier = stopped(s3, cli, text_file)
     record = f"some/prefix/jobs/{earlier}/job.json"
     s3.put_object(Bucket=s3.bucket, Key=record, Body=content)
@@ -1660,9 +1457,7 @@ def test_resuming_from_a_damaged_record_is_one_line(
     assert ran.error.startswith(f"s3://{s3.bucket}/{record} is damaged, or of another version")
 
 
-def test_a_resumed_jobs_machines_are_not_read_from_the_store(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_resumed_jobs_machines_are_not_read_from_the_store(cloud, s3, cli, text_file):
     earlier = stopped(s3, cli, text_file, "--image-uri", "mine:1", "--environment", "A=1")
     record = f"s3://{s3.bucket}/some/prefix/jobs/{earlier}/job.json"
     content = json.loads(storage.read_bytes(record) or b"")
@@ -1677,9 +1472,7 @@ def test_a_resumed_jobs_machines_are_not_read_from_the_store(
     assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.12xlarge", 1)
 
 
-def test_a_ceiling_from_the_store_allows_no_unasked_cost(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: Any
-) -> None:
+def test_a_ceiling_from_the_store_allows_no_unasked_cost(cloud, s3, cli, text_file, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
     earlier = stopped(s3, cli, text_file)
     record = f"s3://{s3.bucket}/some/prefix/jobs/{earlier}/job.json"
@@ -1697,14 +1490,8 @@ def test_a_ceiling_from_the_store_allows_no_unasked_cost(
     ],
 )
 def test_a_resumed_job_can_switch_off_an_inherited_option(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    before: tuple[str, ...],
-    name: str,
-    off: str,
-) -> None:
+    cloud, s3, cli, text_file, before, name, off
+):
     earlier = stopped(s3, cli, text_file, *before)
     for words, on in (((), True), ((off,), False)):
         ran = cli("launch", "--resume", earlier, "--dry-run", *words)
@@ -1719,24 +1506,14 @@ def test_a_resumed_job_can_switch_off_an_inherited_option(
         (("--pytorch-version", "2.9.0"), ("--image-uri", "mine:1"), "mine:1"),
     ],
 )
-def test_a_resumed_job_runs_the_image_named_last(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    before: tuple[str, ...],
-    after: tuple[str, ...],
-    image: str,
-) -> None:
+def test_a_resumed_job_runs_the_image_named_last(cloud, s3, cli, text_file, before, after, image):
     earlier = stopped(s3, cli, text_file, *before)
     ran = cli("launch", "--resume", earlier, "--dry-run", *after)
     assert ran.code == 0, ran.err
     assert image in json.loads(ran.out)["AlgorithmSpecification"]["TrainingImage"]
 
 
-def test_a_resumed_job_merges_variables_and_tags_by_name(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_resumed_job_merges_variables_and_tags_by_name(cloud, s3, cli, text_file):
     both = ("--environment", "A=1", "--environment", "B=1", "--tag", "A=1", "--tag", "B=1")
     earlier = stopped(s3, cli, text_file, *both)
     words = ("--environment", "B=2", "--tag", "C=2")
@@ -1746,9 +1523,7 @@ def test_a_resumed_job_merges_variables_and_tags_by_name(
     assert tags == {"sm-nanogpt": tags["sm-nanogpt"], "A": "1", "B": "1", "C": "2"}
 
 
-def test_resuming_on_spot_capacity_drops_the_warm_pool(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_resuming_on_spot_capacity_drops_the_warm_pool(cloud, s3, cli, text_file):
     earlier = stopped(s3, cli, text_file, "--keep-alive", "600")
     ran = cli("launch", "--resume", earlier, "--spot", "--dry-run")
     assert ran.code == 0, ran.err
@@ -1757,9 +1532,7 @@ def test_resuming_on_spot_capacity_drops_the_warm_pool(
     assert "KeepAlivePeriodInSeconds" not in request["ResourceConfig"]
 
 
-def test_resuming_on_a_type_with_disks_drops_the_volume_size(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_resuming_on_a_type_with_disks_drops_the_volume_size(cloud, s3, cli, text_file):
     earlier = stopped(s3, cli, text_file, "--instance", "ml.m5.xlarge", "--volume-size", "500")
     for words, size in (((), 500), (("--instance", "ml.g5.12xlarge"), 50)):
         ran = cli("launch", "--resume", earlier, "--dry-run", *words)
@@ -1778,9 +1551,7 @@ def stopped(s3: Any, cli: Callable[..., Ran], text_file: Path, *words: str) -> s
     return job_id
 
 
-def test_a_model_is_fetched_at_the_end_and_again_if_changed(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
-) -> None:
+def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, launched, finished):
     archive = finished.directory / "output" / "model.tar.gz"
     key = f"some/prefix/jobs/{launched}/output/model.tar.gz"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
@@ -1797,9 +1568,7 @@ def test_a_model_is_fetched_at_the_end_and_again_if_changed(
     assert "damaged" in other.error
 
 
-def test_fetching_a_model_describes_the_job_once(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str, finished: Finished
-) -> None:
+def test_fetching_a_model_describes_the_job_once(cloud, s3, cli, launched, finished):
     archive = finished.directory / "output" / "model.tar.gz"
     key = f"some/prefix/jobs/{launched}/output/model.tar.gz"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
@@ -1810,7 +1579,7 @@ def test_fetching_a_model_describes_the_job_once(
 
 
 @pytest.mark.parametrize("store", ["/home/me", "file:///home/me", "s3://bucket"])
-def test_only_a_store_on_s3_makes_a_job_ours(store: str) -> None:
+def test_only_a_store_on_s3_makes_a_job_ours(store):
     raw = {
         "TrainingJobName": "id",
         "OutputDataConfig": {"S3OutputPath": f"{store}/jobs"},
@@ -1819,9 +1588,7 @@ def test_only_a_store_on_s3_makes_a_job_ours(store: str) -> None:
     assert is_our_job(raw) == (store == "s3://bucket")
 
 
-def test_a_job_launched_by_another_tool_is_left_alone(
-    cloud: Emulator, cli: Callable[..., Ran], launched: str
-) -> None:
+def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launched):
     request = {**cloud.sagemaker.jobs[launched].request, "TrainingJobName": "prod-xgb"}
     cloud.sagemaker.CreateTrainingJob(request)
     for command in ("stop", "status", "logs", "fetch-and-sample"):
@@ -1831,9 +1598,7 @@ def test_a_job_launched_by_another_tool_is_left_alone(
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
 
 
-def test_a_resumed_job_copies_checkpoints_from_the_old_store(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], launched: str
-) -> None:
+def test_a_resumed_job_copies_checkpoints_from_the_old_store(cloud, s3, cli, launched):
     key = f"some/prefix/checkpoints/{launched}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     assert cli("stop", launched).code == 0
@@ -1844,9 +1609,7 @@ def test_a_resumed_job_copies_checkpoints_from_the_old_store(
     assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
 
 
-def test_a_job_is_resumed_where_it_ran(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_is_resumed_where_it_ran(cloud, cli, text_file):
     local = cli(*launching.launching(data=text_file)).out.strip()
     ran = cli(*LAUNCH, "--resume", local)
     assert ran.code == 2
@@ -1854,9 +1617,7 @@ def test_a_job_is_resumed_where_it_ran(
     assert cli("launch", "--resume", local, "--set", "max_steps=12").code == 0
 
 
-def test_the_library_resumes_a_job_on_its_instance_type(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_the_library_resumes_a_job_on_its_instance_type(cloud, s3, cli, text_file):
     earlier = stopped(s3, cli, text_file)
     resumed = launch(Request(resume=earlier, spot=True))
     request = cloud.sagemaker.jobs[resumed].request
@@ -1864,16 +1625,14 @@ def test_the_library_resumes_a_job_on_its_instance_type(
     assert request["EnableManagedSpotTraining"]
 
 
-def test_resuming_a_local_job_refuses_sagemaker_options(job: Finished) -> None:
+def test_resuming_a_local_job_refuses_sagemaker_options(job):
     more = {"max_steps": 12}
     with pytest.raises(InputError, match="--spot is for SageMaker"):
         launch(Request(resume=job.job_id, hyperparameters=more, spot=True))
     assert len(list((job.home / "jobs").iterdir())) == 1
 
 
-def test_a_job_without_capacity_says_what_to_do(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_without_capacity_says_what_to_do(cloud, cli, text_file):
     cloud.sagemaker.next_script = {
         "reason": "CapacityError: Unable to provision requested ML compute capacity."
     }
@@ -1881,9 +1640,7 @@ def test_a_job_without_capacity_says_what_to_do(
     assert "name several types with --instance TYPE,TYPE" in cli("wait", job_id).error
 
 
-def test_status_shows_all_types_until_one_is_chosen(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_status_shows_all_types_until_one_is_chosen(cloud, cli, text_file):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
     job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
     job = cloud.sagemaker.jobs[job_id]
@@ -1901,9 +1658,7 @@ def test_status_shows_all_types_until_one_is_chosen(
 
 
 @pytest.mark.parametrize("words", ["wait", "logs --follow"])
-def test_a_pending_job_says_why_and_ends_after_a_day(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, words: str
-) -> None:
+def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, text_file, words):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     cloud.sagemaker.rate = 86_400  # a day of SageMaker's in a second of ours
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
@@ -1914,18 +1669,14 @@ def test_a_pending_job_says_why_and_ends_after_a_day(
     assert "reason:      CapacityError: " in cli("status", job_id).out
 
 
-def test_a_job_waiting_for_capacity_can_be_stopped(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_waiting_for_capacity_can_be_stopped(cloud, cli, text_file):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
     assert cli("stop", job_id).code == 0
     assert "state:       Stopped\n" in cli("status", job_id).out
 
 
-def test_a_job_without_gpus_does_not_wait_for_capacity(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_without_gpus_does_not_wait_for_capacity(cloud, cli, text_file):
     types = "ml.m5.xlarge,ml.c5.xlarge"
     cloud.sagemaker.exhausted = {"ml.m5.xlarge", "ml.c5.xlarge"}
     ran = cli("launch", "--instance", types, "--data", str(text_file), "--follow")
@@ -1934,9 +1685,7 @@ def test_a_job_without_gpus_does_not_wait_for_capacity(
     assert types in cli("jobs").out
 
 
-def test_a_resumed_job_keeps_the_instance_types(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_resumed_job_keeps_the_instance_types(cloud, s3, cli, text_file):
     earlier = stopped(s3, cli, text_file, *TWO)
     assert f"`sm-nanogpt launch --resume {earlier}`" in cli("status", earlier).err
     resources = json.loads(cli("launch", "--resume", earlier, "--dry-run").out)["ResourceConfig"]
@@ -1964,13 +1713,8 @@ def test_a_resumed_job_keeps_the_instance_types(
     ],
 )
 def test_the_emulator_refuses_instance_preferences_as_aws_does(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    resources: dict[str, Any],
-    more: dict[str, Any],
-    said: str,
-) -> None:
+    cloud, cli, text_file, resources, more, said
+):
     job_id = cli(*LAUNCH, *TWO, "--data", str(text_file)).out.strip()
     sent = cloud.sagemaker.jobs[job_id].request
     if more:
@@ -1993,20 +1737,13 @@ def test_the_emulator_refuses_instance_preferences_as_aws_does(
         ("ml.g5.12xlarge", "use a larger --instance"),
     ],
 )
-def test_advice_about_a_full_disk_depends_on_the_instance(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, instance: str, told: str
-) -> None:
+def test_advice_about_a_full_disk_depends_on_the_instance(cloud, cli, text_file, instance, told):
     cloud.sagemaker.next_script = {"reason": "TrainingError: No space left on device"}
     words = ("launch", "--instance", instance, "--data", str(text_file))
     assert told in cli("wait", cli(*words).out.strip()).error
 
 
-def test_either_region_variable_of_aws_sets_the_region(
-    dry: Callable[..., dict[str, Any]],
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_either_region_variable_of_aws_sets_the_region(dry, cli, text_file, monkeypatch):
     words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(text_file), "--dry-run")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         with monkeypatch.context() as context:
@@ -2014,9 +1751,7 @@ def test_either_region_variable_of_aws_sets_the_region(
             assert ".eu-west-1." in cli(*words).out
 
 
-def test_a_dry_run_finds_the_last_upload_without_asking_s3(
-    cloud: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_dry_run_finds_the_last_upload_without_asking_s3(cloud, s3, cli, text_file):
     uploaded = cli("upload-data", str(text_file)).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key="some/prefix/data/latest.json")
     request = json.loads(cli(*LAUNCH, "--dry-run").out)
@@ -2026,21 +1761,14 @@ def test_a_dry_run_finds_the_last_upload_without_asking_s3(
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
 def test_a_launch_prefers_this_machines_upload_to_others(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-) -> None:
+    cloud, cli, text_file, tmp_path, monkeypatch, words
+):
     ours = cli("upload-data", str(text_file)).out.strip()
     upload_elsewhere(cli, tmp_path, monkeypatch)
     assert f"data: {ours} (the last upload)" in cli(*LAUNCH, *words).err
 
 
-def test_a_launch_takes_others_upload_if_this_machine_has_none(
-    cloud: Emulator, cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_takes_others_upload_if_this_machine_has_none(cloud, cli, tmp_path, monkeypatch):
     theirs = upload_elsewhere(cli, tmp_path, monkeypatch)
     assert f"data: {theirs} (the last upload)" in cli(*LAUNCH).err
     ran = cli(*LAUNCH, "--dry-run")  # which cannot know of it
@@ -2058,15 +1786,13 @@ def upload_elsewhere(
         return cli("upload-data", "theirs.txt").out.strip()
 
 
-def test_a_role_must_be_an_arn(cli: Callable[..., Ran], text_file: Path) -> None:
+def test_a_role_must_be_an_arn(cli, text_file):
     ran = cli("--role", "mine", *LAUNCH, "--data", str(text_file))
     assert ran.code == 2
     assert "must be an ARN" in ran.error
 
 
-def test_a_local_job_is_found_despite_a_broken_aws_setup(
-    home: Path, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_job_is_found_despite_a_broken_aws_setup(home, cli, text_file, monkeypatch):
     local = cli(*launching.launching(data=text_file), "--detach").out.strip()
     monkeypatch.setenv("AWS_PROFILE", "nope")
     assert cli("status", local).code == 0
@@ -2075,9 +1801,7 @@ def test_a_local_job_is_found_despite_a_broken_aws_setup(
     assert "nope" in ran.err
 
 
-def test_an_upload_is_encrypted_with_the_configured_key(
-    s3: Any, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_is_encrypted_with_the_configured_key(s3, cli, text_file, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
     uri = cli("upload-data", str(text_file)).out.strip()
     key = uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt"
@@ -2086,47 +1810,39 @@ def test_an_upload_is_encrypted_with_the_configured_key(
     assert head["SSEKMSKeyId"].endswith("alias/mine")
 
 
-def test_an_unknown_job_is_one_line(cloud: Emulator, cli: Callable[..., Ran]) -> None:
+def test_an_unknown_job_is_one_line(cloud, cli):
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "there is no job 'nope' on this machine or in us-east-1: " in ran.error
 
 
 @pytest.fixture
-def bare_configuration(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def bare_configuration(home, monkeypatch):
     """A machine whose AWS configuration names nothing."""
     home.mkdir(exist_ok=True)
     (home / "aws-config").write_text("[default]\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
 
 
-def test_an_unknown_job_says_that_sagemaker_was_not_asked(
-    home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_an_unknown_job_says_that_sagemaker_was_not_asked(home, cli):
     ran = cli("status", "nope")
     assert ran.code == 1
     assert "on this machine (SageMaker was not asked: set --region or AWS_REGION" in ran.error
 
 
-def test_an_unknown_job_without_a_region_is_one_line(
-    home: Path, cli: Callable[..., Ran], bare_configuration: None
-) -> None:
+def test_an_unknown_job_without_a_region_is_one_line(home, cli, bare_configuration):
     ran = cli("status", "nope")
     assert ran.code == 2
     assert "no region: set --region" in ran.error
 
 
-def test_a_launch_without_a_region_names_the_local_one(
-    home: Path, cli: Callable[..., Ran], bare_configuration: None
-) -> None:
+def test_a_launch_without_a_region_names_the_local_one(home, cli, bare_configuration):
     ran = cli("launch")
     assert ran.code == 2
     assert ran.error.startswith("no region: `sm-nanogpt launch --instance local` ")
 
 
-def test_jobs_without_a_region_lists_local_jobs_and_says_so(
-    cli: Callable[..., Ran], job: Finished, bare_configuration: None
-) -> None:
+def test_jobs_without_a_region_lists_local_jobs_and_says_so(cli, job, bare_configuration):
     ran = cli("jobs")
     assert ran.code == 2  # as where a region is misspelt
     assert job.job_id in ran.out
@@ -2137,7 +1853,7 @@ def test_jobs_without_a_region_lists_local_jobs_and_says_so(
 # -- what is validated without AWS -----------------------------------------------------------------
 
 
-def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path: Path, home: Path) -> None:
+def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path, home):
     """train.py has no such hyperparameter, but an edited copy may."""
     folder = launching.edited(tmp_path / "mine")
     source = (folder / "config.py").read_text(encoding="utf-8")
@@ -2154,7 +1870,7 @@ def test_a_value_a_shell_would_interpret_is_not_sent(tmp_path: Path, home: Path)
         sendable_hyperparameters(job)
 
 
-def test_only_one_module_imports_the_sdk() -> None:
+def test_only_one_module_imports_the_sdk():
     root = Path(train.__file__).parent.parent / "launcher"
     importing = [
         path.name
@@ -2164,12 +1880,7 @@ def test_only_one_module_imports_the_sdk() -> None:
     assert importing == ["estimator.py"]
 
 
-def test_a_launch_does_not_change_the_callers_sdk(
-    home: Path,
-    dry: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_launch_does_not_change_the_callers_sdk(home, dry, monkeypatch, caplog):
     dry()  # imports the SDK without a word of its own
     from sagemaker import utils
 
@@ -2189,7 +1900,7 @@ def test_a_launch_does_not_change_the_callers_sdk(
     assert utils.validate_sagemaker_config is mine
 
 
-def test_launches_in_threads_do_not_change_the_process(home: Path) -> None:
+def test_launches_in_threads_do_not_change_the_process(home):
     """The second would take for the process's own what the first has set."""
     home.mkdir()
     before, entered, leave = dict(os.environ), threading.Event(), threading.Event()
@@ -2215,9 +1926,7 @@ def test_launches_in_threads_do_not_change_the_process(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
-def test_a_named_profile_overrides_a_missing_one(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_named_profile_overrides_a_missing_one(home, tmp_path, monkeypatch, name):
     (tmp_path / "config").write_text("[profile me]\nregion = us-east-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv(name, "gone")
@@ -2230,9 +1939,7 @@ def test_a_named_profile_overrides_a_missing_one(
 
 
 @pytest.mark.parametrize("name", ["ADMIN", "USER"])
-def test_the_sdks_configuration_does_not_change_the_request(
-    dry: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_sdks_configuration_does_not_change_the_request(dry, tmp_path, monkeypatch, name):
     config = tmp_path / "config.yaml"
     config.write_text(
         "SchemaVersion: '1.0'\n"
@@ -2245,9 +1952,7 @@ def test_the_sdks_configuration_does_not_change_the_request(
     assert not request.get("EnableNetworkIsolation")
 
 
-def test_the_sdks_configuration_is_written_once(
-    home: Path, dry: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_sdks_configuration_is_written_once(home, dry):
     dry()
     before = (home / "sagemaker-sdk.yaml").stat()
     dry()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Ran
 
 from launcher import InputError
 from launcher.settings import load_settings
@@ -18,14 +16,12 @@ def write_config(home: Path, text: str | bytes) -> None:
     (home / "config.toml").write_bytes(content)
 
 
-def test_home_is_below_the_users_home_by_default(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_is_below_the_users_home_by_default(home, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_HOME")
     assert load_settings().home == home.parent / ".sm-nanogpt"
 
 
-def test_an_empty_variable_counts_as_unset(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(home, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", "")
     monkeypatch.setenv("SM_NANOGPT_STORE", "")
     settings = load_settings()
@@ -34,9 +30,7 @@ def test_an_empty_variable_counts_as_unset(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("file", ["", "/dev/null", "missing"])
-def test_a_missing_aws_configuration_means_no_use_of_aws(
-    home: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_a_missing_aws_configuration_means_no_use_of_aws(home, monkeypatch, file):
     monkeypatch.setenv("AWS_CONFIG_FILE", file)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", file)
     assert not load_settings().reaches_aws
@@ -45,31 +39,27 @@ def test_a_missing_aws_configuration_means_no_use_of_aws(
     assert load_settings().reaches_aws
 
 
-def test_a_relative_home_is_below_the_working_directory(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_home_is_below_the_working_directory(home, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", "near")
     assert load_settings().home == home.parent / "near"
 
 
-def test_the_store_is_below_home_by_default(home: Path) -> None:
+def test_the_store_is_below_home_by_default(home):
     assert load_settings().data_store == str(home / "store")
 
 
-def test_the_file_overrides_the_default(home: Path) -> None:
+def test_the_file_overrides_the_default(home):
     write_config(home, 'store = "s3://file"')
     assert load_settings().data_store == "s3://file"
 
 
-def test_the_environment_overrides_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_file(home, monkeypatch):
     write_config(home, 'store = "s3://file"')
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
     assert load_settings().data_store == "s3://environment"
 
 
-def test_the_command_line_overrides_the_environment(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_overrides_the_environment(home, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_STORE", "s3://environment")
     assert load_settings(store="s3://words").data_store == "s3://words"
 
@@ -83,18 +73,14 @@ def test_the_command_line_overrides_the_environment(
         (b'store = "\xff"', "not TOML"),
     ],
 )
-def test_an_unusable_setting_is_an_error_that_names_it(
-    home: Path, cli: Callable[..., Ran], text: str | bytes, named: str
-) -> None:
+def test_an_unusable_setting_is_an_error_that_names_it(home, cli, text, named):
     write_config(home, text)
     ran = cli("jobs")
     assert ran.code == 2
     assert named in ran.error
 
 
-def test_an_invalid_setting_error_names_its_source(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_setting_error_names_its_source(home, cli, monkeypatch):
     write_config(home, "max_cost = -1")
     assert cli("jobs").error == f"{home}/config.toml: max_cost=-1: must be more than 0"
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "five")
@@ -107,9 +93,7 @@ def test_an_invalid_setting_error_names_its_source(
     assert cli("jobs").error == f"{where}: there is no such setting; did you mean store?"
 
 
-def test_a_relative_store_is_allowed_only_on_the_command_line(
-    home: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_store_is_allowed_only_on_the_command_line(home, cli, monkeypatch):
     """Set once, it would be another place wherever a command is given."""
     monkeypatch.setenv("SM_NANOGPT_STORE", "mystore")
     ran = cli("jobs")
@@ -128,13 +112,8 @@ NO_STORES += ["s3://bucket//prefix", "s3://bucket/some//prefix"]  # SageMaker ca
 @pytest.mark.parametrize("word", [*NO_STORES, "file://relative", "file:x", "gs://bucket/x"])
 @pytest.mark.parametrize("source", ["option", "variable", "file", "data"])
 def test_an_invalid_location_is_refused_from_any_source(
-    home: Path,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    word: str,
-) -> None:
+    home, cli, text_file, monkeypatch, source, word
+):
     words = ["upload-data", str(text_file)]
     if source == "option":
         words = ["--store", word, *words]
@@ -151,9 +130,7 @@ def test_an_invalid_location_is_refused_from_any_source(
     assert {path.name for path in home.parent.iterdir()} <= {"home"}
 
 
-def test_an_unknown_variable_error_names_the_nearest_setting(
-    cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_variable_error_names_the_nearest_setting(cli, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_MAXCOST", "5")
     ran = cli("jobs")
     assert ran.code == 2
@@ -162,37 +139,31 @@ def test_an_unknown_variable_error_names_the_nearest_setting(
 
 
 @pytest.mark.parametrize("name", ["LAUNCHER"])
-def test_the_projects_internal_variables_are_ignored(
-    home: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_projects_internal_variables_are_ignored(home, monkeypatch, name):
     monkeypatch.setenv(f"SM_NANOGPT_{name}", "something")
     assert load_settings().home == home
 
 
-def test_a_home_that_cannot_be_created_names_the_variable(home: Path) -> None:
+def test_a_home_that_cannot_be_created_names_the_variable(home):
     home.write_text("a file")
     with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
         load_settings()
 
 
-def test_a_home_of_an_unknown_user_names_the_variable(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_of_an_unknown_user_names_the_variable(home, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_HOME", "~nobody-of-that-name/here")
     with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
         load_settings()
 
 
-def test_the_store_option_sends_an_upload_elsewhere(
-    home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_the_store_option_sends_an_upload_elsewhere(home, cli, text_file, tmp_path):
     ran = cli("--store", str(tmp_path / "elsewhere"), "upload-data", str(text_file))
     assert ran.code == 0
     assert ran.out.startswith((tmp_path / "elsewhere").as_uri())
     assert not (home / "store").exists()
 
 
-def test_a_section_in_the_config_file_is_named(home: Path) -> None:
+def test_a_section_in_the_config_file_is_named(home):
     home.mkdir()
     (home / "config.toml").write_text('[aws]\nregion = "us-east-1"\n')
     with pytest.raises(InputError, match=r"config\.toml: aws=.*: there is no such setting"):

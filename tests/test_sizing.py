@@ -19,14 +19,14 @@ def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: A
 
 
 @pytest.mark.parametrize("values", [{}, {"tie_embeddings": True}, {"n_kv_head": 1, "head_dim": 32}])
-def test_parameters_are_counted_as_the_model_has_them(values: dict[str, Any]) -> None:
+def test_parameters_are_counted_as_the_model_has_them(values):
     config = Config(**values)
     with torch.device("meta"):
         model = GPT(config, 99)
     assert start.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
 
 
-def test_every_gpu_that_sagemaker_has_is_known() -> None:
+def test_every_gpu_that_sagemaker_has_is_known():
     assert {gpu for _, gpu in GPUS.values()} == set(GPU_MEMORY)
 
 
@@ -34,9 +34,7 @@ def test_every_gpu_that_sagemaker_has_is_known() -> None:
     "preset, rows, world_size, passes",
     [("gpt2", 480, 4, 8), ("gpt2", 480, 1, 30), ("baby", 64, 1, 1), ("small", 128, 1, 4)],
 )
-def test_a_pass_has_at_most_16384_tokens(
-    preset: str, rows: int, world_size: int, passes: int
-) -> None:
+def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
     config = make_config({}, preset)
     assert (config.batch_size, config.passes(world_size)) == (rows, passes)
     assert rows // world_size // passes * config.block_size <= 16384
@@ -47,9 +45,7 @@ def test_a_pass_has_at_most_16384_tokens(
     "batch_size, world_size, block_size, passes",
     [(508, 4, 1024, 127), (97, 1, 256, 97), (97, 1, 64, 1), (6, 2, 1 << 15, 3)],
 )
-def test_passes_are_the_fewest_that_keep_the_limit(
-    batch_size: int, world_size: int, block_size: int, passes: int
-) -> None:
+def test_passes_are_the_fewest_that_keep_the_limit(batch_size, world_size, block_size, passes):
     config = Config(batch_size=batch_size, block_size=block_size)
     assert config.passes(world_size) == passes
 
@@ -66,12 +62,8 @@ def test_passes_are_the_fewest_that_keep_the_limit(
     ],
 )
 def test_memory_that_cannot_hold_the_model_is_warned_about(
-    instance: str,
-    vocabulary: int,
-    warned: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    instance, vocabulary, warned, caplog, monkeypatch
+):
     monkeypatch.setattr("launcher.launching.start.local_memory", lambda: 16.0)
     large = job(instance, n_layer=64, n_embd=1024, n_head=16, n_hidden=4096)
     assert large.config(1).matrix_parameters == 2**30
@@ -79,7 +71,7 @@ def test_memory_that_cannot_hold_the_model_is_warned_about(
     assert ("memory: the model takes 16" in caplog.text) is warned
 
 
-def test_the_memory_of_this_machine_is_known() -> None:
+def test_the_memory_of_this_machine_is_known():
     assert 0.1 < start.local_memory() < 100_000
 
 
@@ -87,9 +79,7 @@ def test_the_memory_of_this_machine_is_known() -> None:
     "steps, tokens, warned",
     [(100_000, 1_000_000, True), (100_000, 10_000_000, False), (1000, 1000, False)],
 )
-def test_a_text_that_is_read_too_often_is_warned_about(
-    steps: int, tokens: int, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_that_is_read_too_often_is_warned_about(steps, tokens, warned, caplog):
     start.check_readings(job("local", max_steps=steps), tokens)
     assert ("will memorize it" in caplog.text) is warned
 
@@ -105,9 +95,7 @@ def test_a_text_that_is_read_too_often_is_warned_about(
         ("local", 1_000_000, "laptop"),
     ],
 )
-def test_auto_takes_the_largest_preset_that_the_text_fills(
-    instance: str, tokens: int, preset: str
-) -> None:
+def test_auto_takes_the_largest_preset_that_the_text_fills(instance, tokens, preset):
     fitted = start.fitted(job(instance), tokens, 16384)
     assert fitted.preset == preset
     config = fitted.config(1)
@@ -120,5 +108,5 @@ def test_auto_takes_the_largest_preset_that_the_text_fills(
     assert seen > min(worth, 4 * tokens) - step or config.max_steps == least
 
 
-def test_given_steps_are_kept() -> None:
+def test_given_steps_are_kept():
     assert start.fitted(job(max_steps=7), 10**9, 16384).config(1).max_steps == 7

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
 import torch
-from launching import Ran
 from runs import SMALL, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
@@ -30,14 +28,14 @@ PANGRAMS = (
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "pangrams.txt"
     path.write_text(PANGRAMS)
     return path
 
 
 @pytest.fixture(scope="module")
-def byte_pairs(documents: Path) -> tokens.Words:
+def byte_pairs(documents):
     return tokens.learn_words(find_text(documents, tokens.is_text), 300)
 
 
@@ -80,9 +78,7 @@ def loaded(directory: Path) -> GPT:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_published_model_matches_transformers(
-    tmp_path: Path, byte_pairs: tokens.Words, tied: bool
-) -> None:
+def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
     theirs = publish(tmp_path, byte_pairs, tie_word_embeddings=tied)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ours = loaded(tmp_path)
@@ -98,9 +94,7 @@ def test_a_published_model_matches_transformers(
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
-def test_greedy_text_of_a_published_model_equals_plain_loop(
-    tmp_path: Path, byte_pairs: tokens.Words
-) -> None:
+def test_greedy_text_of_a_published_model_equals_plain_loop(tmp_path, byte_pairs):
     publish(tmp_path, byte_pairs)
     model = loaded(tmp_path).eval()
     prompt = torch.arange(12).view(6, 2)  # enough of them for the engine's own attention
@@ -111,8 +105,8 @@ def test_greedy_text_of_a_published_model_equals_plain_loop(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_published_model_is_trained_and_published_again(
-    documents: Path, byte_pairs: tokens.Words, tmp_path: Path, processes: int
-) -> None:
+    documents, byte_pairs, tmp_path, processes
+):
     import transformers
 
     publish(tmp_path / "qwen", byte_pairs)
@@ -158,9 +152,7 @@ def test_a_published_model_is_trained_and_published_again(
         ({"num_key_value_heads": 3}, "n_head=4 cannot share n_kv_head=3 evenly"),
     ],
 )
-def test_an_unsupported_model_feature_is_refused_by_name(
-    tmp_path: Path, byte_pairs: tokens.Words, values: dict[str, Any], refused: str
-) -> None:
+def test_an_unsupported_model_feature_is_refused_by_name(tmp_path, byte_pairs, values, refused):
     publish(tmp_path, byte_pairs)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
@@ -169,7 +161,7 @@ def test_an_unsupported_model_feature_is_refused_by_name(
     assert refused in str(error.value)
 
 
-def test_a_model_with_masked_documents_stays_so(tmp_path: Path, byte_pairs: tokens.Words) -> None:
+def test_a_model_with_masked_documents_stays_so(tmp_path, byte_pairs):
     publish(tmp_path, byte_pairs)
     assert not starting_values(tmp_path, {})["mask_documents"]
     trained = {"config": {"mask_documents": True, "norm_weights": True}}
@@ -178,14 +170,12 @@ def test_a_model_with_masked_documents_stays_so(tmp_path: Path, byte_pairs: toke
     assert starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"config\.json: No such file"):
         starting_values(tmp_path, {})
 
 
-def test_a_hyperparameter_unlike_the_models_is_refused(
-    tmp_path: Path, byte_pairs: tokens.Words
-) -> None:
+def test_a_hyperparameter_unlike_the_models_is_refused(tmp_path, byte_pairs):
     publish(tmp_path, byte_pairs)
     with pytest.raises(ConfigError, match=r"n_layer=3: the initial model has 2"):
         starting_values(tmp_path, {"n-layer": "3"})
@@ -208,9 +198,7 @@ def test_a_hyperparameter_unlike_the_models_is_refused(
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(
-    tmp_path: Path, byte_pairs: tokens.Words, damage: str, error: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused(tmp_path, byte_pairs, damage, error):
     publish(tmp_path, byte_pairs)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     file = tmp_path / index["weight_map"]["model.norm.weight"]
@@ -240,7 +228,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 @pytest.fixture(scope="module")
-def trained(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(text, tmp_path_factory):
     """The directory of a run of characters."""
     base = tmp_path_factory.mktemp("trained")
     (base / "input.txt").write_text(text[:100_000])
@@ -260,14 +248,12 @@ def tune(trained: Path, text: str, out: Path, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("muon", 0.005), ("adamw", 0.001)])
-def test_the_tuning_rate_of_muon_is_not_for_adamw(
-    trained: Path, optimizer: str, rate: float
-) -> None:
+def test_the_tuning_rate_of_muon_is_not_for_adamw(trained, optimizer, rate):
     values = starting_values(trained / "model", {"optimizer": optimizer})
     assert make_config(values).learning_rate == rate
 
 
-def test_an_initial_model_of_words_is_refused(trained: Path, text: str, tmp_path: Path) -> None:
+def test_an_initial_model_of_words_is_refused(trained, text, tmp_path):
     shutil.copytree(trained, tmp_path / "words")
     file = tmp_path / "words/model/tokenizer.json"
     document = json.loads(file.read_text())
@@ -279,7 +265,7 @@ def test_an_initial_model_of_words_is_refused(trained: Path, text: str, tmp_path
     assert ended.output.startswith("DataError: the initial model has words")
 
 
-def test_step_0_is_the_model_as_it_was(trained: Path, text: str, tmp_path: Path) -> None:
+def test_step_0_is_the_model_as_it_was(trained, text, tmp_path):
     ended = tune(trained, text[:100_000], tmp_path / "out", log_interval=2, eval_interval=2)
     assert ended.status == 0, ended.output
     first = metrics(tmp_path / "out/output")[0]
@@ -289,7 +275,7 @@ def test_step_0_is_the_model_as_it_was(trained: Path, text: str, tmp_path: Path)
     assert first["val_loss"] == first["best_loss"]
 
 
-def test_a_text_of_fewer_characters_keeps_their_ids(trained: Path, tmp_path: Path) -> None:
+def test_a_text_of_fewer_characters_keeps_their_ids(trained, tmp_path):
     ended = tune(trained, "to be or not to be, that is the question\n" * 99, tmp_path / "out")
     assert ended.status == 0, ended.output
     tokenizers = [
@@ -299,7 +285,7 @@ def test_a_text_of_fewer_characters_keeps_their_ids(trained: Path, tmp_path: Pat
     assert tokenizers[0] == tokenizers[1]
 
 
-def test_characters_that_the_model_lacks_are_listed(trained: Path, tmp_path: Path) -> None:
+def test_characters_that_the_model_lacks_are_listed(trained, tmp_path):
     ended = tune(trained, "héllo wörld\n" * 99, tmp_path / "out")
     assert ended.status == 2
     assert ended.last_line == (
@@ -307,9 +293,7 @@ def test_characters_that_the_model_lacks_are_listed(trained: Path, tmp_path: Pat
     )
 
 
-def test_tokens_of_another_tokenizer_are_refused(
-    trained: Path, documents: Path, byte_pairs: tokens.Words, tmp_path: Path
-) -> None:
+def test_tokens_of_another_tokenizer_are_refused(trained, documents, byte_pairs, tmp_path):
     (tmp_path / "data").mkdir()
     files = find_text(documents, tokens.is_text)
     tokens.encode(files, tokens.survey(files), byte_pairs, tmp_path / "data")
@@ -324,7 +308,7 @@ def test_tokens_of_another_tokenizer_are_refused(
     )
 
 
-def test_a_resumed_run_keeps_its_characters_and_its_bits(trained: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_characters_and_its_bits(trained, tmp_path):
     """The text has fewer characters than the model, so their ids are not the text's own."""
     text = "to be or not to be, that is the question\n" * 99
     whole = tune(trained, text, tmp_path / "whole", max_steps=8)
@@ -346,12 +330,8 @@ def test_a_resumed_run_keeps_its_characters_and_its_bits(trained: Path, tmp_path
 
 
 def test_three_commands_tune_and_sample_a_published_model(
-    documents: Path,
-    byte_pairs: tokens.Words,
-    home: Path,
-    cli: Callable[..., Ran],
-    tmp_path: Path,
-) -> None:
+    documents, byte_pairs, home, cli, tmp_path
+):
     publish(tmp_path / "qwen", byte_pairs)
     qwen = str(tmp_path / "qwen")
     assert cli("upload-data", str(documents), "--tokenizer", qwen).code == 0
@@ -364,12 +344,7 @@ def test_three_commands_tune_and_sample_a_published_model(
     assert json.loads(shown.out)["hyperparameters"]["n_kv_head"] == 2
 
 
-def test_a_launch_refuses_a_text_that_the_model_cannot_encode(
-    job: launching.Finished,
-    documents: Path,
-    cli: Callable[..., Ran],
-    tmp_path: Path,
-) -> None:
+def test_a_launch_refuses_a_text_that_the_model_cannot_encode(job, documents, cli, tmp_path):
     start = ("launch", "--instance", "local", "--init-from", job.job_id)
     (tmp_path / "strange.txt").write_text("¡Olé! " * 999)
     ran = cli(*start, "--data", str(tmp_path / "strange.txt"))
@@ -381,9 +356,7 @@ def test_a_launch_refuses_a_text_that_the_model_cannot_encode(
     assert f"its tokens are not those of {job.job_id}; encode the text with" in ran.error
 
 
-def test_a_model_of_characters_is_tuned_on_text_that_it_encoded(
-    job: launching.Finished, text: str, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_model_of_characters_is_tuned_on_text_that_it_encoded(job, text, cli, tmp_path):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": text[5000:9000]}) + "\n")
     assert cli("upload-data", "other.jsonl", "--tokenizer", job.job_id).code == 0
     values = {name: value for name, value in launching.TINY.items() if not name.startswith("n_")}
@@ -392,9 +365,7 @@ def test_a_model_of_characters_is_tuned_on_text_that_it_encoded(
     assert ran.code == 0, ran.err
 
 
-def test_a_text_is_refused_by_a_model_of_tokens(
-    documents: Path, byte_pairs: tokens.Words, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_text_is_refused_by_a_model_of_tokens(documents, byte_pairs, cli, tmp_path):
     publish(tmp_path / "qwen", byte_pairs)
     words = ("--init-from", str(tmp_path / "qwen"), "--data", str(documents))
     ran = cli("launch", "--instance", "local", *words)
@@ -411,18 +382,14 @@ def test_a_text_is_refused_by_a_model_of_tokens(
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
-def test_an_impossible_start_is_refused_in_one_line(
-    job: launching.Finished, cli: Callable[..., Ran], words: tuple[str, ...], error: str
-) -> None:
+def test_an_impossible_start_is_refused_in_one_line(job, cli, words, error):
     local = () if "--resume" in words else ("--instance", "local")
     ran = cli("launch", *local, *(word.format(job=job.job_id) for word in words))
     assert ran.code == 2
     assert error in ran.error
 
 
-def test_a_resumed_job_keeps_the_model_that_it_started_from(
-    job: launching.Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_resumed_job_keeps_the_model_that_it_started_from(job, cli):
     words = ("--instance", "local", "--init-from", job.job_id, *launching.sets(max_steps=4))
     ran = cli(
         "launch",
@@ -437,9 +404,7 @@ def test_a_resumed_job_keeps_the_model_that_it_started_from(
 
 
 @pytest.mark.usefixtures("cloud")
-def test_a_job_on_sagemaker_reads_the_model_from_a_channel(
-    s3: Any, job: launching.Finished, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_job_on_sagemaker_reads_the_model_from_a_channel(s3, job, text_file, cli):
     words = ("--instance", "ml.g5.xlarge", "--init-from", job.job_id, "--data", str(text_file))
     ran = cli("launch", *words, "--dry-run")
     assert ran.code == 0, ran.err
@@ -452,9 +417,7 @@ def test_a_job_on_sagemaker_reads_the_model_from_a_channel(
 
 
 @pytest.mark.usefixtures("cloud")
-def test_a_model_on_s3_is_read_where_it_is(
-    s3: Any, byte_pairs: tokens.Words, text_file: Path, cli: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, text_file, cli, tmp_path):
     publish(tmp_path / "qwen", byte_pairs)
     padded = json.loads(byte_pairs.content) | {"comment": "x" * (1 << 22)}  # as large as real ones
     (tmp_path / "qwen/tokenizer.json").write_text(json.dumps(padded))
@@ -472,8 +435,6 @@ def test_a_model_on_s3_is_read_where_it_is(
 
 
 @pytest.mark.parametrize("word", ["latest", "end"])
-def test_a_tokenizer_is_named_by_a_short_job_id(
-    word: str, job: launching.Finished, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_tokenizer_is_named_by_a_short_job_id(word, job, text_file, cli):
     short = word if word == "latest" else job.job_id[-6:]
     assert cli("upload-data", str(text_file), "--tokenizer", short).code == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import fsspec
 import launching
 import pytest
-from emulator import Emulator
-from launching import Ran
 from s3fs import S3FileSystem
 
 from launcher import InputError, ServiceError, upload_data
@@ -35,7 +32,7 @@ def interrupt(_: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_as_this_machines(code: int) -> None:
+def test_a_full_disk_is_reported_as_this_machines(code):
     told = pytest.raises(ServiceError, match="s3://bucket/key: this machine's disk is full")
     with told, storage.reported("s3://bucket/key"):
         raise OSError(code, os.strerror(code))
@@ -45,24 +42,24 @@ def test_a_full_disk_is_reported_as_this_machines(code: int) -> None:
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_path_comes_back_from_its_uri(tmp_path: Path, name: str) -> None:
+def test_a_path_comes_back_from_its_uri(tmp_path, name):
     path = tmp_path / name
     assert storage.local_path(storage.to_uri(path)) == path
 
 
-def test_an_empty_string_is_not_a_location() -> None:
+def test_an_empty_string_is_not_a_location():
     with pytest.raises(InputError, match="empty"):
         storage.to_uri("")
 
 
-def test_a_remote_uri_is_unchanged_and_has_no_path() -> None:
+def test_a_remote_uri_is_unchanged_and_has_no_path():
     uri = "s3://bucket/a b%20c"
     assert storage.to_uri(uri) == uri
     assert storage.local_path(uri) is None
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_file_comes_back_under_its_name(tmp_path: Path, name: str) -> None:
+def test_a_file_comes_back_under_its_name(tmp_path, name):
     source = tmp_path / "source"
     source.write_bytes(b"content")
     uri = storage.join(storage.to_uri(tmp_path / name), f"{name}.txt")
@@ -76,9 +73,7 @@ def test_a_file_comes_back_under_its_name(tmp_path: Path, name: str) -> None:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def test_progress_adds_up_to_the_size_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_adds_up_to_the_size_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "CHUNK_BYTES", 1000)
     (tmp_path / "source").write_bytes(b"x" * 3500)
     steps: list[int] = []
@@ -97,7 +92,7 @@ class Expecting(list[int]):
         self.expected = n
 
 
-def test_a_fetch_first_tells_the_size_of_all_files(tmp_path: Path) -> None:
+def test_a_fetch_first_tells_the_size_of_all_files(tmp_path):
     for name, size in (("a", 10), ("b/c", 5)):
         storage.write_bytes(str(tmp_path / "there" / name), b"x" * size)
     hook = Expecting()
@@ -105,7 +100,7 @@ def test_a_fetch_first_tells_the_size_of_all_files(tmp_path: Path) -> None:
     assert (hook.expected, hook) == (15, [10, 5])
 
 
-def test_an_upload_first_tells_the_size_of_all_files(home: Path, text: str, tmp_path: Path) -> None:
+def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
     for name in ("a.txt", "b.txt"):
         storage.write_text(str(tmp_path / "texts" / name), text[:5000])
     hook = Expecting()
@@ -113,14 +108,14 @@ def test_an_upload_first_tells_the_size_of_all_files(home: Path, text: str, tmp_
     assert hook.expected == sum(hook) == upload.size
 
 
-def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_nothing(tmp_path):
     (tmp_path / "source").write_bytes(b"content")
     with pytest.raises(Interrupted):
         storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "to/there"), interrupt)
     assert not list((tmp_path / "to").iterdir())
 
 
-def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
+def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     (tmp_path / "source").write_bytes(b"new")
     (tmp_path / "there").write_bytes(b"old")
     with pytest.raises(Interrupted):
@@ -128,7 +123,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert (tmp_path / "there").read_bytes() == b"old"
 
 
-def test_two_threads_never_mix_their_writes_to_one_file(tmp_path: Path) -> None:
+def test_two_threads_never_mix_their_writes_to_one_file(tmp_path):
     with ExitStack() as stack:
         for letter in (b"a", b"b"):  # both are open at once
             file = stack.enter_context(storage.replacing(tmp_path / "there"))
@@ -137,9 +132,7 @@ def test_two_threads_never_mix_their_writes_to_one_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_file_is_synced_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "there").exists()))
     storage.write_text(storage.to_uri(tmp_path / "there"), "text")
@@ -147,9 +140,7 @@ def test_a_file_is_synced_before_it_gets_its_name(
     assert (tmp_path / "there").read_text() == "text"
 
 
-def test_a_write_does_not_use_the_temporary_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_does_not_use_the_temporary_directory(tmp_path, monkeypatch):
     # A temporary directory on another file system would turn the rename into a copy.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
@@ -160,17 +151,17 @@ def test_a_write_does_not_use_the_temporary_directory(
 # -- reading --------------------------------------------------------------------------------------
 
 
-def test_a_missing_document_reads_as_none(tmp_path: Path) -> None:
+def test_a_missing_document_reads_as_none(tmp_path):
     assert storage.read_document(storage.to_uri(tmp_path / "missing"), dict) is None
 
 
-def test_a_damaged_document_error_names_it(tmp_path: Path) -> None:
+def test_a_damaged_document_error_names_it(tmp_path):
     (tmp_path / "document.json").write_bytes(b"{\xff")
     with pytest.raises(ServiceError, match=r"document\.json is damaged"):
         storage.read_document(storage.to_uri(tmp_path / "document.json"), dict)
 
 
-def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> None:
+def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/one.txt").write_bytes(b"1")
     (tmp_path / "a/two.txt").write_bytes(b"22")
@@ -178,19 +169,17 @@ def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("suffix", storage.NO_CONTENT)
-def test_half_written_files_and_markers_are_not_listed(tmp_path: Path, suffix: str) -> None:
+def test_half_written_files_and_markers_are_not_listed(tmp_path, suffix):
     (tmp_path / f"input.txt{suffix}").write_bytes(b"half")
     assert storage.list_files(storage.to_uri(tmp_path)) == {}
 
 
-def test_fetching_from_an_empty_place_says_so(tmp_path: Path) -> None:
+def test_fetching_from_an_empty_place_says_so(tmp_path):
     with pytest.raises(ServiceError, match="nothing is there"):
         storage.fetch(storage.to_uri(tmp_path / "missing"), tmp_path / "to")
 
 
-def test_a_fetch_never_writes_outside_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_never_writes_outside_its_directory(tmp_path, monkeypatch):
     (tmp_path / "store").mkdir()
     (tmp_path / "file").write_bytes(b"content")
     monkeypatch.setattr(storage, "list_files", lambda *_: {"../file": 7})
@@ -200,16 +189,14 @@ def test_a_fetch_never_writes_outside_its_directory(
 
 
 @pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
-def test_an_unknown_kind_of_store_error_names_the_known_ones(
-    cli: Callable[..., Ran], text_file: Path, uri: str
-) -> None:
+def test_an_unknown_kind_of_store_error_names_the_known_ones(cli, text_file, uri):
     ran = cli("--store", uri, "upload-data", str(text_file))
     assert ran.code == 2
     assert uri in ran.error
     assert "s3://bucket/prefix or a local directory" in ran.error
 
 
-def test_a_url_as_data_is_refused_with_advice(home: Path, cli: Callable[..., Ran]) -> None:
+def test_a_url_as_data_is_refused_with_advice(home, cli):
     ran = cli(*launching.launching(data="https://127.0.0.1:9/input.txt"))
     assert ran.code == 2
     assert ran.error.startswith("https://127.0.0.1:9/input.txt: ")
@@ -217,9 +204,7 @@ def test_a_url_as_data_is_refused_with_advice(home: Path, cli: Callable[..., Ran
     assert not (home / "jobs").exists()
 
 
-def test_a_store_below_a_file_is_refused_in_one_line(
-    cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_store_below_a_file_is_refused_in_one_line(cli, text_file):
     ran = cli("--store", str(text_file), "upload-data", str(text_file))
     assert ran.code == 1
     assert str(text_file) in ran.error
@@ -232,9 +217,7 @@ def keys(s3: Any) -> list[str]:
     return [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket).get("Contents", [])]
 
 
-def test_an_upload_goes_to_s3_below_the_prefix(
-    s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_an_upload_goes_to_s3_below_the_prefix(s3, cli, text_file):
     ran = cli("upload-data", str(text_file))
     assert ran.code == 0, ran.err
     uri = ran.out.strip()
@@ -244,9 +227,7 @@ def test_an_upload_goes_to_s3_below_the_prefix(
     assert stored == text_file.read_bytes()
 
 
-def test_an_unchanged_text_is_not_sent_to_s3_again(
-    s3: Any, emulator: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_an_unchanged_text_is_not_sent_to_s3_again(s3, emulator, cli, text_file):
     def sent() -> list[str]:
         """Names of what was put into the store since this was last asked."""
         put = [each.resource for each in emulator.accesses if each.action == "s3:PutObject"]
@@ -262,7 +243,7 @@ def test_an_unchanged_text_is_not_sent_to_s3_again(
     assert set(sent()) == {"latest.json"}  # the pointer to the last upload
 
 
-def test_an_interrupted_upload_to_s3_is_not_an_upload(s3: Any, text_file: Path) -> None:
+def test_an_interrupted_upload_to_s3_is_not_an_upload(s3, text_file):
     with pytest.raises(Interrupted):
         upload_data(text_file, progress=interrupt)
     assert not [key for key in keys(s3) if key.endswith(".json")]
@@ -273,9 +254,7 @@ def test_an_interrupted_upload_to_s3_is_not_an_upload(s3: Any, text_file: Path) 
 @pytest.mark.parametrize(
     ("body", "metadata"), [(b"conten", True), (b"content", False)], ids=["size", "sha256"]
 )
-def test_an_upload_altered_on_its_way_to_s3_is_refused(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, metadata: bool
-) -> None:
+def test_an_upload_altered_on_its_way_to_s3_is_refused(s3, tmp_path, monkeypatch, body, metadata):
     async def put(fs: Any, source: str, path: str, **options: Any) -> None:
         said = options["Metadata"] if metadata else {}
         s3.put_object(Bucket=s3.bucket, Key="file", Body=body, Metadata=said)
@@ -286,15 +265,13 @@ def test_an_upload_altered_on_its_way_to_s3_is_refused(
         storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
 
 
-def test_a_download_that_differs_from_the_upload_is_refused(s3: Any, tmp_path: Path) -> None:
+def test_a_download_that_differs_from_the_upload_is_refused(s3, tmp_path):
     s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata={"sha256": "0" * 64})
     with pytest.raises(ServiceError, match="the download is damaged"):
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
-def test_a_truncated_download_from_s3_is_refused(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_download_from_s3_is_refused(s3, tmp_path, monkeypatch):
     async def get(fs: Any, path: str, target: str, **options: Any) -> None:
         Path(target).write_bytes(b"conten")
 
@@ -304,9 +281,7 @@ def test_a_truncated_download_from_s3_is_refused(
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
-def test_a_missing_bucket_is_one_line_and_is_not_created(
-    s3: Any, home: Path, text_file: Path
-) -> None:
+def test_a_missing_bucket_is_one_line_and_is_not_created(s3, home, text_file):
     # A process of its own, as what is left open complains when the interpreter ends.
     words = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
@@ -317,7 +292,7 @@ def test_a_missing_bucket_is_one_line_and_is_not_created(
     assert "no-such-bucket-here" not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
 
 
-def test_a_folder_object_of_the_console_is_not_a_file(s3: Any, tmp_path: Path) -> None:
+def test_a_folder_object_of_the_console_is_not_a_file(s3, tmp_path):
     for key in ("texts/", "texts/deep/"):
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"")
     uri = f"s3://{s3.bucket}/texts"
@@ -328,7 +303,7 @@ def test_a_folder_object_of_the_console_is_not_a_file(s3: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name: str) -> None:
+def test_a_file_comes_back_under_its_name_from_s3(s3, tmp_path, name):
     source = tmp_path / "source"
     source.write_bytes(b"content")
     store = f"s3://{s3.bucket}/{name}"
@@ -339,9 +314,7 @@ def test_a_file_comes_back_under_its_name_from_s3(s3: Any, tmp_path: Path, name:
     assert copy.read_bytes() == b"content"
 
 
-def test_s3_uses_our_settings_and_not_those_of_fsspec(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
     others = {"endpoint_url": "http://elsewhere", "profile": "other", "client_kwargs": {"a": "b"}}
     monkeypatch.setitem(fsspec.config.conf, "s3", others)
     fsspec_had = dict(fsspec.config.conf)
@@ -354,12 +327,7 @@ def test_s3_uses_our_settings_and_not_those_of_fsspec(
     assert dict(fsspec.config.conf) == fsspec_had  # which belongs to others in this process too
 
 
-def test_missing_credentials_are_one_line(
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_credentials_are_one_line(s3, cli, text_file, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     ran = cli("upload-data", str(text_file))
@@ -367,9 +335,7 @@ def test_missing_credentials_are_one_line(
     assert "credentials" in ran.error.lower()
 
 
-def test_a_local_job_trains_on_the_last_upload_to_s3(
-    s3: Any, cli: Callable[..., Ran], home: Path, text_file: Path
-) -> None:
+def test_a_local_job_trains_on_the_last_upload_to_s3(s3, cli, home, text_file):
     uri = cli("upload-data", str(text_file)).out.strip()
     ran = cli(*launching.launching())
     assert ran.code == 0, ran.err
@@ -378,25 +344,19 @@ def test_a_local_job_trains_on_the_last_upload_to_s3(
     assert fetched.read_bytes() == text_file.read_bytes()
 
 
-def test_a_path_given_to_a_local_job_is_not_sent_to_s3(
-    s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_path_given_to_a_local_job_is_not_sent_to_s3(s3, cli, text_file):
     ran = cli(*launching.launching("--detach", data=text_file))
     assert ran.code == 0, ran.err
     assert keys(s3) == []
 
 
-def test_a_job_trains_on_text_that_others_put_on_s3(
-    s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_trains_on_text_that_others_put_on_s3(s3, cli, text_file):
     s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/their"))
     assert ran.code == 0, ran.err
 
 
-def test_a_silent_store_is_distinguished_from_a_refusal(
-    s3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
     """A job that is watched goes on over the one and not over the other."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(ServiceError) as refused:
@@ -408,9 +368,7 @@ def test_a_silent_store_is_distinguished_from_a_refusal(
         storage.list_files("s3://bucket/prefix")
 
 
-def test_a_document_is_sent_in_one_request_with_the_kms_key(
-    s3: Any, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_is_sent_in_one_request_with_the_kms_key(s3, emulator, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
     storage.write_text(f"s3://{s3.bucket}/there", "text")
     sent = [access.action for access in emulator.accesses if access.resource.endswith("/there")]
@@ -421,20 +379,20 @@ def test_a_document_is_sent_in_one_request_with_the_kms_key(
     assert there["SSEKMSKeyId"].endswith("alias/mine")
 
 
-def test_a_file_missing_from_s3_is_an_error_that_says_so(s3: Any) -> None:
+def test_a_file_missing_from_s3_is_an_error_that_says_so(s3):
     uri = f"s3://{s3.bucket}/some/gone"
     with pytest.raises(ServiceError, match=f"^{uri}: nothing is there$"):
         storage.fingerprint(uri)
 
 
-def test_a_whole_bucket_may_be_the_text(s3: Any, emulator: Emulator, text_file: Path) -> None:
+def test_a_whole_bucket_may_be_the_text(s3, emulator, text_file):
     s3.put_object(Bucket=s3.bucket, Key="input.txt", Body=text_file.read_bytes())
     for uri in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/"):
         assert find_channel(uri, load_settings()).uri == uri
     assert not [access for access in emulator.accesses if ".json" in access.resource]
 
 
-def test_a_uri_of_nothing_is_refused_in_one_line(s3: Any, cli: Callable[..., Ran]) -> None:
+def test_a_uri_of_nothing_is_refused_in_one_line(s3, cli):
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
     assert ran.code == 2
     assert f"s3://{s3.bucket}/missing: nothing is there" in ran.error

@@ -8,14 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import launching
 import pytest
-from emulator import Emulator
-from launching import Finished, Ran, until
+from launching import Ran, until
 
 from launcher import Settings
 from launcher.errors import ServiceError
@@ -85,7 +83,7 @@ class Fake:
 
 
 @pytest.fixture
-def ran(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Fake, list[Request]]]:
+def ran(home, monkeypatch):
     """Runs a sweep of four jobs, two at a time, on a Fake; returns it and the jobs prepared."""
 
     def run(
@@ -120,7 +118,7 @@ def ran(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Fake
     return run
 
 
-def test_a_grid_has_each_combination_with_each_seed() -> None:
+def test_a_grid_has_each_combination_with_each_seed():
     each = grid({"learning_rate": ["0.1", "0.2"], "n_layer": ["1"]}, 2, 5)
     assert [list(values.values()) for values in each] == [
         ["0.1", "1", 5],
@@ -130,16 +128,14 @@ def test_a_grid_has_each_combination_with_each_seed() -> None:
     ]
 
 
-def test_no_more_jobs_run_than_asked(ran: Callable[..., tuple[Fake, list[Request]]]) -> None:
+def test_no_more_jobs_run_than_asked(ran):
     fake, prepared = ran()
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
     assert fake.most == 2
     assert prepared[3].hyperparameters == {"n_layer": 2, "seed": 8}
 
 
-def test_a_sweep_continues_where_it_was(
-    ran: Callable[..., tuple[Fake, list[Request]]],
-) -> None:
+def test_a_sweep_continues_where_it_was(ran):
     stopped = described(f"{GROUP}-2", "Stopped")
     object.__setattr__(stopped, "checkpoint_uri", "file:///x")
     failed = described(f"{GROUP}-4-try2", "Failed")
@@ -152,9 +148,7 @@ def test_a_sweep_continues_where_it_was(
     assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
 
 
-def test_a_failed_trys_cost_lowers_the_next_ceiling(
-    ran: Callable[..., tuple[Fake, list[Request]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_trys_cost_lowers_the_next_ceiling(ran, monkeypatch):
     def with_costs(found: list[JobDescription], settings: Settings) -> list[JobDescription]:
         return [replace(description, cost=0.25) for description in found]
 
@@ -166,9 +160,7 @@ def test_a_failed_trys_cost_lowers_the_next_ceiling(
     assert f"{GROUP}-1-try3" in fake.jobs
 
 
-def test_a_resumed_try_has_the_share_that_others_left(
-    ran: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_try_has_the_share_that_others_left(ran, monkeypatch):
     """`prepare` itself counts the tries that this one continues."""
     monkeypatch.setattr(
         sweeps, "with_costs", lambda found, settings: [replace(job, cost=0.25) for job in found]
@@ -179,37 +171,33 @@ def test_a_resumed_try_has_the_share_that_others_left(
     assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 0.75)
 
 
-def test_a_job_that_runs_is_not_started_again(
-    ran: Callable[..., tuple[Fake, list[Request]]],
-) -> None:
+def test_a_job_that_runs_is_not_started_again(ran):
     fake, prepared = ran(described(f"{GROUP}-1", "InProgress"))
     assert len(prepared) == 3
     assert fake.most == 2
 
 
-def test_a_sweep_that_is_stopped_stops_its_jobs_and_starts_none(ran: Any) -> None:
+def test_a_sweep_that_is_stopped_stops_its_jobs_and_starts_none(ran):
     """Also a job that started while somebody stopped the sweep, maybe on another machine."""
     fake, _ = ran(stop_at=f"{GROUP}-2")
     assert fake.stopped == list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
 
 
-def test_a_job_that_is_not_listed_yet_is_not_started_again(
-    ran: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_not_listed_yet_is_not_started_again(ran, monkeypatch):
     monkeypatch.setattr(Fake, "list", lambda self: iter(()))
     fake, prepared = ran(described(f"{GROUP}-1", "InProgress"), described(f"{GROUP}-2"))
     assert len(prepared) == 2
     assert set(fake.jobs) == {f"{GROUP}-{n}" for n in range(1, 5)}
 
 
-def test_a_job_at_its_ceiling_does_not_keep_the_others(ran: Any) -> None:
+def test_a_job_at_its_ceiling_does_not_keep_the_others(ran):
     stopped = replace(described(f"{GROUP}-1", "Stopped"), checkpoint_uri="s3://x")
     fake, prepared = ran(stopped, used_up=(f"{GROUP}-1",))
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
     assert len(prepared) == 4
 
 
-def test_all_jobs_are_described_once_a_poll(ran: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_jobs_are_described_once_a_poll(ran, monkeypatch):
     monkeypatch.setattr(Fake, "poll_seconds", 5.0)
     slept = list[float]()
     fake, _ = ran(sleep=slept.append)
@@ -217,7 +205,7 @@ def test_all_jobs_are_described_once_a_poll(ran: Any, monkeypatch: pytest.Monkey
     assert fake.described == 2 * len(slept)
 
 
-def test_a_sweep_is_run_by_one_command(home: Path) -> None:
+def test_a_sweep_is_run_by_one_command(home):
     settings = Settings(home=home)
     with (
         sweeps.alone(GROUP, settings),
@@ -227,7 +215,7 @@ def test_a_sweep_is_run_by_one_command(home: Path) -> None:
         pass
 
 
-def test_a_record_runs_at_least_one_job_at_a_time(home: Path) -> None:
+def test_a_record_runs_at_least_one_job_at_a_time(home):
     settings = Settings(home=home)
     sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), settings)
     record = sweeps.record_of(GROUP, settings)
@@ -236,7 +224,7 @@ def test_a_record_runs_at_least_one_job_at_a_time(home: Path) -> None:
         sweeps.read_record(GROUP, settings)
 
 
-def test_a_record_keeps_what_was_said(home: Path) -> None:
+def test_a_record_keeps_what_was_said(home):
     job = Request(instance="ml.g5.xlarge", max_cost=3, hyperparameters={"n_layer": 2})
     sweep = Sweep(job=job, members=[{"seed": 1}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
@@ -246,7 +234,7 @@ def test_a_record_keeps_what_was_said(home: Path) -> None:
     assert read.job.model_fields_set == job.model_fields_set
 
 
-def test_the_ranking_is_by_the_mean_over_seeds() -> None:
+def test_the_ranking_is_by_the_mean_over_seeds():
     found = [
         described("a", n_layer=1, seed=1, best_loss=2.0),
         described("b", n_layer=1, seed=2, best_loss=3.0),
@@ -257,14 +245,14 @@ def test_the_ranking_is_by_the_mean_over_seeds() -> None:
     assert (first.values, first.losses, second.loss) == ({"n_layer": 2}, [2.4], 2.5)
 
 
-def test_the_ranking_has_the_jobs_that_were_not_started() -> None:
+def test_the_ranking_has_the_jobs_that_were_not_started():
     found = [described("a", n_layer=1, best_loss=2.0), None]
     first, second = ranking(found, [{"n_layer": "1"}, {"n_layer": "2"}])
     assert (first.values, first.n) == ({"n_layer": "1"}, 1)
     assert (second.values, second.jobs, second.n) == ({"n_layer": "2"}, [], 1)
 
 
-def test_the_newest_try_of_a_member_is_its_last() -> None:
+def test_the_newest_try_of_a_member_is_its_last():
     ids = [f"{GROUP}-1", f"{GROUP}-1-try2", f"{GROUP}-10", "sm-nanogpt-20260101-000000-abcde0-1"]
     found = tries_of([described(each) for each in reversed(ids)], GROUP)
     assert {n: [d.job_id for d in each] for n, each in found.items()} == {1: ids[:2], 10: [ids[2]]}
@@ -300,23 +288,19 @@ def test_the_newest_try_of_a_member_is_its_last() -> None:
         ),
     ],
 )
-def test_a_wrong_sweep_is_one_line(
-    words: tuple[str, ...], error: str, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_wrong_sweep_is_one_line(words, error, cli, text_file):
     ran = cli("launch", "--instance", "local", "--data", str(text_file), *words)
     assert (ran.code, ran.error) == (2, error)
 
 
-def test_one_invalid_value_starts_no_job(cli: Callable[..., Ran], text_file: Path) -> None:
+def test_one_invalid_value_starts_no_job(cli, text_file):
     words = ("launch", "--instance", "local", "--data", str(text_file), "--sweep", "n_layer=1,0")
     ran = cli(*words)
     assert (ran.code, ran.out) == (2, "")
     assert "n_layer=0" in ran.error
 
 
-def test_the_ceiling_holds_for_the_sum(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_the_ceiling_holds_for_the_sum(cloud, cli, text_file):
     words = ("--sweep", "n_layer=2,4", "--seeds", "2", "--max-cost", "4", "--dry-run")
     ran = cli(*CLOUD, "--data", str(text_file), *words)
     requests = json.loads(ran.out)
@@ -326,9 +310,7 @@ def test_the_ceiling_holds_for_the_sum(
     assert json.loads(alone.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == limit < 3600
 
 
-def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(cloud, cli, text_file):
     words = ("--sweep", "n_layer=2,4", "--parallel", "2", "--max-cost", "2")
     ran = cli(*CLOUD, "--data", str(text_file), *words)
     assert ran.code == 0, ran.err
@@ -352,18 +334,14 @@ def test_a_sweep_on_sagemaker_says_what_it_costs_and_ranks(
         (("--detach",), "--detach"),
     ],
 )
-def test_a_sweep_continues_only_as_it_was_launched(
-    words: tuple[str, ...], named: str, home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_sweep_continues_only_as_it_was_launched(words, named, home, cli):
     sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), Settings(home=home))
     ran = cli("launch", "--resume", GROUP, *words)
     assert (ran.code, ran.error.rpartition(": ")[2]) == (2, f"leave out {named}")
     assert not (home / "jobs").exists()
 
 
-def test_a_continued_sweep_says_what_it_costs(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, home: Path
-) -> None:
+def test_a_continued_sweep_says_what_it_costs(cloud, cli, text_file, home):
     ran = cli(*CLOUD, "--data", str(text_file), "--sweep", "n_layer=2,4", "--max-cost", "2")
     group = ran.out.strip()
     record = sweeps.record_of(group, Settings(home=home))
@@ -376,9 +354,7 @@ def test_a_continued_sweep_says_what_it_costs(
     assert ran.err.count("warning: the run reads the text 39 times") == 1
 
 
-def test_a_continued_sweep_takes_a_larger_ceiling(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, home: Path
-) -> None:
+def test_a_continued_sweep_takes_a_larger_ceiling(cloud, cli, text_file, home):
     settings = Settings(home=home)
     job = Request(instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
     sweeps.write_record(
@@ -392,7 +368,7 @@ def test_a_continued_sweep_takes_a_larger_ceiling(
     assert record.job.max_cost == 1
 
 
-def test_a_local_sweep_runs_to_its_end(home: Path, text_file: Path) -> None:
+def test_a_local_sweep_runs_to_its_end(home, text_file):
     words = launching.launching("--sweep", "n_embd=16,32", "--parallel", "2", data=text_file)
     del words[words.index("n_embd=32") - 1 : words.index("n_embd=32") + 1]
     ran = launching.command(*words, home=home)
@@ -402,7 +378,7 @@ def test_a_local_sweep_runs_to_its_end(home: Path, text_file: Path) -> None:
 
 
 @pytest.fixture
-def swept(job: Finished) -> str:
+def swept(job):
     """A sweep of two copies of a finished job."""
     for n in (1, 2):
         shutil.copytree(job.directory, job.home / "jobs" / f"{GROUP}-{n}")
@@ -410,19 +386,17 @@ def swept(job: Finished) -> str:
 
 
 @pytest.mark.parametrize("word", ["latest", GROUP[-6:], GROUP, f"{GROUP}-2"])
-def test_a_sweep_is_found_by_a_part_of_its_id(word: str, swept: str, job: Finished) -> None:
+def test_a_sweep_is_found_by_a_part_of_its_id(word, swept, job):
     group, tries = find_sweep(word, Settings(home=job.home))
     assert (group, sorted(tries)) == (swept, [1, 2])
 
 
-def test_a_sweep_has_one_report(swept: str, cli: Callable[..., Ran]) -> None:
+def test_a_sweep_has_one_report(swept, cli):
     ran = cli("report", "--group", "latest")
     assert (ran.code, ran.out) == (0, "report-2-runs.html\n")
 
 
-def test_a_report_names_the_jobs_without_a_curve(
-    swept: str, job: Finished, cli: Callable[..., Ran]
-) -> None:
+def test_a_report_names_the_jobs_without_a_curve(swept, job, cli):
     curve = "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     (job.home / "jobs" / f"{swept}-1" / curve).unlink()
     ran = cli("report", "--group", "latest")
@@ -433,14 +407,14 @@ def test_a_report_names_the_jobs_without_a_curve(
     assert (ran.code, ran.error.partition(";")[0]) == (1, "no job of this sweep has a curve yet")
 
 
-def test_no_such_sweep_is_one_line(cli: Callable[..., Ran]) -> None:
+def test_no_such_sweep_is_one_line(cli):
     ran = cli("jobs", "--group", "nope")
     assert (ran.code, ran.error.partition(";")[0]) == (2, "'nope' matches no sweeps")
 
 
 def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+    cloud, cli, text_file, tmp_path, monkeypatch
+):
     """The command that stops it has another home, and so no record of the sweep."""
     ran = list[Ran]()
 
@@ -459,9 +433,7 @@ def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(
 
 
 @pytest.fixture
-def running(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def running(cloud, cli, text_file, monkeypatch):
     """A sweep of three jobs that run, whose command has ended."""
 
     def crash(settings: Settings) -> None:
@@ -475,9 +447,7 @@ def running(
     return ran.out.strip()
 
 
-def test_the_jobs_that_search_does_not_know_yet_are_stopped_too(
-    cloud: Emulator, cli: Callable[..., Ran], running: str
-) -> None:
+def test_the_jobs_that_search_does_not_know_yet_are_stopped_too(cloud, cli, running):
     cloud.sagemaker.search_lag = 500
     ran = cli("stop", "--group", "latest")
     assert ran.code == 0, ran.err
@@ -486,9 +456,7 @@ def test_the_jobs_that_search_does_not_know_yet_are_stopped_too(
     assert not cloud.sagemaker.jobs
 
 
-def test_the_end_of_a_sweep_is_known_before_search_knows_it(
-    cloud: Emulator, cli: Callable[..., Ran], text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_sweep_is_known_before_search_knows_it(cloud, cli, text_file, monkeypatch):
     search = cloud.sagemaker.Search
 
     def late(body: dict[str, Any]) -> Any:
@@ -503,9 +471,7 @@ def test_the_end_of_a_sweep_is_known_before_search_knows_it(
 
 
 @pytest.mark.parametrize("words", ["stop", "delete --yes"])
-def test_no_sweep_out_of_reach_is_stopped_or_deleted(
-    cloud: Emulator, cli: Callable[..., Ran], home: Path, words: str
-) -> None:
+def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, home, words):
     sweep = Sweep(job=Request(instance="ml.g5.xlarge"), members=[{}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
@@ -515,16 +481,14 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(
     assert sweeps.record_of(GROUP, Settings(home=home)).exists()
 
 
-def test_a_sweep_without_jobs_is_not_called_stopped(cli: Callable[..., Ran], home: Path) -> None:
+def test_a_sweep_without_jobs_is_not_called_stopped(cli, home):
     sweep = Sweep(job=Request(instance="local"), members=[{}], parallel=1)
     sweeps.write_record(GROUP, sweep, Settings(home=home))
     ran = cli("stop", "--group", GROUP)
     assert (ran.code, ran.error.partition(":")[0]) == (1, f"sweep {GROUP} has started no job yet")
 
 
-def test_a_sweep_starts_from_the_model_that_was_the_latest(
-    home: Path, job: Finished, text_file: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_sweep_starts_from_the_model_that_was_the_latest(home, job, text_file, cli):
     words = ("--sweep", "max_steps=1,2", "--set", "sample_length=0", "--set", "eval_windows=4")
     at_once = ("--data", str(text_file), "--init-from", "latest", *words)
     ran = cli("launch", "--instance", "local", "--preset", "quick", *at_once)
@@ -536,9 +500,7 @@ def test_a_sweep_starts_from_the_model_that_was_the_latest(
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "metrics", "stop", "delete"])
-def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(
-    command: str, home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(command, home, cli):
     sweeps.write_record(GROUP, Sweep(job=Request(), members=[{}], parallel=1), Settings(home=home))
     ran = cli(command, GROUP)
     takes = command if command in ("stop", "delete") else "jobs"
@@ -546,9 +508,7 @@ def test_a_sweeps_id_in_place_of_a_jobs_names_the_command(
     assert f"`sm-nanogpt {takes} --group {GROUP}`" in ran.error
 
 
-def test_an_interrupted_sweep_is_shown_whole_and_resumed(
-    swept: str, job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_sweep_is_shown_whole_and_resumed(swept, job, cli, monkeypatch):
     shutil.rmtree(job.directory)
     members = grid({"n_embd": ["32", "48", "64"]}, 1, 0)
     sweep = Sweep(job=Request(instance="local"), members=members, parallel=1)
@@ -562,11 +522,11 @@ def test_an_interrupted_sweep_is_shown_whole_and_resumed(
     assert resumed == [swept]
 
 
-def test_stop_takes_a_job_or_a_sweep(cli: Callable[..., Ran]) -> None:
+def test_stop_takes_a_job_or_a_sweep(cli):
     assert cli("stop").error == "give a JOB-ID, or --group with the id of a sweep"
 
 
-def test_jobs_are_filtered_by_state_and_number(job: Finished, cli: Callable[..., Ran]) -> None:
+def test_jobs_are_filtered_by_state_and_number(job, cli):
     shutil.copytree(job.directory, job.home / "jobs" / f"{GROUP}-1")
     assert len(json.loads(cli("jobs", "--limit", "1", "--json").out)) == 1
     assert json.loads(cli("jobs", "--status", "Failed", "--json").out) == []

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Ran
 from runs import SMALL, make_hosts, metrics, run, run_hosts, words
 
 from entry_point.config import Config, Options
@@ -53,7 +51,7 @@ def stories(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documents(tmp_path_factory):
     """A collection of 300 documents, a line each."""
     path = tmp_path_factory.mktemp("documents") / "stories.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(300)))
@@ -61,12 +59,12 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words_of(documents: Path) -> tokens.Words:
+def words_of(documents):
     return tokens.learn_words(find_text(documents, tokens.is_text), 400)
 
 
 @pytest.fixture(scope="module")
-def made(documents: Path, words_of: tokens.Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(documents, words_of, tmp_path_factory):
     """The data set of these documents."""
     directory = tmp_path_factory.mktemp("made")
     files = find_text(documents, tokens.is_text)
@@ -101,7 +99,7 @@ def documents_of(corpus: Corpus, part: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
-def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Path) -> None:
+def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     content = "".join(json.dumps({"text": text}) + "\n" for text in stories(5)).encode()
     squeeze: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[compressed]
     path = tmp_path / f"a.jsonl{compressed}"
@@ -111,31 +109,31 @@ def test_a_compressed_file_has_the_same_documents(compressed: str, tmp_path: Pat
     assert found.characters == sum(map(len, stories(5)))
 
 
-def test_a_blank_line_is_no_document(tmp_path: Path) -> None:
+def test_a_blank_line_is_no_document(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\r\n \n')
     assert tokens.survey([("a", tmp_path / "a.jsonl")]).documents == 2
 
 
-def test_an_empty_document_is_left_out(tmp_path: Path) -> None:
+def test_an_empty_document_is_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
     (tmp_path / "b.txt").touch()
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 1
 
 
-def test_a_directory_of_tokens_is_not_taken_for_text(tmp_path: Path) -> None:
+def test_a_directory_of_tokens_is_not_taken_for_text(tmp_path):
     (tmp_path / "meta.json").write_text("{}")
     with pytest.raises(InputError, match="these are tokens; give the URI that `upload-data` print"):
         find_text(tmp_path)
 
 
-def test_each_text_file_of_a_directory_is_a_document(tmp_path: Path) -> None:
+def test_each_text_file_of_a_directory_is_a_document(tmp_path):
     for name in ("a.txt", "deep/b.txt", "c.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(FOX)
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 2
 
 
-def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
+def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path):
     text = FOX * 20_000
     (tmp_path / "a.txt").write_text(text)
     found = list(tokens.pieces_of(tmp_path / "a.txt"))
@@ -179,9 +177,7 @@ def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_not_text_is_named(
-    name: str, content: bytes, reason: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError) as raised:
         tokens.survey([(name, tmp_path / name)])
@@ -192,21 +188,21 @@ def test_a_file_that_is_not_text_is_named(
 # -- tokenizers ------------------------------------------------------------------------------------
 
 
-def test_text_comes_back_from_its_tokens(words_of: tokens.Words) -> None:
+def test_text_comes_back_from_its_tokens(words_of):
     every = "".join(map(chr, range(1, 0x250))) + STRANGE
     ids = load_words(words_of.content).encode(every, add_special_tokens=False).ids
     assert words_of.tokenizer.decode(ids) == every
     assert words_of.tokenizer.end not in ids  # the text only spells it
 
 
-def test_a_vocabulary_is_learned_from_many_short_documents(tmp_path: Path) -> None:
+def test_a_vocabulary_is_learned_from_many_short_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     learned = tokens.learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
     assert b"fox" in {word.strip() for word in learned.words}
 
 
-def test_transformers_reads_the_same_tokenizer(made: Path, words_of: tokens.Words) -> None:
+def test_transformers_reads_the_same_tokenizer(made, words_of):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(made)
@@ -240,9 +236,7 @@ def split(pattern: str) -> dict[str, Any]:
         lambda d: d.update(pre_tokenizer=split(QWEN), normalizer={"type": "NFC"}),
     ],
 )
-def test_published_tokenizers_of_bytes_are_taken(
-    change: Any, words_of: tokens.Words, tmp_path: Path
-) -> None:
+def test_published_tokenizers_of_bytes_are_taken(change, words_of, tmp_path):
     document = json.loads(words_of.content)
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
@@ -266,9 +260,7 @@ def test_published_tokenizers_of_bytes_are_taken(
         (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "splits text in an unknown way"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(
-    change: Any, reason: str, words_of: tokens.Words, tmp_path: Path
-) -> None:
+def test_a_tokenizer_of_another_kind_is_refused(change, reason, words_of, tmp_path):
     document = json.loads(words_of.content)
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
@@ -277,7 +269,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
     assert reason in str(raised.value)
 
 
-def test_characters_missing_from_a_tokenizer_are_listed(tmp_path: Path) -> None:
+def test_characters_missing_from_a_tokenizer_are_listed(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 9)
     document = json.dumps(character_tokenizer("abc"))
     files = [("a.txt", tmp_path / "a.txt")]
@@ -293,7 +285,7 @@ def without_z(document: dict[str, Any]) -> None:
     document["model"]["merges"] = []
 
 
-def test_a_tokenizer_that_loses_text_is_refused(words_of: tokens.Words) -> None:
+def test_a_tokenizer_that_loses_text_is_refused(words_of):
     document = json.loads(words_of.content)
     without_z(document)
     with pytest.raises(InputError) as raised:
@@ -307,7 +299,7 @@ def test_a_tokenizer_that_loses_text_is_refused(words_of: tokens.Words) -> None:
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def test_the_validation_part_is_a_tenth_of_whole_documents(made: Path) -> None:
+def test_the_validation_part_is_a_tenth_of_whole_documents(made):
     corpus = corpus_of(made)
     trained, validated = (documents_of(corpus, part) for part in (corpus.train, corpus.val))
     assert sorted(trained + validated) == sorted(stories(300))
@@ -323,16 +315,14 @@ def test_the_validation_part_is_a_tenth_of_whole_documents(made: Path) -> None:
         ([1, 9000], [1]),
     ],
 )
-def test_a_document_that_outweighs_the_others_is_trained_on(
-    lengths: list[int], validates: list[int]
-) -> None:
+def test_a_document_that_outweighs_the_others_is_trained_on(lengths, validates):
     ends = array("Q", itertools.accumulate(lengths))
     parts = tokens.split(ends)
     assert [lengths[index] for index in parts["val"]] == validates
     assert sorted(parts["train"] + parts["val"]) == list(range(len(lengths)))
 
 
-def test_a_large_validation_part_is_a_warning(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+def test_a_large_validation_part_is_a_warning(tmp_path, cli):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(FOX * 20)
     ran = cli("upload-data", str(tmp_path), "--tokenizer", "bpe", "--vocab-size", "300")
@@ -340,9 +330,7 @@ def test_a_large_validation_part_is_a_warning(tmp_path: Path, cli: Callable[...,
     assert "3 documents, 2,700 characters, " in ran.err
 
 
-def test_the_last_tenth_of_a_single_text_validates(
-    tmp_path: Path, words_of: tokens.Words, text_file: Path, text: str
-) -> None:
+def test_the_last_tenth_of_a_single_text_validates(tmp_path, words_of, text_file, text):
     files = [("input.txt", text_file)]
     tokens.encode(files, tokens.survey(files), words_of, tmp_path)
     corpus = corpus_of(tmp_path)
@@ -351,9 +339,7 @@ def test_the_last_tenth_of_a_single_text_validates(
     assert documents_of(corpus, corpus.val) == [text[cut:]]
 
 
-def test_shards_hold_what_one_file_would(
-    documents: Path, made: Path, words_of: tokens.Words, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_shards_hold_what_one_file_would(documents, made, words_of, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
     files = find_text(documents, tokens.is_text)
     tokens.encode(files, tokens.survey(files), words_of, tmp_path)
@@ -378,9 +364,7 @@ def test_shards_hold_what_one_file_would(
         ("tokenizer.json", b"{}", "tokenizer.json cannot be read: KeyError"),
     ],
 )
-def test_a_damaged_data_set_is_refused(
-    name: str, content: bytes, reason: str, made: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_data_set_is_refused(name, content, reason, made, tmp_path):
     for path in made.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).write_bytes(content)
@@ -398,9 +382,7 @@ def test_a_damaged_data_set_is_refused(
         (lambda shard: {**shard, "tokens": -shard["tokens"]}, "its size is not that in meta"),
     ],
 )
-def test_a_data_set_names_only_files_of_its_own(
-    change: Any, reason: str, made: Path, tmp_path: Path
-) -> None:
+def test_a_data_set_names_only_files_of_its_own(change, reason, made, tmp_path):
     directory = tmp_path / "sub"
     shutil.copytree(made, directory)
     meta = json.loads((made / "meta.json").read_text())
@@ -410,7 +392,7 @@ def test_a_data_set_names_only_files_of_its_own(
         corpus_of(directory)
 
 
-def test_shards_of_unequal_length_are_refused(made: Path, tmp_path: Path) -> None:
+def test_shards_of_unequal_length_are_refused(made, tmp_path):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     meta = json.loads((made / "meta.json").read_text())
     content = (made / "val-00000.bin").read_bytes()
@@ -422,7 +404,7 @@ def test_shards_of_unequal_length_are_refused(made: Path, tmp_path: Path) -> Non
         corpus_of(tmp_path)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(made: Path, tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(made, tmp_path):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     content = (made / "train-00000.bin").read_bytes()
     (tmp_path / "train-00000.bin").write_bytes(content[:-2] + b"\xff\xff")
@@ -433,7 +415,7 @@ def test_ids_beyond_the_vocabulary_are_refused(made: Path, tmp_path: Path) -> No
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) -> None:
+def test_any_number_of_ranks_sees_the_same_tokens(made, tmp_path):
     how = {**SMALL, "precision": "float32", "data": made}
     losses = []
     for processes in (1, 2, 4):
@@ -445,7 +427,7 @@ def test_any_number_of_ranks_sees_the_same_tokens(made: Path, tmp_path: Path) ->
         assert other == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_count_the_predicted_bytes(made, tmp_path):
     end = run(words(**{**SMALL, "eval_windows": 0}, data=made, out="out"), cwd=tmp_path)
     assert end.status == 0, end.output
     row = metrics(tmp_path / "out/output")[-1]
@@ -458,21 +440,19 @@ def test_bits_per_byte_count_the_predicted_bytes(made: Path, tmp_path: Path) -> 
     assert f"bits_per_byte={row['bits_per_byte']:.5f}" in end.output
 
 
-def test_tokens_that_cannot_be_mapped_are_an_error(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_cannot_be_mapped_are_an_error(made, monkeypatch):
     """A FUSE mount, as FastFile's, may refuse maps."""
     monkeypatch.setattr(torch, "from_file", Mock(side_effect=RuntimeError("unable to mmap")))
     with pytest.raises(DataError, match=r"train-00000\.bin: unable to mmap; --input-mode File"):
         corpus_of(made)
 
 
-def test_a_run_on_tokens_refuses_a_validation_channel(made: Path, tmp_path: Path) -> None:
+def test_a_run_on_tokens_refuses_a_validation_channel(made, tmp_path):
     end = run(words(**SMALL, data=made, validation=made), cwd=tmp_path)
     assert (end.status, end.last_line[:21]) == (2, "DataError: the tokens")
 
 
-def test_hosts_need_the_same_tokens(made: Path, text: str, tmp_path: Path) -> None:
+def test_hosts_need_the_same_tokens(made, text, tmp_path):
     envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
     for path in made.iterdir():
         channel = Path(envs[1]["SM_CHANNEL_TRAINING"])
@@ -484,7 +464,7 @@ def test_hosts_need_the_same_tokens(made: Path, text: str, tmp_path: Path) -> No
 # -- the three commands ----------------------------------------------------------------------------
 
 
-def test_an_upload_is_recognized(documents: Path, home: Path) -> None:
+def test_an_upload_is_recognized(documents, home):
     settings = Settings(home=home)
     first = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
     again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
@@ -503,17 +483,13 @@ def test_an_upload_is_recognized(documents: Path, home: Path) -> None:
         (("--tokenizer", "no/where"), "no/where: no such file or directory"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    words: tuple[str, ...], reason: str, documents: Path, cli: Callable[..., Ran]
-) -> None:
+def test_options_that_do_not_fit_are_refused(words, reason, documents, cli):
     ran = cli("upload-data", str(documents), *words)
     assert ran.code == 2
     assert reason in ran.error
 
 
-def test_a_model_of_tokens_is_trained_fetched_and_sampled(
-    documents: Path, home: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_model_of_tokens_is_trained_fetched_and_sampled(documents, home, cli):
     uploaded = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
     assert uploaded.code == 0, uploaded.err
     launched = launching.command(
@@ -527,9 +503,7 @@ def test_a_model_of_tokens_is_trained_fetched_and_sampled(
     assert cli("upload-data", str(documents), "--tokenizer", job_id).code == 0
 
 
-def test_a_launch_refuses_a_text_shorter_than_one_window(
-    tmp_path: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_launch_refuses_a_text_shorter_than_one_window(tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 40)
     assert cli("upload-data", "a.txt", "--tokenizer", "bpe").code == 0
     ran = cli("launch", "--instance", "local", "--set", "block_size=1024")
@@ -547,9 +521,7 @@ def test_a_launch_refuses_a_text_shorter_than_one_window(
         (("--data", "TOKENS", "--set", "vocab_size=300"), "different tokens, more than vocab_size"),
     ],
 )
-def test_a_launch_refuses_what_the_run_would(
-    words: tuple[str, ...], reason: str, documents: Path, tmp_path: Path, cli: Callable[..., Ran]
-) -> None:
+def test_a_launch_refuses_what_the_run_would(words, reason, documents, tmp_path, cli):
     (tmp_path / "a.txt").write_text(FOX * 400)
     ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
     given = [word.replace("TOKENS", ran.out.strip()) for word in words]
@@ -558,7 +530,7 @@ def test_a_launch_refuses_what_the_run_would(
     assert reason in ran.error
 
 
-def test_a_launch_refuses_tokens_that_lost_a_file(documents: Path, cli: Callable[..., Ran]) -> None:
+def test_a_launch_refuses_tokens_that_lost_a_file(documents, cli):
     uri = cli(
         "upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400"
     ).out.strip()
@@ -570,7 +542,7 @@ def test_a_launch_refuses_tokens_that_lost_a_file(documents: Path, cli: Callable
     assert ran.error == f"{uri}: a file of this upload is missing; upload the text again"
 
 
-def test_a_shard_that_was_replaced_is_not_sent(documents: Path, home: Path, tmp_path: Path) -> None:
+def test_a_shard_that_was_replaced_is_not_sent(documents, home, tmp_path):
     settings = Settings(home=home)
     made = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
     directory = local_path(made.uri)
@@ -591,14 +563,8 @@ def test_a_shard_that_was_replaced_is_not_sent(documents: Path, home: Path, tmp_
     ],
 )
 def test_an_upload_that_cannot_write_names_the_directory(
-    documents: Path,
-    home: Path,
-    cli: Callable[..., Ran],
-    monkeypatch: pytest.MonkeyPatch,
-    failing: str,
-    code: int,
-    reason: str,
-) -> None:
+    documents, home, cli, monkeypatch, failing, code, reason
+):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
     ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
     assert ran.code == 1
@@ -608,19 +574,19 @@ def test_an_upload_that_cannot_write_names_the_directory(
 # -- sampling --------------------------------------------------------------------------------------
 
 
-def test_a_character_of_several_tokens_is_shown_whole(words_of: tokens.Words) -> None:
+def test_a_character_of_several_tokens_is_shown_whole(words_of):
     tokenizer = words_of.tokenizer
     ids = [tokenizer.words.index(bytes([byte])) for byte in "漢🙂".encode()]
     shown = [piece for (piece,) in pieces(map(torch.tensor, ([id] for id in ids)), tokenizer, 1)]
     assert shown == ["", "", "漢", "", "", "", "🙂", ""]
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(words_of: tokens.Words) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(words_of):
     with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
         encode(words_of.tokenizer, "caf\udce9")
 
 
-def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
+def test_a_sample_ends_with_its_document(words_of):
     tokenizer = words_of.tokenizer
     assert tokenizer.end is not None
     a, b = encode(tokenizer, "a") + encode(tokenizer, "b")
@@ -630,9 +596,7 @@ def test_a_sample_ends_with_its_document(words_of: tokens.Words) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_masked_shards_resumes_to_the_same_bits(
-    made: Path, tmp_path: Path, processes: int
-) -> None:
+def test_a_run_on_masked_shards_resumes_to_the_same_bits(made, tmp_path, processes):
     def trained(name: str) -> Path:
         values = {**SMALL, "mask_documents": True, "checkpoint_seconds": 0.001}
         given = words(data=made, out=tmp_path / name, processes=processes, **values)
@@ -649,12 +613,12 @@ def test_a_run_on_masked_shards_resumes_to_the_same_bits(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_fewer_rows_than_tokens_are_refused(made: Path) -> None:
+def test_fewer_rows_than_tokens_are_refused(made):
     with pytest.raises(DataError, match="vocab_size=50: the text has 400 different tokens"):
         corpus_of(made, vocab_size=50)
 
 
-def test_a_text_of_characters_has_no_documents_to_mask(text_file: Path) -> None:
+def test_a_text_of_characters_has_no_documents_to_mask(text_file):
     with pytest.raises(DataError, match="mask_documents needs tokens"):
         corpus_of(text_file, mask_documents=True)
 
@@ -672,7 +636,7 @@ KINDS = [
 
 
 @given(st.lists(st.text(st.sampled_from("".join(KINDS))) | st.text(), max_size=5))
-def test_the_fast_encoding_has_the_librarys_ids(fast: Encoder, pieces: list[str]) -> None:
+def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
     assert fast.fast
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
@@ -703,7 +667,7 @@ SPLITS = [
 
 
 @pytest.fixture(scope="module", params=SPLITS, ids=["GPT-2", "Llama 3", "Qwen"])
-def fast(request: pytest.FixtureRequest, words_of: tokens.Words) -> Encoder:
+def fast(request, words_of):
     document = json.loads(words_of.content)
     document["pre_tokenizer"] = request.param or document["pre_tokenizer"]
     return encoder_of(document)
@@ -714,7 +678,7 @@ def encoder_of(document: Any) -> Encoder:
     return Encoder(content, tokens.Words(content, tokens.END_OF_TEXT).tokenizer.words, "H")
 
 
-def test_every_character_has_the_librarys_ids(fast: Encoder) -> None:
+def test_every_character_has_the_librarys_ids(fast):
     assert fast.fast
     pieces = [f"a{chr(c)}b {chr(c)}{chr(c)}1\n{chr(c)}" for c in range(1, 0x3100)]
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
@@ -733,21 +697,19 @@ def added(document: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [unordered, prefixed, added])
-def test_another_kind_of_tokenizer_is_left_to_the_library(
-    words_of: tokens.Words, change: Callable[[Any], None]
-) -> None:
+def test_another_kind_of_tokenizer_is_left_to_the_library(words_of, change):
     document = json.loads(words_of.content)
     change(document)
     assert not encoder_of(document).fast
 
 
-def test_composed_characters_have_the_librarys_ids(words_of: tokens.Words) -> None:
+def test_composed_characters_have_the_librarys_ids(words_of):
     encoder = encoder_of({**json.loads(words_of.content), "normalizer": {"type": "NFC"}})
     (ids,) = encoder.ask(["e\u0301 a"])
     assert encoder.encode(["e\u0301 a"]) == [array("H", ids).tobytes()]
 
 
-def test_a_text_too_short_for_any_run_is_refused(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+def test_a_text_too_short_for_any_run_is_refused(tmp_path, cli):
     (tmp_path / "a.txt").write_text("some words\n")
     ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
     assert ran.code == 2

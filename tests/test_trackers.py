@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 
 import launching
 import pytest
-from emulator import Emulator
-from launching import Finished, Ran
+from launching import Finished
 from tensorboard.backend.event_processing import plugin_event_accumulator as event_accumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_sagemaker import TAGGED
@@ -82,7 +80,7 @@ def same(found: Points, rows: list[Row]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def database(tmp_path_factory):
     """An empty database of MLflow, which takes seconds to make."""
     from mlflow import MlflowClient
 
@@ -92,22 +90,18 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tracked(cli: Callable[..., Ran], tmp_path: Path) -> Callable[..., Ran]:
+def tracked(cli, tmp_path):
     return partial(cli, "track", "--tensorboard", str(tmp_path / "runs"))
 
 
-def test_each_row_is_there_once_also_when_tracked_twice(
-    job: Finished, tracked: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_each_row_is_there_once_also_when_tracked_twice(job, tracked, tmp_path):
     for _ in range(2):
         ran = tracked("latest")
         assert (ran.code, ran.out) == (0, f"{tmp_path / 'runs' / job.job_id}\n"), ran.err
         assert same(drawn(tmp_path / "runs" / job.job_id), rows(job))
 
 
-def test_a_job_tracked_half_way_gets_the_rest(
-    job: Finished, tracked: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_job_tracked_half_way_gets_the_rest(job, tracked, tmp_path):
     file, whole = curve_file(job), curve_file(job).read_text()
     file.write_text(whole.splitlines(keepends=True)[0])
     tracked(job.job_id)
@@ -116,17 +110,13 @@ def test_a_job_tracked_half_way_gets_the_rest(
     assert same(drawn(tmp_path / "runs" / job.job_id), rows(job))
 
 
-def test_a_named_pipe_among_the_event_files_hangs_nothing(
-    job: Finished, tracked: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_a_named_pipe_among_the_event_files_hangs_nothing(job, tracked, tmp_path):
     (tmp_path / "runs" / job.job_id).mkdir(parents=True)
     os.mkfifo(tmp_path / "runs" / job.job_id / "events.out.tfevents.1.pipe")
     assert tracked(job.job_id).code == 0
 
 
-def test_tensorboard_has_times_hparams_and_samples(
-    job: Finished, tracked: Callable[..., Ran], tmp_path: Path
-) -> None:
+def test_tensorboard_has_times_hparams_and_samples(job, tracked, tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     with (job.directory / "logs/job.log").open("a") as log:
@@ -143,7 +133,7 @@ def test_tensorboard_has_times_hparams_and_samples(
     assert hparams["precision"].string_value == "float32"
 
 
-def test_the_example_sends_a_curve_to_mlflow(job: Finished, database: Path) -> None:
+def test_the_example_sends_a_curve_to_mlflow(job, database):
     from to_mlflow import send
 
     uri = f"sqlite:///{database}"
@@ -167,7 +157,7 @@ def described(status: str = "InProgress", **values: Any) -> JobDescription:
     return JobDescription("a-job", status, status, "local", 1, 9e8, "file:///data", **values)
 
 
-def test_a_resumed_run_replaces_the_later_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_later_steps(tmp_path):
     resumed = curve_of((5, 4.0), (10, 3.5), (12, 3.0))
     board = Board(tmp_path, "a-job")
     for curve in (curve_of((5, 4.0)), curve_of((5, 4.0), (10, 3.0), (15, 2.0)), resumed):
@@ -176,7 +166,7 @@ def test_a_resumed_run_replaces_the_later_steps(tmp_path: Path) -> None:
     assert len(list((tmp_path / "a-job").iterdir())) == 2
 
 
-def test_a_row_of_a_log_gets_the_time_it_was_first_seen() -> None:
+def test_a_row_of_a_log_gets_the_time_it_was_first_seen():
     curve, seen = Curve("a-job", "", [{"step": 5, "val_loss": 4.0}]), dict[int, float]()
     first = with_times(curve, described(), seen).rows[0]["time"]
     assert first == pytest.approx(time.time(), abs=60)
@@ -185,13 +175,7 @@ def test_a_row_of_a_log_gets_the_time_it_was_first_seen() -> None:
     assert with_times(curve, ended, {}).rows[0]["time"] == 9e8 + 1
 
 
-def test_following_adds_rows_until_the_job_ends(
-    home: Path,
-    text_file: Path,
-    cli: Callable[..., Ran],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tmp_path, monkeypatch):
     monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
     words = launching.launching("--detach", data=text_file, max_steps=30)
     job_id = cli(*words).out.strip()
@@ -202,13 +186,8 @@ def test_following_adds_rows_until_the_job_ends(
 
 
 def test_a_job_on_sagemaker_gets_all_digits_at_its_end(
-    cloud: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cloud, s3, cli, text_file, tmp_path, monkeypatch
+):
     monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
     cloud.sagemaker.next_script = {"log": [(-2, "algo-1", f"{TAGGED}step=5/10 val_loss=2.5")]}
     job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
@@ -228,13 +207,7 @@ def test_a_job_on_sagemaker_gets_all_digits_at_its_end(
     assert points[0].wall_time == 9e8
 
 
-def test_following_asks_for_each_part_of_a_log_once(
-    cloud: Emulator,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_following_asks_for_each_part_of_a_log_once(cloud, cli, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
     log = [(i / 5 - 2, "algo-1", f"{TAGGED}step={i + 1}/9 val_loss=2") for i in range(9)]
     cloud.sagemaker.next_script = {"log": log}
@@ -246,9 +219,7 @@ def test_following_asks_for_each_part_of_a_log_once(
     assert len([body for body in asked if "nextToken" not in body]) == 1
 
 
-def test_a_missing_library_is_named_with_its_install_command(
-    job: Finished, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named_with_its_install_command(job, cli, monkeypatch):
     for loaded in [each for each in sys.modules if each.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -41,14 +41,12 @@ def text_of(corpus: Corpus, *parts: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("text", [STRANGE, "plain words, all of ASCII; " * 5, "é"])
-def test_ids_decode_to_the_text(tmp_path: Path, text: str) -> None:
+def test_ids_decode_to_the_text(tmp_path, text):
     corpus = corpus_of(write(tmp_path / "a.txt", text * 200))
     assert text_of(corpus, corpus.train, corpus.val) == text * 200
 
 
-def test_a_text_longer_than_a_piece_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_longer_than_a_piece_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("entry_point.data.PIECE", 7)
     corpus = corpus_of(
         write(tmp_path / "a.txt", "abcdefgh" * 9), write(tmp_path / "b.txt", STRANGE)
@@ -57,9 +55,7 @@ def test_a_text_longer_than_a_piece_is_read(
 
 
 @pytest.mark.parametrize("rest", [b"\xff", "é".encode()[:1]])
-def test_a_byte_that_is_not_utf_8_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: bytes
-) -> None:
+def test_a_byte_that_is_not_utf_8_is_named(tmp_path, monkeypatch, rest):
     monkeypatch.setattr("entry_point.data.PIECE", 7)
     path = tmp_path / "a.txt"
     path.write_bytes("abcde漢字漢字".encode() + rest)
@@ -68,9 +64,7 @@ def test_a_byte_that_is_not_utf_8_is_named(
 
 
 @pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int32)])
-def test_ids_have_the_smallest_type_that_fits_the_vocabulary(
-    tmp_path: Path, n_characters: int, dtype: torch.dtype
-) -> None:
+def test_ids_have_the_smallest_type_that_fits_the_vocabulary(tmp_path, n_characters, dtype):
     text = "".join(chr(0x4E00 + i) for i in range(n_characters - 26)) + "abcdefghijklmnopqrstuvwxyz"
     corpus = corpus_of(write(tmp_path / "a.txt", text))
     assert len(corpus.tokenizer) == n_characters
@@ -78,7 +72,7 @@ def test_ids_have_the_smallest_type_that_fits_the_vocabulary(
     assert text_of(corpus, corpus.train, corpus.val) == text
 
 
-def test_tokenizing_does_not_change_the_number_of_threads(tmp_path: Path) -> None:
+def test_tokenizing_does_not_change_the_number_of_threads(tmp_path):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -88,12 +82,12 @@ def test_tokenizing_does_not_change_the_number_of_threads(tmp_path: Path) -> Non
         torch.set_num_threads(threads)
 
 
-def test_the_vocabulary_is_sorted_as_in_nanogpt(tmp_path: Path) -> None:
+def test_the_vocabulary_is_sorted_as_in_nanogpt(tmp_path):
     corpus = corpus_of(write(tmp_path / "a.txt", STRANGE))
     assert characters(corpus.tokenizer) == "".join(sorted(set(STRANGE)))
 
 
-def test_the_last_tenth_is_for_validation_as_in_nanogpt(tmp_path: Path) -> None:
+def test_the_last_tenth_is_for_validation_as_in_nanogpt(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(1237))
     corpus = corpus_of(write(tmp_path / "a.txt", text))
     n = int(len(text) * 0.9)
@@ -101,14 +95,14 @@ def test_the_last_tenth_is_for_validation_as_in_nanogpt(tmp_path: Path) -> None:
     assert text_of(corpus, corpus.val) == text[n:]
 
 
-def test_a_validation_channel_keeps_the_training_text_whole(tmp_path: Path) -> None:
+def test_a_validation_channel_keeps_the_training_text_whole(tmp_path):
     training = write(tmp_path / "a.txt", "abcdefgh" * 5)
     corpus = corpus_of(training, write(tmp_path / "v.txt", "hijklmno" * 3))
     assert text_of(corpus, corpus.train) == "abcdefgh" * 5
     assert text_of(corpus, corpus.val) == "hijklmno" * 3
 
 
-def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path: Path) -> None:
+def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path):
     write(tmp_path / "d/b.txt", "bbbb" * 20)
     write(tmp_path / "d/a/z.txt", "zzzz" * 20)
     write(tmp_path / "d/notes.md", "not this")
@@ -116,7 +110,7 @@ def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path: Path) -> None:
     assert text_of(corpus, corpus.train, corpus.val) == "z" * 80 + "b" * 80
 
 
-def test_the_hash_changes_with_the_text(tmp_path: Path) -> None:
+def test_the_hash_changes_with_the_text(tmp_path):
     text = "abcdefgh" * 20
     one = corpus_of(write(tmp_path / "1.txt", text)).sha256
     same = corpus_of(write(tmp_path / "2.txt", text)).sha256
@@ -124,7 +118,7 @@ def test_the_hash_changes_with_the_text(tmp_path: Path) -> None:
     assert one == same != other
 
 
-def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
+def test_the_hash_changes_with_where_one_file_ends(tmp_path):
     write(tmp_path / "one/a.txt", "a" * 50)
     write(tmp_path / "one/b.txt", "a" * 150)
     write(tmp_path / "two/a.txt", "a" * 150)
@@ -144,39 +138,37 @@ def test_the_hash_changes_with_where_one_file_ends(tmp_path: Path) -> None:
         (b"a" * 20 + b"\xed\xa0\x80" + b"a" * 20, 20),
     ],
 )
-def test_invalid_utf8_is_an_error_with_file_and_position(
-    tmp_path: Path, content: bytes, offset: int
-) -> None:
+def test_invalid_utf8_is_an_error_with_file_and_position(tmp_path, content, offset):
     path = write(tmp_path / "a.txt", content)
     with pytest.raises(DataError) as caught:
         corpus_of(path)
     assert str(caught.value) == f"{path}: not UTF-8 text (byte {offset})"
 
 
-def test_the_invalid_file_is_named_among_many(tmp_path: Path) -> None:
+def test_the_invalid_file_is_named_among_many(tmp_path):
     write(tmp_path / "d/a.txt", "good " * 20)
     bad = write(tmp_path / "d/b.txt", b"good \xff")
     with pytest.raises(DataError, match=rf"{bad}: not UTF-8 text \(byte 5\)"):
         corpus_of(tmp_path / "d")
 
 
-def test_an_empty_text_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_text_is_an_error(tmp_path):
     path = write(tmp_path / "a.txt", "")
     with pytest.raises(DataError, match=f"{path}: no text in it"):
         corpus_of(path)
 
 
-def test_a_directory_without_text_is_an_error(tmp_path: Path) -> None:
+def test_a_directory_without_text_is_an_error(tmp_path):
     with pytest.raises(DataError, match=rf"{tmp_path}: no \*\.txt file in it"):
         corpus_of(tmp_path)
 
 
-def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"none\.txt: no such file or directory"):
         corpus_of(tmp_path / "none.txt")
 
 
-def test_a_part_shorter_than_one_window_is_an_error(tmp_path: Path) -> None:
+def test_a_part_shorter_than_one_window_is_an_error(tmp_path):
     path = write(tmp_path / "a.txt", "a" * 85)
     with pytest.raises(DataError, match=r"validation text has 9 .* block_size=9 needs 10"):
         corpus_of(path, block_size=9)
@@ -194,28 +186,28 @@ def batches(n: int, **hyperparameters: Any) -> Batches:
     return Batches(torch.arange(n, dtype=torch.int32), config, torch.device("cpu"))
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
+def test_a_batch_is_a_pure_function_of_seed_and_step():
     forward, backward = batches(1000), batches(1000)
     there = [forward.rows(step, 0, 1)[0] for step in range(100)]
     back = [backward.rows(step, 0, 1)[0] for step in reversed(range(100))][::-1]
     assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
 
 
-def test_a_batch_does_not_depend_on_the_random_state() -> None:
+def test_a_batch_does_not_depend_on_the_random_state():
     torch.manual_seed(1)
     one = batches(1000).rows(7, 0, 1)[0]
     torch.manual_seed(2)
     assert torch.equal(one, batches(1000).rows(7, 0, 1)[0])
 
 
-def test_seeds_and_steps_give_other_batches() -> None:
+def test_seeds_and_steps_give_other_batches():
     b = batches(10_000)
     assert not torch.equal(b.rows(0, 0, 1)[0], b.rows(1, 0, 1)[0])
     assert not torch.equal(b.rows(0, 0, 1)[0], batches(10_000, seed=1).rows(0, 0, 1)[0])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_slices_of_the_ranks_are_the_global_batch(world_size: int) -> None:
+def test_the_slices_of_the_ranks_are_the_global_batch(world_size):
     b = batches(1000)
     for step in (0, 1, 50):
         whole = b.rows(step, 0, 1)
@@ -225,7 +217,7 @@ def test_the_slices_of_the_ranks_are_the_global_batch(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 24, 25, 100, 1001])
-def test_no_character_is_seen_twice_in_an_epoch(n: int) -> None:
+def test_no_character_is_seen_twice_in_an_epoch(n):
     b = batches(n, batch_size=1)
     for epoch in range(5):
         steps = range(epoch * b.windows_per_epoch, (epoch + 1) * b.windows_per_epoch)
@@ -234,19 +226,19 @@ def test_no_character_is_seen_twice_in_an_epoch(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [100, 1001])
-def test_an_epoch_leaves_out_less_than_two_windows(n: int) -> None:
+def test_an_epoch_leaves_out_less_than_two_windows(n):
     b = batches(n)
     assert n - b.windows_per_epoch * b.block_size <= 2 * b.block_size
 
 
-def test_epochs_cut_the_text_at_other_places() -> None:
+def test_epochs_cut_the_text_at_other_places():
     b = batches(1000, batch_size=1)
     phases = {int(b.window_starts(e * b.windows_per_epoch)[0]) % 8 for e in range(100)}
     assert phases == set(range(8))
 
 
 @pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
-def test_targets_are_the_inputs_shifted_by_one(n: int) -> None:
+def test_targets_are_the_inputs_shifted_by_one(n):
     b = batches(n)
     for step in range(30):
         x, y = b.rows(step, 0, 1)
@@ -258,14 +250,14 @@ def test_targets_are_the_inputs_shifted_by_one(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [9, 17, 30, 100])
-def test_all_but_the_last_few_characters_are_trained_on(n: int) -> None:
+def test_all_but_the_last_few_characters_are_trained_on(n):
     b = batches(n)
     seen = {i for step in range(100) for i in b.rows(step, 0, 1)[0].flatten().tolist()}
     assert seen == set(range(len(seen)))
     assert n - len(seen) <= b.block_size
 
 
-def test_training_never_touches_the_validation_part(tmp_path: Path) -> None:
+def test_training_never_touches_the_validation_part(tmp_path):
     corpus = corpus_of(write(tmp_path / "a.txt", "a" * 900 + "b" * 100))
     b = Batches(corpus.train, Config(block_size=8, batch_size=4), torch.device("cpu"))
     a = characters(corpus.tokenizer).index("a")
@@ -274,9 +266,7 @@ def test_training_never_touches_the_validation_part(tmp_path: Path) -> None:
         assert bool((x == a).all()) and bool((y == a).all())
 
 
-def test_a_failed_read_of_text_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_of_text_names_the_file(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", STRANGE)
     monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "no answer")))
     with pytest.raises(DataError, match=f"{path}: no answer"):

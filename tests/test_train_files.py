@@ -57,24 +57,24 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", TENSORS, {"format": "pt", "a": "é🙂"})
     return tmp_path / "a.safetensors"
 
 
-def test_written_tensors_are_read_back(file: Path) -> None:
+def test_written_tensors_are_read_back(file):
     tensors, metadata = read_safetensors(file)
     assert_same(tensors, TENSORS)
     assert metadata == {"format": "pt", "a": "é🙂"}
 
 
-def test_the_official_library_reads_our_files(file: Path) -> None:
+def test_the_official_library_reads_our_files(file):
     assert_same(safetensors.torch.load_file(file), TENSORS)
     with safetensors.safe_open(file, "pt") as opened:
         assert opened.metadata()["a"] == "é🙂"
 
 
-def test_files_of_the_official_library_are_read(tmp_path: Path) -> None:
+def test_files_of_the_official_library_are_read(tmp_path):
     theirs = {name: t.contiguous() for name, t in TENSORS.items()}
     safetensors.torch.save_file(theirs, tmp_path / "b.safetensors", {"a": "b"})
     tensors, metadata = read_safetensors(tmp_path / "b.safetensors")
@@ -82,12 +82,12 @@ def test_files_of_the_official_library_are_read(tmp_path: Path) -> None:
     assert metadata == {"a": "b"}
 
 
-def test_a_file_may_hold_no_tensors(tmp_path: Path) -> None:
+def test_a_file_may_hold_no_tensors(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", {}, {})
     assert read_safetensors(tmp_path / "a.safetensors") == ({}, {})
 
 
-def test_a_type_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_type_that_the_format_lacks_is_refused(tmp_path):
     with pytest.raises(TrainingError, match=r"^a is of torch\.complex128, which cannot be saved$"):
         write_safetensors(tmp_path / "a", {"a": torch.ones(2, dtype=torch.complex128)}, {})
     assert not list(tmp_path.iterdir())
@@ -154,7 +154,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_every_damage_is_a_format_error(file: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_every_damage_is_a_format_error(file, damage):
     whole = file.read_bytes()
     damaged = damage(whole)
     assert damaged != whole
@@ -163,7 +163,7 @@ def test_every_damage_is_a_format_error(file: Path, damage: Callable[[bytes], by
         read_safetensors(file)
 
 
-def test_random_damage_is_a_format_error_or_harms_nothing(file: Path) -> None:
+def test_random_damage_is_a_format_error_or_harms_nothing(file):
     """Only a change in the name of the checksum itself can pass, and then all else is whole."""
     whole = file.read_bytes()
     rng = random.Random(1)
@@ -206,7 +206,7 @@ def stalled(directory: Path, body: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "Path.replace"])
-def test_a_kill_during_a_write_keeps_the_old_file(file: Path, tmp_path: Path, moment: str) -> None:
+def test_a_kill_during_a_write_keeps_the_old_file(file, tmp_path, moment):
     old = file.read_bytes()
     process = stalled(
         tmp_path,
@@ -223,9 +223,7 @@ def test_a_kill_during_a_write_keeps_the_old_file(file: Path, tmp_path: Path, mo
     assert file.read_bytes() == old
 
 
-def test_a_write_syncs_the_file_first_and_the_directory_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_syncs_the_file_first_and_the_directory_last(tmp_path, monkeypatch):
     place, synced = tmp_path / "a.safetensors", []
 
     def note(fd: int) -> None:
@@ -236,9 +234,7 @@ def test_a_write_syncs_the_file_first_and_the_directory_last(
     assert synced == [("file", False), ("directory", True)]
 
 
-def test_a_failed_write_leaves_only_the_old_file(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_only_the_old_file(file, monkeypatch):
     old = file.read_bytes()
 
     def no_fsync(_: int) -> None:
@@ -267,7 +263,7 @@ def save(checkpoints: Checkpoints, step: int) -> None:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
+def checkpoints(tmp_path):
     return Checkpoints(tmp_path / "checkpoints")
 
 
@@ -281,7 +277,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_gives_back_what_was_saved(checkpoints):
     checkpoints.save(TENSORS, state_of(7))
     loaded = checkpoints.load_latest()
     assert loaded is not None
@@ -289,23 +285,23 @@ def test_a_checkpoint_gives_back_what_was_saved(checkpoints: Checkpoints) -> Non
     assert loaded[1] == checkpoints.latest_state() == state_of(7)
 
 
-def test_a_checkpoint_holds_a_curve_of_any_length(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_holds_a_curve_of_any_length(checkpoints):
     state = {"step": 1, "metrics": "x" * 100_000_000}  # the official limit
     checkpoints.save({}, state)
     assert checkpoints.load_latest() == ({}, state)
 
 
-def test_a_fresh_directory_has_no_checkpoint(checkpoints: Checkpoints) -> None:
+def test_a_fresh_directory_has_no_checkpoint(checkpoints):
     assert checkpoints.load_latest() is None
 
 
-def test_the_last_two_checkpoints_are_kept(checkpoints: Checkpoints) -> None:
+def test_the_last_two_checkpoints_are_kept(checkpoints):
     for step in (10, 20, 30):
         save(checkpoints, step)
     assert names(checkpoints) == ["checkpoint-00000020", "checkpoint-00000030"]
 
 
-def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -> None:
+def test_the_leftovers_of_a_killed_write_are_removed(checkpoints):
     save(checkpoints, 10)
     half = checkpoints.path(15)
     half.with_name(f"{half.name}.sagemaker-ignore").write_bytes(b"half")
@@ -313,7 +309,7 @@ def test_the_leftovers_of_a_killed_write_are_removed(checkpoints: Checkpoints) -
     assert names(checkpoints) == ["checkpoint-00000010", "checkpoint-00000020"]
 
 
-def test_a_file_is_deleted_only_after_its_upload(checkpoints: Checkpoints) -> None:
+def test_a_file_is_deleted_only_after_its_upload(checkpoints):
     """SageMaker's checkpoint agent makes such markers beside a file that it uploads."""
     save(checkpoints, 10)
     first = checkpoints.path(10)
@@ -326,9 +322,7 @@ def test_a_file_is_deleted_only_after_its_upload(checkpoints: Checkpoints) -> No
     assert not first.exists()
 
 
-def test_a_broken_newest_checkpoint_is_skipped_with_a_note(
-    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_newest_checkpoint_is_skipped_with_a_note(checkpoints, capsys):
     save(checkpoints, 10)
     save(checkpoints, 20)
     spoil(checkpoints.path(20))
@@ -337,7 +331,7 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_note(
     assert "checkpoint of step 20 is skipped" in capsys.readouterr().out
 
 
-def test_a_broken_checkpoint_replaces_no_valid_one(checkpoints: Checkpoints) -> None:
+def test_a_broken_checkpoint_replaces_no_valid_one(checkpoints):
     save(checkpoints, 10)
     save(checkpoints, 20)
     spoil(checkpoints.path(20))
@@ -346,7 +340,7 @@ def test_a_broken_checkpoint_replaces_no_valid_one(checkpoints: Checkpoints) -> 
     assert checkpoints.steps() == [25, 10]
 
 
-def test_a_checkpoint_without_its_sha256_is_broken(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_without_its_sha256_is_broken(checkpoints):
     save(checkpoints, 10)
     path = checkpoints.path(10)
     path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha257"'))
@@ -354,7 +348,7 @@ def test_a_checkpoint_without_its_sha256_is_broken(checkpoints: Checkpoints) -> 
         checkpoints.load_latest()
 
 
-def test_checkpoints_that_are_all_broken_are_an_error(checkpoints: Checkpoints) -> None:
+def test_checkpoints_that_are_all_broken_are_an_error(checkpoints):
     save(checkpoints, 10)
     save(checkpoints, 20)
     for step in (10, 20):
@@ -363,7 +357,7 @@ def test_checkpoints_that_are_all_broken_are_an_error(checkpoints: Checkpoints) 
         checkpoints.load_latest()
 
 
-def test_a_checkpoint_that_cannot_be_opened_is_skipped(checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_that_cannot_be_opened_is_skipped(checkpoints):
     save(checkpoints, 10)
     checkpoints.path(15).symlink_to("nowhere")
     checkpoints.path(20).mkdir()
@@ -372,7 +366,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_skipped(checkpoints: Checkpoints)
     assert loaded is not None and loaded[1]["step"] == 10
 
 
-def test_other_files_in_the_directory_are_left_alone(checkpoints: Checkpoints) -> None:
+def test_other_files_in_the_directory_are_left_alone(checkpoints):
     save(checkpoints, 10)
     for name in ("checkpoint-best.safetensors", "checkpoint-1.txt", "notes"):
         (checkpoints.directory / name).write_text("mine")
@@ -382,7 +376,7 @@ def test_other_files_in_the_directory_are_left_alone(checkpoints: Checkpoints) -
     assert checkpoints.steps() == [30, 20]
 
 
-def test_a_run_may_resume_with_another_length_and_schedule() -> None:
+def test_a_run_may_resume_with_another_length_and_schedule():
     now = state_of(0, max_steps=9999, learning_rate=0.5, dropout=0.3, log_interval=1)
     check_resumable(state_of(7), now)
 
@@ -400,12 +394,12 @@ def test_a_run_may_resume_with_another_length_and_schedule() -> None:
         ("validation_fraction", 0.1, 0.2),
     ],
 )
-def test_the_values_that_define_a_run_may_not_change(name: str, was: Any, now: Any) -> None:
+def test_the_values_that_define_a_run_may_not_change(name, was, now):
     with pytest.raises(ConfigError, match=f"{name} was {was!r} and is {now!r}"):
         check_resumable(state_of(7), state_of(0, **{name: now}))
 
 
-def test_a_newer_hyperparameter_takes_its_default_at_a_resume() -> None:
+def test_a_newer_hyperparameter_takes_its_default_at_a_resume():
     before = state_of(7)
     del before["config"]["mask_documents"]
     check_resumable(before, state_of(0))
@@ -413,17 +407,17 @@ def test_a_newer_hyperparameter_takes_its_default_at_a_resume() -> None:
         check_resumable(before, state_of(0, mask_documents=True))
 
 
-def test_the_text_may_not_change() -> None:
+def test_the_text_may_not_change():
     with pytest.raises(ConfigError, match="the text is not the same"):
         check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
 
 
-def test_every_difference_is_named() -> None:
+def test_every_difference_is_named():
     with pytest.raises(ConfigError, match=r"n_layer was 4 and is 5; seed was 1337 and is 1\."):
         check_resumable(state_of(7), state_of(0, n_layer=5, seed=1))
 
 
-def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path):
     """The limit on the size of a file stands for the end of the disk."""
     probe = (
         "import resource, signal, sys, torch\n"
@@ -455,7 +449,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(text_file, tmp_path_factory):
     """The model directory of a short training on a text with tabs, emoji and other scripts."""
     out = tmp_path_factory.mktemp("trained")
     how = {
@@ -478,18 +472,18 @@ def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def artefact(trained: Path) -> Path:
+def artefact(trained):
     return trained / "model"
 
 
 @pytest.fixture
-def copied(artefact: Path, tmp_path: Path) -> Path:
+def copied(artefact, tmp_path):
     shutil.copytree(artefact, tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.fixture(scope="module")
-def theirs(artefact: Path) -> tuple[Any, Any]:
+def theirs(artefact):
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -502,9 +496,7 @@ def ids_of(vocabulary: str, text: str) -> list[int]:
     return [vocabulary.index(character) for character in text]
 
 
-def test_transformers_computes_the_same_logits(
-    artefact: Path, theirs: tuple[Any, Any], text: str
-) -> None:
+def test_transformers_computes_the_same_logits(artefact, theirs, text):
     model, tokenizer = load_artefact(artefact)
     sample = "".join(text[i : i + 32] for i in range(0, 400_000, 25_000))
     x = torch.tensor(ids_of(characters(tokenizer), sample)).view(-1, 32)
@@ -514,9 +506,7 @@ def test_transformers_computes_the_same_logits(
     assert float((ours - other).abs().max()) < 1e-4
 
 
-def test_transformers_computes_the_same_logits_beyond_context(
-    artefact: Path, theirs: tuple[Any, Any], text: str
-) -> None:
+def test_transformers_computes_the_same_logits_beyond_context(artefact, theirs, text):
     model, tokenizer = load_artefact(artefact)
     x = torch.tensor([ids_of(characters(tokenizer), text[1000:1100])])
     cache = engine.KeyValueCache(model, 1, 100)
@@ -527,9 +517,7 @@ def test_transformers_computes_the_same_logits_beyond_context(
     assert float((ours - other).abs().max()) < 1e-4
 
 
-def test_transformers_generates_the_same_text(
-    artefact: Path, theirs: tuple[Any, Any], text: str
-) -> None:
+def test_transformers_generates_the_same_text(artefact, theirs, text):
     model, tokenizer = load_artefact(artefact)
     prompt = torch.tensor([ids_of(characters(tokenizer), text[500:520])])
     with torch.inference_mode():
@@ -537,9 +525,7 @@ def test_transformers_generates_the_same_text(
     assert [int(i) for i in engine.generate(model, prompt, 80, temperature=0)] == expected
 
 
-def test_transformers_makes_the_same_ids_of_all_characters(
-    artefact: Path, theirs: tuple[Any, Any], text: str
-) -> None:
+def test_transformers_makes_the_same_ids_of_all_characters(artefact, theirs, text):
     _, tokenizer = load_artefact(artefact)
     vocabulary = characters(tokenizer)
     assert {"\n", "\t", "🙂", "é", "漢", "\u200d"} < set(vocabulary)
@@ -547,18 +533,16 @@ def test_transformers_makes_the_same_ids_of_all_characters(
         assert theirs[1](sample)["input_ids"] == ids_of(vocabulary, sample)
 
 
-def test_transformers_gives_the_text_back_exactly(
-    artefact: Path, theirs: tuple[Any, Any], text: str
-) -> None:
+def test_transformers_gives_the_text_back_exactly(artefact, theirs, text):
     for sample in (text[-300:], text[:3000], " .  , ' n't \n\t ", *sorted(set(text))):
         assert theirs[1].decode(theirs[1](sample)["input_ids"]) == sample
 
 
-def test_transformers_reads_an_unknown_character_as_a_space(theirs: tuple[Any, Any]) -> None:
+def test_transformers_reads_an_unknown_character_as_a_space(theirs):
     assert theirs[1].decode(theirs[1]("aЪb")["input_ids"]) == "a b"
 
 
-def test_the_artefact_holds_no_pickle(artefact: Path) -> None:
+def test_the_artefact_holds_no_pickle(artefact):
     assert sorted(p.name for p in artefact.iterdir()) == [
         "SHA256SUMS",
         "config.json",
@@ -569,7 +553,7 @@ def test_the_artefact_holds_no_pickle(artefact: Path) -> None:
     ]
 
 
-def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Path) -> None:
+def test_the_artefact_says_what_it_was_trained_with(artefact, trained):
     training = json.loads((artefact / "training.json").read_text())
     rows = (trained / "output/metrics.jsonl").read_text().splitlines()
     assert training["metrics"] == json.loads(rows[-1])
@@ -579,7 +563,7 @@ def test_the_artefact_says_what_it_was_trained_with(artefact: Path, trained: Pat
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> None:
+def test_a_model_is_read_back_as_it_was_written(tied, tmp_path):
     model = lively(dataclasses.replace(SMALL, tie_embeddings=tied))
     write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), {"script_sha256": SCRIPT_SHA256})
     found, tokenizer = load_artefact(tmp_path)
@@ -587,13 +571,13 @@ def test_a_model_is_read_back_as_it_was_written(tied: bool, tmp_path: Path) -> N
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
 
 
-def test_an_unknown_weight_is_not_exported() -> None:
+def test_an_unknown_weight_is_not_exported():
     weights = {**dict(lively().named_parameters()), "blocks.0.mlp.bias": torch.zeros(3)}
     with pytest.raises(TrainingError, match=r"Qwen3 has no weight 'blocks\.0\.mlp\.bias'"):
         to_hugging_face(weights, SMALL)
 
 
-def test_a_missing_weight_is_not_exported() -> None:
+def test_a_missing_weight_is_not_exported():
     weights = dict(lively().named_parameters())
     del weights["blocks.1.mlp.down.weight"]
     with pytest.raises(TrainingError, match=r"it has no weight 'blocks\.1\.mlp\.down\.w"):
@@ -636,16 +620,14 @@ HEAD, MORE = "lm_head.weight", "model.layers.2.mlp.up_proj.weight"
         (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "float32 [2]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_a_format_error(
-    copied: Path, name: str, change: Any, found: str
-) -> None:
+def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found):
     change_tensors(copied, change)
     with pytest.raises(FormatError) as caught:
         load_artefact(copied)
     assert re.search(rf": {name} should be .* and is .*{re.escape(found)}$", str(caught.value))
 
 
-def test_weights_of_a_norm_that_has_none_are_refused(copied: Path) -> None:
+def test_weights_of_a_norm_that_has_none_are_refused(copied):
     change_tensors(copied, lambda t: t.update({"model.norm.weight": torch.full((64,), 2.0)}))
     with pytest.raises(FormatError, match=r"model\.norm\.weight is not all ones"):
         load_artefact(copied)
@@ -688,9 +670,7 @@ def test_weights_of_a_norm_that_has_none_are_refused(copied: Path) -> None:
         ("tokenizer.json", lambda d: d.update(model=[]), "tokenizer.json cannot be read"),
     ],
 )
-def test_documents_that_disagree_are_a_format_error(
-    copied: Path, name: str, change: Any, said: str
-) -> None:
+def test_documents_that_disagree_are_a_format_error(copied, name, change, said):
     change_json(copied, name, change)
     with pytest.raises(FormatError, match=said):
         load_artefact(copied)
@@ -704,9 +684,7 @@ def test_documents_that_disagree_are_a_format_error(
     [None, b"", b"\xff\xfe", b"[]", b"null", b"[" * 200_000],
     ids=["missing", "empty", "binary", "list", "null", "deep"],
 )
-def test_an_invalid_file_of_a_model_is_a_format_error(
-    copied: Path, name: str, content: bytes | None
-) -> None:
+def test_an_invalid_file_of_a_model_is_a_format_error(copied, name, content):
     (copied / name).unlink()
     if content is not None:
         (copied / name).write_bytes(content)
@@ -717,14 +695,14 @@ def test_an_invalid_file_of_a_model_is_a_format_error(
     assert "SHA" not in str(caught.value)
 
 
-def test_an_added_recipe_hyperparameter_is_accepted(copied: Path) -> None:
+def test_an_added_recipe_hyperparameter_is_accepted(copied):
     change_json(copied, "training.json", lambda d: d["config"].update(mine=1))
     change_json(copied, "training.json", lambda d: d.update(script_sha256="f" * 64))
     model, _ = load_artefact(copied)
     assert model.config.n_embd == 64
 
 
-def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path):
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
@@ -734,7 +712,7 @@ def test_a_checkpoint_of_another_script_is_refused(trained: Path, tmp_path: Path
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
-def test_a_checkpoint_with_other_weights_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_weights_is_refused(trained, tmp_path):
     loaded = Checkpoints(trained / "checkpoints").load_latest()
     assert loaded is not None
     tensors, state = loaded
@@ -744,12 +722,12 @@ def test_a_checkpoint_with_other_weights_is_refused(trained: Path, tmp_path: Pat
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
 
 
-def test_a_missing_directory_is_a_format_error(tmp_path: Path) -> None:
+def test_a_missing_directory_is_a_format_error(tmp_path):
     with pytest.raises(FormatError):
         load_artefact(tmp_path / "none")
 
 
-def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
     assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
     assert_same(
         read_safetensors(tmp_path / "model/model.safetensors")[0],
@@ -759,7 +737,7 @@ def test_a_checkpoint_can_be_made_a_model(trained: Path, artefact: Path, tmp_pat
     assert len(tokenizer) == model.embed.num_embeddings
 
 
-def test_export_without_a_checkpoint_makes_no_model(tmp_path: Path) -> None:
+def test_export_without_a_checkpoint_makes_no_model(tmp_path):
     with pytest.raises(TrainingError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "model")
     assert not (tmp_path / "model").exists()

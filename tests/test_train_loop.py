@@ -94,7 +94,7 @@ Alone = Callable[[str], Sequence[float]]
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory, text: str) -> Alone:
+def alone(tmp_path_factory, text):
     """The train losses of one process, by its precision; trained once for all tests."""
 
     def of(precision: str) -> Sequence[float]:
@@ -114,9 +114,7 @@ def furthest(one: Sequence[float], other: Sequence[float]) -> float:
 @pytest.mark.parametrize(
     "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
 )
-def test_losses_do_not_depend_on_processes_or_hosts(
-    tmp_path: Path, text: str, alone: Alone, precision: str, tolerance: float
-) -> None:
+def test_losses_do_not_depend_on_processes_or_hosts(tmp_path, text, alone, precision, tolerance):
     expected = alone(precision)
     assert expected[0] - expected[-1] > 1
     for n_hosts, per_host in [(1, 2), (1, 4), (2, 2)]:
@@ -127,9 +125,7 @@ def test_losses_do_not_depend_on_processes_or_hosts(
 @pytest.mark.parametrize(
     "precision, tolerance", [("float32", 1e-5), ("auto", 1e-2)], ids=["float32", "as shipped"]
 )
-def test_unsynchronized_gradients_change_the_losses(
-    tmp_path: Path, text: str, alone: Alone, precision: str, tolerance: float
-) -> None:
+def test_unsynchronized_gradients_change_the_losses(tmp_path, text, alone, precision, tolerance):
     """The test above would be worth little if it passed without DDP."""
     command = edited_folder(
         tmp_path / "train",
@@ -139,9 +135,7 @@ def test_unsynchronized_gradients_change_the_losses(
     assert furthest(alone(precision), apart) > 5 * tolerance
 
 
-def test_accumulating_gradients_does_not_change_the_losses(
-    tmp_path: Path, text: str, alone: Alone
-) -> None:
+def test_accumulating_gradients_does_not_change_the_losses(tmp_path, text, alone):
     how = dict(precision="float32", gradient_accumulation_steps=3)
     assert furthest(alone("float32"), losses_of(tmp_path, text, 1, 2, **how)) < 1e-5
 
@@ -177,7 +171,7 @@ def run_ranks(directory: Path, text_file: Path, world_size: int, probe: str) -> 
     return ends
 
 
-def test_ranks_average_gradients_in_float32(tmp_path: Path, text_file: Path) -> None:
+def test_ranks_average_gradients_in_float32(tmp_path, text_file):
     """In three steps, as DDP lays its buckets out anew after its first."""
     probe = (
         "for precision in ('float32', 'bfloat16', 'float16'):\n"
@@ -244,9 +238,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4])
-def test_a_run_killed_twice_ends_with_the_same_bits(
-    tmp_path: Path, text: str, n_ranks: int
-) -> None:
+def test_a_run_killed_twice_ends_with_the_same_bits(tmp_path, text, n_ranks):
     arguments = words(**EXACT, processes=n_ranks)
     undisturbed = run(arguments, cwd=tmp_path, env=make_hosts(tmp_path / "calm", text)[0])
     assert undisturbed.status == 0, undisturbed.output
@@ -279,7 +271,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(
     assert not list((host / "checkpoints").glob("*.sagemaker-ignore"))
 
 
-def test_a_run_stopped_by_a_signal_resumes_to_the_same_bits(tmp_path: Path, text: str) -> None:
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_bits(tmp_path, text):
     how = {**SMALL, "dropout": 0.2, "max_steps": 40, "log_interval": 1, "eval_interval": 40}
     arguments = words(**how, processes=2)
     undisturbed = run(arguments, cwd=tmp_path, env=make_hosts(tmp_path / "calm", text)[0])
@@ -302,7 +294,7 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_bits(tmp_path: Path, text
     assert_same_end(host, tmp_path / "calm/algo-1")
 
 
-def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path: Path, text: str) -> None:
+def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path, text):
     """Between two evaluations, so that the last step was never evaluated."""
     env = make_hosts(tmp_path, text)[0]
     how = {**SMALL, "log_interval": 1, "eval_interval": 100, "max_steps": 10_000}
@@ -318,7 +310,7 @@ def test_a_run_may_be_resumed_to_end_where_it_stopped(tmp_path: Path, text: str)
     )
 
 
-def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) -> None:
+def test_ranks_end_when_their_parent_is_killed_alone(tmp_path, text):
     """As orphans they would go on writing checkpoints beside whoever is started next."""
     env = make_hosts(tmp_path, text)[0]
     how = {**SMALL, "log_interval": 1, "max_steps": 100_000, "checkpoint_seconds": 1e-6}
@@ -333,7 +325,7 @@ def test_ranks_end_when_their_parent_is_killed_alone(tmp_path: Path, text: str) 
         assert curve.read_text() == before
 
 
-def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> None:
+def test_checkpoints_are_written_on_a_timer_too(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     end = run(
         words(**{**SMALL, "eval_interval": 10}, checkpoint_seconds=1e-6), cwd=tmp_path, env=env
@@ -342,7 +334,7 @@ def test_checkpoints_are_written_on_a_timer_too(tmp_path: Path, text: str) -> No
     assert Checkpoints(tmp_path / "algo-1/checkpoints").steps() == [10, 9]
 
 
-def test_a_resumed_run_may_change_its_steps_but_not_its_model(tmp_path: Path, text: str) -> None:
+def test_a_resumed_run_may_change_its_steps_but_not_its_model(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
 
@@ -362,7 +354,7 @@ def test_a_resumed_run_may_change_its_steps_but_not_its_model(tmp_path: Path, te
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
 
 
-def test_several_ranks_resume_an_11_mb_curve(tmp_path: Path, text: str) -> None:
+def test_several_ranks_resume_an_11_mb_curve(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL, processes=2), cwd=tmp_path, env=env).status == 0
     checkpoints = Checkpoints(tmp_path / "algo-1/checkpoints")
@@ -378,9 +370,7 @@ def test_several_ranks_resume_an_11_mb_curve(tmp_path: Path, text: str) -> None:
     assert [row["step"] for row in rows[89_998:]] == [9, 9, 10, 15, 20]
 
 
-def test_a_checkpoint_with_other_hyperparameters_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_with_other_hyperparameters_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     state = trainer.state()
     state["config"]["mine"] = 3
@@ -389,7 +379,7 @@ def test_a_checkpoint_with_other_hyperparameters_is_refused(
         train.parse_argv(["--resume", str(tmp_path)])
 
 
-def test_resuming_with_other_text_is_refused(tmp_path: Path, text: str) -> None:
+def test_resuming_with_other_text_is_refused(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
     file = tmp_path / "algo-1/input/data/training/input.txt"
@@ -399,7 +389,7 @@ def test_resuming_with_other_text_is_refused(tmp_path: Path, text: str) -> None:
     assert "ConfigError: " in end.last_line and "the text is not the same" in end.last_line
 
 
-def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path: Path, text: str) -> None:
+def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     assert run(words(**SMALL), cwd=tmp_path, env=env).status == 0
     model = tmp_path / "algo-1/model/model.safetensors"
@@ -414,9 +404,7 @@ def test_a_finished_run_started_again_rewrites_its_artefact(tmp_path: Path, text
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_an_interruption_does_not_change_a_metric(
-    tmp_path: Path, text: str, before: int, after: int
-) -> None:
+def test_an_interruption_does_not_change_a_metric(tmp_path, text, before, after):
     """Checkpoints after every step, and an end between two metric lines."""
     how = {**SMALL, "log_interval": 60, "eval_interval": 60, "max_steps": 60}
     how["checkpoint_seconds"] = 1e-6
@@ -439,7 +427,7 @@ def test_an_interruption_does_not_change_a_metric(
     assert curves[0] == (curves[1] if before == after else pytest.approx(curves[1], rel=0.02))
 
 
-def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path: Path, text_file: Path) -> None:
+def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path, text_file):
     first = run(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path)
     assert first.status == 0, first.output
     model = tmp_path / "mine/model/model.safetensors"
@@ -456,7 +444,7 @@ def test_outside_sagemaker_only_resume_resumes_a_run(tmp_path: Path, text_file: 
     assert [row["step"] for row in metrics(tmp_path / "mine/output")] == [5, 10, 15, 20]
 
 
-def test_a_resumed_run_keeps_its_number_of_processes(tmp_path: Path, text_file: Path) -> None:
+def test_a_resumed_run_keeps_its_number_of_processes(tmp_path, text_file):
     first = run(words(**SMALL, data=text_file, out="mine", processes=3), cwd=tmp_path)
     assert first.status == 0, first.output
     resumed = run(words(resume="mine", max_steps=12), cwd=tmp_path)
@@ -466,9 +454,7 @@ def test_a_resumed_run_keeps_its_number_of_processes(tmp_path: Path, text_file: 
 
 
 @pytest.mark.parametrize("how", [{"out": "mine", "processes": 2}, {"resume": "mine"}])
-def test_a_directory_in_use_by_another_run_is_refused(
-    tmp_path: Path, text_file: Path, how: dict[str, Any]
-) -> None:
+def test_a_directory_in_use_by_another_run_is_refused(tmp_path, text_file, how):
     long = {**SMALL, "max_steps": 10**6, "log_interval": 1, "eval_interval": 10**6}
     if "resume" in how:
         long["checkpoint_seconds"] = 1e-6
@@ -483,9 +469,7 @@ def test_a_directory_in_use_by_another_run_is_refused(
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_run_that_began_during_tokenization_is_not_resumed(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_a_run_that_began_during_tokenization_is_not_resumed(tmp_path, text_file):
     place = "    trainer = Trainer(config, container, group, corpus)\n"
     other = [*map(str, (sys.executable, SCRIPT)), *words(**SMALL, data=text_file, out="mine")]
     meanwhile = f"    os.spawnv(os.P_WAIT, sys.executable, {other})\n"
@@ -495,9 +479,7 @@ def test_a_run_that_began_during_tokenization_is_not_resumed(
     assert late.last_line.startswith("ConfigError: mine already holds a run; ")
 
 
-def test_a_directory_that_cannot_be_locked_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_locked_is_used(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -508,7 +490,7 @@ def test_a_directory_that_cannot_be_locked_is_used(
 # -- losses that are not finite --------------------------------------------------------------------
 
 
-def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoint(tmp_path: Path, text: str) -> None:
+def test_a_nonfinite_loss_ends_the_run_and_keeps_the_checkpoint(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     how = {**SMALL, "log_interval": 1}
     good = run(words(**how), cwd=tmp_path, env=env)
@@ -546,12 +528,8 @@ def trainer_of(tmp_path: Path, **how: Any) -> Trainer:
     [(False, [2, 8]), (True, [2, 4, 6, 8])],
 )
 def test_best_weights_are_exported_without_their_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    cheap: bool,
-    steps: list[int],
-) -> None:
+    tmp_path, monkeypatch, capsys, cheap, steps
+):
     losses = iter([4.0, 2.0, 3.0, 5.0])
     seen: list[torch.Tensor] = []
 
@@ -577,9 +555,7 @@ def test_best_weights_are_exported_without_their_checkpoint(
     assert said in capsys.readouterr().out
 
 
-def test_a_resumed_run_exports_the_best_weights_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_exports_the_best_weights_before_it(tmp_path, monkeypatch):
     losses = iter([2.0, 3.0, 4.0])
     monkeypatch.setattr("entry_point.trainer.evaluate", lambda *_: next(losses))
     first = trainer_of(tmp_path, max_steps=4, eval_interval=2)
@@ -591,9 +567,7 @@ def test_a_resumed_run_exports_the_best_weights_before_it(
     assert torch.equal(model.embed.weight, first.best["embed.weight"])
 
 
-def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.cost = 1.0
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
@@ -609,8 +583,8 @@ def test_evaluations_spend_2_percent_of_the_time_on_checkpoints(
     [(0.0, 0.1, 60), (0.0, 2.0, 100), (0.0, 60.0, 600), (30.0, 2.0, 30)],
 )
 def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: float, cost: float, seconds: float
-) -> None:
+    tmp_path, monkeypatch, said, cost, seconds
+):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.cost = cost
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
@@ -620,9 +594,7 @@ def test_the_checkpoint_timer_grows_with_the_cost_of_writing(
     assert checkpoints.due(False, said)
 
 
-def test_a_full_disk_at_the_end_names_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_end_names_the_directory(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -633,7 +605,7 @@ def test_a_full_disk_at_the_end_names_the_directory(
         trainer.run()
 
 
-def test_nonfinite_weights_are_never_a_checkpoint(tmp_path: Path) -> None:
+def test_nonfinite_weights_are_never_a_checkpoint(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.save_checkpoint()
     with torch.no_grad():
@@ -644,9 +616,7 @@ def test_nonfinite_weights_are_never_a_checkpoint(tmp_path: Path) -> None:
     assert trainer.checkpoints.steps() == [0]
 
 
-def test_a_nonfinite_loss_makes_no_checkpoint_and_no_metric(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nonfinite_loss_makes_no_checkpoint_and_no_metric(tmp_path, capsys):
     trainer = trainer_of(tmp_path)
     trainer.save_checkpoint()
     trainer.loss_sum.fill_(math.nan)
@@ -671,9 +641,7 @@ def test_a_nonfinite_loss_makes_no_checkpoint_and_no_metric(
         ((6, 1), torch.float32),
     ],
 )
-def test_each_gpu_computes_in_its_fastest_16_bit_type(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_each_gpu_computes_in_its_fastest_16_bit_type(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
         torch.cuda,
@@ -687,7 +655,7 @@ def test_each_gpu_computes_in_its_fastest_16_bit_type(
         assert asked == getattr(torch, precision)
 
 
-def test_infinite_gradients_change_only_the_scale(tmp_path: Path) -> None:
+def test_infinite_gradients_change_only_the_scale(tmp_path):
     trainer = trainer_of(tmp_path, precision="float16", max_steps=3)
     first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**100})
@@ -697,14 +665,14 @@ def test_infinite_gradients_change_only_the_scale(tmp_path: Path) -> None:
         assert torch.equal(tensor, first[name]), name
 
 
-def test_gradients_infinite_at_any_scale_end_the_run(tmp_path: Path) -> None:
+def test_gradients_infinite_at_any_scale_end_the_run(tmp_path):
     trainer = trainer_of(tmp_path, precision="float16", max_steps=100)
     trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(TrainingError, match=r"gradients are not .* or precision=float32"):
         trainer.run()
 
 
-def test_a_resumed_run_keeps_the_scale_of_its_gradients(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_scale_of_its_gradients(tmp_path):
     trainer = trainer_of(tmp_path, precision="float16", max_steps=5)
     trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**10})
     assert trainer.run()
@@ -716,7 +684,7 @@ def test_a_resumed_run_keeps_the_scale_of_its_gradients(tmp_path: Path) -> None:
     assert resumed.run()
 
 
-def test_resumed_ranks_scale_their_gradients_alike(tmp_path: Path, text_file: Path) -> None:
+def test_resumed_ranks_scale_their_gradients_alike(tmp_path, text_file):
     probe = (
         "config = train.Config(n_layer=1, n_embd=16, block_size=8, precision='float16')\n"
         "corpus = train.load_corpus(container, config, group)\n"
@@ -730,7 +698,7 @@ def test_resumed_ranks_scale_their_gradients_alike(tmp_path: Path, text_file: Pa
         assert end.last_line == "scale 128.0"
 
 
-def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path: Path) -> None:
+def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path):
     states = []
     for precision in ("float32", "float16"):
         how = dict(precision=precision, max_steps=1, grad_clip=0.01)
@@ -741,15 +709,13 @@ def test_gradients_in_float16_are_clipped_as_in_float32(tmp_path: Path) -> None:
         assert float((states[1][name] - exact).norm()) <= 0.02 * float(exact.norm()), name
 
 
-def test_a_run_may_be_resumed_in_another_precision(tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_in_another_precision(tmp_path):
     """As on another GPU."""
     for max_steps, precision in enumerate(("float16", "bfloat16", "float16", "float32"), start=5):
         assert trainer_of(tmp_path, precision=precision, max_steps=max_steps).run()
 
 
-def test_a_damaged_checkpoint_replaces_no_valid_one(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_checkpoint_replaces_no_valid_one(tmp_path):
     trainer = trainer_of(tmp_path)
     for trainer.step in (5, 8):
         trainer.save_checkpoint()
@@ -777,9 +743,7 @@ def test_a_damaged_checkpoint_replaces_no_valid_one(
     ],
     ids=["attention by products", "fused attention", "four lengths", "four lengths, fused"],
 )
-def test_nothing_is_compiled_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
-) -> None:
+def test_nothing_is_compiled_after_the_warm_up(tmp_path, monkeypatch, how):
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -798,9 +762,7 @@ def test_nothing_is_compiled_after_the_warm_up(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_process_warms_up_only_if_it_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_one_process_warms_up_only_if_it_compiles(tmp_path, monkeypatch, compiled):
     monkeypatch.setattr(torch, "compile", lambda model, **_: functools.partial(model))
     trainer = trainer_of(tmp_path, max_steps=2, compile="on" if compiled else "off")
     warm_up = Mock()
@@ -820,20 +782,15 @@ def test_one_process_warms_up_only_if_it_compiles(
     ],
 )
 def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    triton: bool,
-    steps: int,
-    world_size: int,
-    pays: bool,
-) -> None:
+    monkeypatch, device, triton, steps, world_size, pays
+):
     monkeypatch.setattr("entry_point.container.find_spec", lambda name: triton or None)
     config = Config(max_steps=steps, batch_size=16, block_size=32)
     assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_compiler(monkeypatch, tmp_path):
     for name in ("CC", "CXX"):
         monkeypatch.setenv(name, "/bin/false")
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -845,9 +802,7 @@ TRIES = ('(config.compile == "auto" and pays)', '(config.compile == "auto")')
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_compiler_fails_goes_on_eager(
-    tmp_path: Path, text_file: Path, no_compiler: None, ranks: int
-) -> None:
+def test_a_run_whose_compiler_fails_goes_on_eager(tmp_path, text_file, no_compiler, ranks):
     command = edited_folder(tmp_path / "train", TRIES)
     how = {**SMALL, "data": text_file, "processes": ranks}
     end = run(words(**how, out=tmp_path / "run"), cwd=tmp_path, command=command)
@@ -858,7 +813,7 @@ def test_a_run_whose_compiler_fails_goes_on_eager(
     assert printed_losses(end) == printed_losses(eager)
 
 
-def test_ranks_go_on_together_if_one_cannot_compile(tmp_path: Path, text_file: Path) -> None:
+def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
     broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
     command = edited_folder(tmp_path / "train", ("dynamic=False", broken), TRIES)
     how = {**SMALL, "data": text_file, "processes": 2, "short_windows": 0.5}
@@ -868,16 +823,14 @@ def test_ranks_go_on_together_if_one_cannot_compile(tmp_path: Path, text_file: P
     assert "note: rank 1 does not compile: " in end.output
 
 
-def test_compile_on_without_a_compiler_is_an_error(
-    tmp_path: Path, text_file: Path, no_compiler: None
-) -> None:
+def test_compile_on_without_a_compiler_is_an_error(tmp_path, text_file, no_compiler):
     how = {**SMALL, "data": text_file, "out": tmp_path / "run", "compile": "on"}
     end = run(words(**how), cwd=tmp_path)
     assert end.status == 1
     assert "No working C++ compiler found" in end.last_line
 
 
-def test_compiling_does_not_change_the_losses_of_ranks(tmp_path: Path, text: str) -> None:
+def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
     """With lengths of windows that change, and buckets of gradients that cut the graph in two."""
     graph_only = ("dynamic=False", 'dynamic=False, backend="aot_eager"')
     how: dict[str, Any] = {"n_embd": 224, "short_windows": 0.6, "precision": "float32"}
@@ -891,7 +844,7 @@ def test_compiling_does_not_change_the_losses_of_ranks(tmp_path: Path, text: str
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def test_every_evaluation_takes_the_same_windows(tmp_path: Path) -> None:
+def test_every_evaluation_takes_the_same_windows(tmp_path):
     trainer = trainer_of(tmp_path)
 
     def value() -> float:
@@ -904,9 +857,7 @@ def test_every_evaluation_takes_the_same_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_windows, count", [(0, 62), (1, 1), (10, 10), (10**6, 62)])
-def test_validation_windows_are_distinct_and_evenly_spread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_windows: int, count: int
-) -> None:
+def test_validation_windows_are_distinct_and_evenly_spread(tmp_path, monkeypatch, n_windows, count):
     trainer = trainer_of(tmp_path, eval_windows=n_windows)
     starts = []
     gather = gather_windows
@@ -923,7 +874,7 @@ def test_validation_windows_are_distinct_and_evenly_spread(
     assert not gaps or max(gaps) - min(gaps) <= 32
 
 
-def test_evaluation_is_the_mean_loss_without_dropout(tmp_path: Path) -> None:
+def test_evaluation_is_the_mean_loss_without_dropout(tmp_path):
     trainer = trainer_of(tmp_path, eval_windows=0, precision="float32", dropout=0.5)
     generator = torch.Generator().manual_seed(1)
     for parameter in trainer.model.parameters():  # the layers begin as nothing, also to dropout
@@ -936,7 +887,7 @@ def test_evaluation_is_the_mean_loss_without_dropout(tmp_path: Path) -> None:
         assert value == pytest.approx(trainer.model(x, y).item(), rel=1e-5)
 
 
-def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path: Path, text_file: Path) -> None:
+def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path, text_file):
     """With as many threads each as a machine of four cores would give them."""
     probe = (
         "torch.set_num_threads(4 // ranks.world_size)\n"
@@ -960,7 +911,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(tmp_path: Path, text_
 # -- what it prints and leaves ---------------------------------------------------------------------
 
 
-def test_the_metric_line_has_each_number_under_its_name() -> None:
+def test_the_metric_line_has_each_number_under_its_name():
     row = {
         "step": 250,
         "train_loss": 1.81234,
@@ -977,9 +928,7 @@ def test_the_metric_line_has_each_number_under_its_name() -> None:
     assert "val_loss" not in metric_line(row, 2000, 0)
 
 
-def test_a_long_run_says_how_long_it_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_run_says_how_long_it_takes(tmp_path, capsys):
     trainer = trainer_of(tmp_path, max_steps=100)
     trainer.step = 8
     trainer.log_duration(10.0)
@@ -991,23 +940,19 @@ def test_a_long_run_says_how_long_it_takes(
     assert not capsys.readouterr().out
 
 
-def test_a_long_run_logs_its_duration_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_run_logs_its_duration_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("entry_point.trainer.LONG_RUN", 0.0)
     for steps in (5, 10):  # the second resumes
         assert trainer_of(tmp_path, max_steps=steps).run()
         assert capsys.readouterr().out.count(" s a step: about ") == 1
 
 
-def test_a_metric_line_can_show_any_duration() -> None:
+def test_a_metric_line_can_show_any_duration():
     assert "time_left=115740740 days" in metric_line({"step": 1}, 10**16, 1e15)
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,mpirank:0,algo-1]<stdout>:"])
-def test_each_metric_regex_finds_only_its_own_number(
-    prefix: str,
-) -> None:
+def test_each_metric_regex_finds_only_its_own_number(prefix):
     row = dict(step=250, train_loss=2.130314, val_loss=10.5, best_loss=9.25, learning_rate=0.00001)
     row |= {"bits_per_byte": 2.25, "tokens_per_second": 25765.4}
     line = prefix + metric_line(row, 2000, 3725)
@@ -1026,7 +971,7 @@ def test_each_metric_regex_finds_only_its_own_number(
     }
 
 
-def test_samples_are_escaped_in_a_log_of_ascii(tmp_path: Path, text: str) -> None:
+def test_samples_are_escaped_in_a_log_of_ascii(tmp_path, text):
     env = {**make_hosts(tmp_path, text)[0], "PYTHONIOENCODING": "ascii"}
     end = run(words(**{**SMALL, "sample_length": 150}), cwd=tmp_path, env=env)
     assert end.status == 0, end.output
@@ -1034,9 +979,7 @@ def test_samples_are_escaped_in_a_log_of_ascii(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_exits_with_the_status_of_its_signal(
-    tmp_path: Path, text: str, number: signal.Signals
-) -> None:
+def test_a_stopped_run_exits_with_the_status_of_its_signal(tmp_path, text, number):
     env = make_hosts(tmp_path, text)[0]
     with started(words(**{**SMALL, "max_steps": 10_000}), cwd=tmp_path, env=env) as process:
         wait_for_line(process, "step=5/")
@@ -1046,7 +989,7 @@ def test_a_stopped_run_exits_with_the_status_of_its_signal(
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 
-def test_ctrl_c_to_the_parent_stops_its_ranks(tmp_path: Path, text: str) -> None:
+def test_ctrl_c_to_the_parent_stops_its_ranks(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 10_000}, processes=2)
     with started(endless, cwd=tmp_path, env=env) as process:
@@ -1058,7 +1001,7 @@ def test_ctrl_c_to_the_parent_stops_its_ranks(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_signals_in_quick_succession_are_one(tmp_path: Path, text: str, processes: int) -> None:
+def test_signals_in_quick_succession_are_one(tmp_path, text, processes):
     """As a supervisor sends them to one process after the other, and a terminal to all."""
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 100_000}, processes=processes)
@@ -1071,7 +1014,7 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path, text: str, processe
     assert end.last_line.startswith("stopped by a signal; the checkpoint of step ")
 
 
-def test_a_run_whose_log_has_no_reader_ends(tmp_path: Path, text: str) -> None:
+def test_a_run_whose_log_has_no_reader_ends(tmp_path, text):
     env = make_hosts(tmp_path, text)[0]
     endless = words(**{**SMALL, "max_steps": 1_000_000}, processes=2)
     with started(endless, cwd=tmp_path, env=env, stderr=subprocess.PIPE) as process:
@@ -1083,7 +1026,7 @@ def test_a_run_whose_log_has_no_reader_ends(tmp_path: Path, text: str) -> None:
     assert (status, said) == (1, "BrokenPipeError: [Errno 32] Broken pipe\n")
 
 
-def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
+def test_under_mpirun_only_rank_0_prints(tmp_path, text):
     base = make_hosts(tmp_path, text)[0]
     envs = [
         {
@@ -1107,7 +1050,7 @@ def test_under_mpirun_only_rank_0_prints(tmp_path: Path, text: str) -> None:
     assert f" vocabulary {len(tokenizer)}\n" in first.output
 
 
-def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: Path) -> None:
+def test_one_process_does_not_import_torchs_compiler(tmp_path, text_file):
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
     code += "from launcher.models.load import load_artefact; from entry_point.model import sample;"
     code += "model, tokenizer = load_artefact(pathlib.Path('out/model'));"
@@ -1119,7 +1062,7 @@ def test_one_process_does_not_import_torchs_compiler(tmp_path: Path, text_file: 
     assert end.last_line == "0 False", end.output
 
 
-def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file: Path) -> None:
+def test_samples_are_printed_before_and_after_training(tmp_path, text_file):
     end = run(words(**{**SMALL, "sample_length": 90}, data=text_file), cwd=tmp_path)
     assert end.status == 0, end.output
     lines = end.output.splitlines()
@@ -1135,7 +1078,7 @@ def test_samples_are_printed_before_and_after_training(tmp_path: Path, text_file
     )
 
 
-def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path: Path, text: str) -> None:
+def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path, text):
     """A run soon memorizes a text of a few lines, and then its validation loss rises."""
     (tmp_path / "small.txt").write_text(text[:1500], encoding="utf-8")
     (tmp_path / "other.txt").write_text(text[200_000:210_000], encoding="utf-8")
@@ -1158,9 +1101,7 @@ def test_the_artefact_is_the_model_of_the_best_validation_loss(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_the_first_lines_name_devices_and_choices(
-    tmp_path: Path, text_file: Path, precision: str
-) -> None:
+def test_the_first_lines_name_devices_and_choices(tmp_path, text_file, precision):
     arguments = words(**SMALL, data=text_file, precision=precision, processes=2)
     end = run(arguments, cwd=tmp_path)
     assert end.output.splitlines()[:2] == [
@@ -1170,7 +1111,7 @@ def test_the_first_lines_name_devices_and_choices(
     ]
 
 
-def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) -> None:
+def test_a_failed_rank_ends_the_job_within_seconds(tmp_path, text):
     env = {**make_hosts(tmp_path / "ml", text)[0], "NANOGPT_FAULT": "1:4:raise"}
     how = {**SMALL, "max_steps": 10**6, "log_interval": 1}
     with started(words(**how, processes=2), cwd=tmp_path, env=env) as process:
@@ -1181,18 +1122,13 @@ def test_a_failed_rank_ends_the_job_within_seconds(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize("fault", ["kill", "1:kill", "0:4:explode", "-1:4:kill"])
-def test_an_impossible_fault_is_refused(fault: str) -> None:
+def test_an_impossible_fault_is_refused(fault):
     with pytest.raises(ConfigError, match="must be RANK:STEP:ACTION"):
         read_fault(fault)
 
 
 @pytest.mark.parametrize("code, status", [(None, 0), (3, 3), ("stop here", 1)])
-def test_an_exit_of_an_edit_keeps_its_status(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    code: int | str | None,
-    status: int,
-) -> None:
+def test_an_exit_of_an_edit_keeps_its_status(monkeypatch, capsys, code, status):
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr("entry_point.train.main", Mock(side_effect=SystemExit(code)))
@@ -1201,9 +1137,7 @@ def test_an_exit_of_an_edit_keeps_its_status(
     assert capsys.readouterr().err == ("stop here\n" if code == "stop here" else "")
 
 
-def test_what_may_be_an_echo_of_a_failure_is_reported_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_may_be_an_echo_of_a_failure_is_reported_late(monkeypatch):
     """The first cause may be on the same log, which takes the last line for the reason."""
     slept: list[float] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -1216,7 +1150,7 @@ def test_what_may_be_an_echo_of_a_failure_is_reported_late(
     assert slept == [5]
 
 
-def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: Path) -> None:
+def test_a_warning_is_printed_without_its_class_name(tmp_path, text_file):
     """SageMaker would take that for the reason of a failure."""
     line = "    device_type = choose_device(config, container, ranks.world_size)\n"
     warning = "    warnings.warn('two\\nlines')\n    raise DataError('none')\n"
@@ -1225,7 +1159,7 @@ def test_a_warning_is_printed_without_its_class_name(tmp_path: Path, text_file: 
     assert (end.status, end.output) == (2, "note: two lines\nDataError: none\n")
 
 
-def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path: Path, text_file: Path) -> None:
+def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path, text_file):
     line = "    device_type = choose_device(config, container, ranks.world_size)\n"
     deaf = (
         "    if ranks.rank == 0:\n"
@@ -1241,7 +1175,7 @@ def test_a_rank_that_ignores_signals_ends_after_a_failure(tmp_path: Path, text_f
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone gives memory back so eagerly")
-def test_freed_tensors_memory_is_reused() -> None:
+def test_freed_tensors_memory_is_reused():
     code = (
         "import resource, torch\n"
         "from entry_point import train\n"
@@ -1257,7 +1191,7 @@ def test_freed_tensors_memory_is_reused() -> None:
     assert statistics.median(later) < first / 10  # the first few still arrange the heap
 
 
-def test_the_buffers_of_an_edit_count_steps_alone(text_file: Path, tmp_path: Path) -> None:
+def test_the_buffers_of_an_edit_count_steps_alone(text_file, tmp_path):
     """The steps before the first one, which lay out DDP's buckets, leave no trace."""
     mine = edited_folder(
         tmp_path / "mine",

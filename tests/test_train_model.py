@@ -31,7 +31,7 @@ from launcher.models import engine
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def test_a_prediction_does_not_see_what_comes_after() -> None:
+def test_a_prediction_does_not_see_what_comes_after():
     model, x = lively(), ids(1, 8)
     logits = model(x)
     for place in range(1, 8):
@@ -42,7 +42,7 @@ def test_a_prediction_does_not_see_what_comes_after() -> None:
         assert not torch.allclose(changed[0, place:], logits[0, place:])
 
 
-def test_a_prediction_sees_all_that_came_before() -> None:
+def test_a_prediction_sees_all_that_came_before():
     model, x = lively(), ids(1, 8)
     last = model(x)[0, -1]
     for place in range(8):
@@ -54,7 +54,7 @@ def test_a_prediction_sees_all_that_came_before() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 3e-3)]
 )
-def test_the_norm_and_its_gradient_equal_torchs(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_norm_and_its_gradient_equal_torchs(dtype, tolerance):
     generator = torch.Generator().manual_seed(1)
     dy, x = torch.randn(2, 3, 5, 16, generator=generator).to(dtype)
     x.requires_grad_()
@@ -66,12 +66,12 @@ def test_the_norm_and_its_gradient_equal_torchs(dtype: torch.dtype, tolerance: f
     torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
 
 
-def test_the_norm_handles_a_row_too_long_for_float16() -> None:
+def test_the_norm_handles_a_row_too_long_for_float16():
     x = torch.full((1, 384), 4000.0, dtype=torch.float16)  # 78,000 long
     torch.testing.assert_close(model_module.norm(x), torch.ones_like(x))
 
 
-def test_attention_in_training_equals_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_training_equals_torchs(monkeypatch):
     monkeypatch.setattr("entry_point.model.QUERIES_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = torch.randn(4, 2, 3, 7, 8, generator=generator).to(torch.bfloat16)
@@ -83,13 +83,13 @@ def test_attention_in_training_equals_torchs(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.03)
 
 
-def test_sequences_of_a_batch_do_not_mix() -> None:
+def test_sequences_of_a_batch_do_not_mix():
     model, x = lively(), ids(3, 8)
     alone = torch.cat([model(row[None]) for row in x])
     torch.testing.assert_close(model(x), alone, atol=1e-5, rtol=1e-5)
 
 
-def test_the_loss_is_the_mean_cross_entropy() -> None:
+def test_the_loss_is_the_mean_cross_entropy():
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
     logits = model(x)
     by_hand = -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
@@ -100,9 +100,7 @@ def test_the_loss_is_the_mean_cross_entropy() -> None:
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 4e-3)]
 )
-def test_computing_the_loss_in_chunks_does_not_change_it(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, tied: bool
-) -> None:
+def test_computing_the_loss_in_chunks_does_not_change_it(monkeypatch, dtype, tolerance, tied):
     x, y = ids(3, 8), ids(3, 8, seed=1)
     found = []
     for at_once in (
@@ -120,7 +118,7 @@ def test_computing_the_loss_in_chunks_does_not_change_it(
         torch.testing.assert_close(chunked, whole, atol=tolerance, rtol=tolerance)
 
 
-def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
     monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", 4 * 5 * VOCABULARY_SIZE)
     x, y, model = ids(3, 8), ids(3, 8, seed=1), lively()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -130,7 +128,7 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(one, other, msg=name)
 
 
-def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_computes_no_gradients(monkeypatch):
     monkeypatch.setattr(
         "entry_point.model.LOGITS_AT_ONCE", 4 * 6 * VOCABULARY_SIZE
     )  # four chunks of 24 rows
@@ -145,9 +143,7 @@ def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # each by another kernel
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_masked_attention_stops_at_the_end_of_a_document(
-    dtype: torch.dtype, dropout: float
-) -> None:
+def test_masked_attention_stops_at_the_end_of_a_document(dtype, dropout):
     model = lively(dataclasses.replace(SMALL, dropout=dropout), dtype).train()
     x = torch.tensor([[1, 2, 3, 0, 4, 5, 6, 7]])
     for place in range(3):
@@ -165,7 +161,7 @@ def test_masked_attention_stops_at_the_end_of_a_document(
         torch.testing.assert_close(alone, model(x, end=0)[0, 3:], atol=1e-2, rtol=1e-2)
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_an_untrained_model_knows_nothing():
     model = GPT(SMALL, VOCABULARY_SIZE)
     model.init_weights(1)
     loss = model(ids(50, 8), ids(50, 8, seed=1)).item()
@@ -174,7 +170,7 @@ def test_an_untrained_model_knows_nothing() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n_hidden", [0, 24])
-def test_the_number_of_parameters_matches_the_formula(tied: bool, n_hidden: int) -> None:
+def test_the_number_of_parameters_matches_the_formula(tied, n_hidden):
     config = Config(n_layer=3, n_embd=48, n_head=4, n_hidden=n_hidden, tie_embeddings=tied)
     model = GPT(config, VOCABULARY_SIZE)
     hidden = n_hidden or 8 * 48 // 3
@@ -182,7 +178,7 @@ def test_the_number_of_parameters_matches_the_formula(tied: bool, n_hidden: int)
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_a_tied_head_is_the_embedding():
     model = lively(dataclasses.replace(SMALL, tie_embeddings=True))
     assert model.head is None
     x = ids(1, 8)
@@ -195,7 +191,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert before.shape == (1, 8, VOCABULARY_SIZE)
 
 
-def test_the_seed_determines_the_weights() -> None:
+def test_the_seed_determines_the_weights():
     def weights(seed: int) -> torch.Tensor:
         model = GPT(SMALL, VOCABULARY_SIZE)
         model.init_weights(seed)
@@ -208,7 +204,7 @@ def test_the_seed_determines_the_weights() -> None:
     assert not torch.equal(one, weights(6))
 
 
-def test_dropout_acts_only_in_training() -> None:
+def test_dropout_acts_only_in_training():
     model, x = lively(dataclasses.replace(SMALL, dropout=0.5)), ids(1, 8)
     assert torch.equal(model(x), model(x))
     assert torch.equal(model(x), lively()(x))
@@ -216,7 +212,7 @@ def test_dropout_acts_only_in_training() -> None:
     assert not torch.equal(model(x), model(x))
 
 
-def test_bf16_attention_is_close_to_float32() -> None:
+def test_bf16_attention_is_close_to_float32():
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 3, 8, 16, generator=generator).bfloat16() for _ in range(3))
     ours = attend(q.requires_grad_(), k, v, dropout=0.0)
@@ -224,7 +220,7 @@ def test_bf16_attention_is_close_to_float32() -> None:
     torch.testing.assert_close(ours.float(), exact, atol=3e-2, rtol=2e-2)
 
 
-def test_bf16_attention_gradients_are_close_to_float32() -> None:
+def test_bf16_attention_gradients_are_close_to_float32():
     generator = torch.Generator().manual_seed(2)
     base = [torch.randn(2, 3, 8, 16, generator=generator) for _ in range(3)]
     rows = []
@@ -238,7 +234,7 @@ def test_bf16_attention_gradients_are_close_to_float32() -> None:
         assert float((ours - exact).norm() / exact.norm()) < 2e-2
 
 
-def test_bf16_is_close_to_float32() -> None:
+def test_bf16_is_close_to_float32():
     x = ids(4, 8)
     with torch.no_grad():
         exact, ours = lively()(x), lively(dtype=torch.bfloat16)(x)
@@ -250,13 +246,13 @@ def test_bf16_is_close_to_float32() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
-def test_a_padded_window_draws_what_a_growing_one_does(length: int) -> None:
+def test_a_padded_window_draws_what_a_growing_one_does(length):
     drawn = sample(lively(), 3, length, seed=5)
     plain = engine.generate_plainly(lively(), torch.tensor([[3]]), length, seed=5)
     assert drawn == [int(id) for id in plain]
 
 
-def test_all_windows_of_a_sample_have_one_shape() -> None:
+def test_all_windows_of_a_sample_have_one_shape():
     model = lively()
     seen = set()
     model.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape))
@@ -269,9 +265,7 @@ def test_all_windows_of_a_sample_have_one_shape() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(64, 64), (128, 32)])
-def test_orthogonalized_matrices_have_singular_values_near_one(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_orthogonalized_matrices_have_singular_values_near_one(shape, dtype):
     """As near as three rounds come: from a spread of 1 : 1000 to within 0.88 of one."""
     generator = torch.Generator().manual_seed(1)
     u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
@@ -288,7 +282,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.01)]
 )
-def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype: torch.dtype, error: float) -> None:
+def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype, error):
     matrices = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
     one = orthogonalize(matrices, dtype)
     for size in (1e-9, 1e6):
@@ -297,7 +291,7 @@ def test_orthogonalizing_ignores_the_size_of_the_gradient(dtype: torch.dtype, er
     assert not bool(orthogonalize(torch.zeros(1, 8, 4), dtype).any())
 
 
-def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
+def test_parts_of_a_fused_matrix_are_updated_separately():
     parts = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     gradients = [
         torch.randn(16, 16, generator=torch.Generator().manual_seed(9 + i)) for i in range(3)
@@ -315,7 +309,7 @@ def test_parts_of_a_fused_matrix_are_updated_separately() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied: bool) -> None:
+def test_every_weight_is_trained_and_every_state_has_a_name(optimizer, tied):
     config = dataclasses.replace(SMALL, optimizer=optimizer, tie_embeddings=tied)
     model = lively(config).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -330,7 +324,7 @@ def test_every_weight_is_trained_and_every_state_has_a_name(optimizer: str, tied
     assert all(bool(tensor.any()) for tensor in one.state().values())
 
 
-def test_weight_decay_shrinks_only_the_matrices() -> None:
+def test_weight_decay_shrinks_only_the_matrices():
     for optimizer in ("muon", "adamw"):
         config = dataclasses.replace(SMALL, optimizer=optimizer, weight_decay=0.5)
         model = lively(config)
@@ -343,7 +337,7 @@ def test_weight_decay_shrinks_only_the_matrices() -> None:
             assert shrunk == name.startswith("blocks"), (optimizer, name)
 
 
-def test_gradients_are_clipped_to_grad_clip() -> None:
+def test_gradients_are_clipped_to_grad_clip():
     config = dataclasses.replace(SMALL, grad_clip=1e-3, optimizer="adamw")
     model = lively(config)
     for parameter in model.parameters():
@@ -368,7 +362,7 @@ def trainer_of(config: Config, tmp_path: Path) -> Trainer:
     return Trainer(config, container, alone(), corpus)
 
 
-def test_short_windows_double_up_to_the_block_size(tmp_path: Path) -> None:
+def test_short_windows_double_up_to_the_block_size(tmp_path):
     config = dataclasses.replace(SMALL, short_windows=0.6, max_steps=10, device="cpu")
     lengths = [window_length(step, config) for step in range(10)]
     assert lengths == [1, 1, 2, 2, 4, 4, 8, 8, 8, 8]
@@ -384,9 +378,7 @@ def test_short_windows_double_up_to_the_block_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("short_windows", "expected"), [(0.6, [1, 2, 4, 8]), (1.0, [1, 2, 4]), (0.0, [8])]
 )
-def test_the_warm_up_makes_two_steps_of_each_window_length(
-    tmp_path: Path, short_windows: float, expected: list[int]
-) -> None:
+def test_the_warm_up_makes_two_steps_of_each_window_length(tmp_path, short_windows, expected):
     config = dataclasses.replace(SMALL, short_windows=short_windows, max_steps=10**9, device="cpu")
     trainer = trainer_of(config, tmp_path)
     seen: list[int] = []
@@ -396,7 +388,7 @@ def test_the_warm_up_makes_two_steps_of_each_window_length(
 
 
 @pytest.mark.parametrize("passes", [2, 4, 12])
-def test_accumulated_gradients_equal_the_whole_batchs(tmp_path: Path, passes: int) -> None:
+def test_accumulated_gradients_equal_the_whole_batchs(tmp_path, passes):
     config = dataclasses.replace(SMALL, precision="float32", device="cpu")
     whole = trainer_of(config, tmp_path)
     parts = trainer_of(dataclasses.replace(config, gradient_accumulation_steps=passes), tmp_path)
@@ -406,7 +398,7 @@ def test_accumulated_gradients_equal_the_whole_batchs(tmp_path: Path, passes: in
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path: Path, passes: int) -> None:
+def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path, passes):
     config = dataclasses.replace(
         SMALL, batch_size=1024, gradient_accumulation_steps=passes, device="cpu"
     )
@@ -425,9 +417,7 @@ def test_gradients_too_small_for_float16_are_not_lost_in_it(tmp_path: Path, pass
     assert seen > 100
 
 
-def test_dropout_is_a_function_of_seed_step_pass_and_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_is_a_function_of_seed_step_pass_and_rank(tmp_path, monkeypatch):
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
@@ -445,7 +435,7 @@ def test_dropout_is_a_function_of_seed_step_pass_and_rank(
     assert len(set(every)) == len(every) == 6
 
 
-def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path: Path) -> None:
+def test_dropout_is_drawn_from_the_steps_own_seed(tmp_path):
     config = dataclasses.replace(SMALL, dropout=0.5, precision="float32", device="cpu")
     one = trainer_of(config, tmp_path)
     with torch.no_grad():
@@ -465,36 +455,36 @@ def scale(step: int, **how: Any) -> float:
     return learning_rate_scale(step, Config(**{**values, **how}))
 
 
-def test_the_learning_rate_is_at_its_peak_until_the_decay() -> None:
+def test_the_learning_rate_is_at_its_peak_until_the_decay():
     assert [scale(step) for step in (0, 10, 20)] == [1.0, 1.0, 1.0]
     assert scale(21) < 1.0
 
 
-def test_the_learning_rate_falls_linearly_to_almost_nothing() -> None:
+def test_the_learning_rate_falls_linearly_to_almost_nothing():
     assert scale(60) == pytest.approx(0.5)
     assert scale(99) == pytest.approx(1 / 80)
 
 
-def test_the_learning_rate_ends_at_final_learning_rate() -> None:
+def test_the_learning_rate_ends_at_final_learning_rate():
     assert scale(60, final_learning_rate=0.1) == pytest.approx(0.1 + 0.9 * 0.5)
     assert scale(100, final_learning_rate=0.1) == pytest.approx(0.1)
     assert scale(99, final_learning_rate=1.0) == 1.0
 
 
-def test_the_learning_rate_warms_up_linearly_from_above_zero() -> None:
+def test_the_learning_rate_warms_up_linearly_from_above_zero():
     assert [scale(s, warmup_steps=4) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-def test_the_learning_rate_is_constant_without_a_decay() -> None:
+def test_the_learning_rate_is_constant_without_a_decay():
     assert scale(99, decay_fraction=0.0) == 1.0
 
 
-def test_warm_up_and_decay_may_span_the_whole_run() -> None:
+def test_warm_up_and_decay_may_span_the_whole_run():
     scales = [scale(s, warmup_steps=100, decay_fraction=1.0) for s in range(100)]
     assert all(0 < s <= 1 for s in scales)
 
 
-def test_the_default_learning_rate_depends_on_the_optimizer() -> None:
+def test_the_default_learning_rate_depends_on_the_optimizer():
     assert Config().learning_rate == 0.02
     assert Config(optimizer="adamw").learning_rate == 0.001
     assert Config(learning_rate=0.5).learning_rate == 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,18 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def containers() -> None:
+def containers():
     container.require()
 
 
 @pytest.fixture(scope="session")
-def excerpt(text: str) -> str:
+def excerpt(text):
     """Enough text for a tiny model, strange characters included."""
     return text[-60_000:]
 
 
 @pytest.fixture(scope="session")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, excerpt: str
-) -> Callable[..., list[container.Host]]:
+def finished(tmp_path_factory, excerpt):
     """Runs a job to its end, once for all the workers of a test run, and returns its hosts."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -46,7 +46,7 @@ def assert_done(hosts: list[Host]) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_ranks_of_one_host_make_one_model(finished: Finished, launcher: str) -> None:
+def test_the_ranks_of_one_host_make_one_model(finished, launcher):
     hosts = finished(f"one-{launcher}", values=VALUES, launcher=launcher)
     assert_done(hosts)
     by = LAUNCHERS[launcher]
@@ -56,7 +56,7 @@ def test_the_ranks_of_one_host_make_one_model(finished: Finished, launcher: str)
 
 
 @pytest.fixture(scope="session", params=LAUNCHERS)
-def two_hosts(request: pytest.FixtureRequest, finished: Finished) -> tuple[list[Host], str]:
+def two_hosts(request, finished):
     """The hosts of a job of two hosts with two ranks each, and what started the ranks."""
     launcher = request.param
     new = launcher == "pytorchddp"  # as the default image
@@ -65,13 +65,13 @@ def two_hosts(request: pytest.FixtureRequest, finished: Finished) -> tuple[list[
     return hosts, LAUNCHERS[launcher]
 
 
-def test_two_hosts_leave_one_model_on_the_first_host(two_hosts: tuple[list[Host], str]) -> None:
+def test_two_hosts_leave_one_model_on_the_first_host(two_hosts):
     (first, second), _ = two_hosts
     assert "model.safetensors" in {path.name for path in first.model.iterdir()}
     assert list(second.model.iterdir()) == []
 
 
-def test_two_hosts_are_one_group_and_say_so_once(two_hosts: tuple[list[Host], str]) -> None:
+def test_two_hosts_are_one_group_and_say_so_once(two_hosts):
     hosts, launcher = two_hosts
     said = f"running on 2 hosts x 2 CPU = 4 processes in one group (launched by {launcher};"
     assert log_of(hosts).count("running on ") == 1
@@ -79,9 +79,7 @@ def test_two_hosts_are_one_group_and_say_so_once(two_hosts: tuple[list[Host], st
     assert training_of(hosts[0])["world_size"] == 4
 
 
-def test_four_ranks_on_two_hosts_have_the_losses_of_one(
-    two_hosts: tuple[list[Host], str], excerpt: str, tmp_path: Path
-) -> None:
+def test_four_ranks_on_two_hosts_have_the_losses_of_one(two_hosts, excerpt, tmp_path):
     hosts, _ = two_hosts
     (tmp_path / "input.txt").write_text(excerpt)
     arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
@@ -95,7 +93,7 @@ def test_four_ranks_on_two_hosts_have_the_losses_of_one(
             assert together[name] == pytest.approx(alone[name], rel=1e-4)
 
 
-def test_hosts_started_alone_make_one_model_and_say_so(finished: Finished) -> None:
+def test_hosts_started_alone_make_one_model_and_say_so(finished):
     """The typo {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places."""
     hosts = finished("typo", hosts=2, launcher="typo", values={**VALUES, "processes": 2})
     assert_done(hosts)
@@ -138,7 +136,7 @@ ODD_VALUES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def broken(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> list[Host]:
+def broken(finished, tmp_path_factory):
     """A job whose ranks declare what reached them, which on the second host is broken."""
     folder = tmp_path_factory.mktemp("declaring") / "train"
     edited_folder(folder, DECLARE)
@@ -155,7 +153,7 @@ def declared(hosts: list[Host]) -> dict[int, tuple[dict[str, str | None], list[s
     }
 
 
-def test_a_host_with_broken_variables_joins_the_group(broken: list[Host]) -> None:
+def test_a_host_with_broken_variables_joins_the_group(broken):
     env, _ = declared(broken)[3]
     assert env["SM_HOSTS"] == "[algo-1,algo-2]"
     assert not env["SM_CURRENT_HOST"]
@@ -166,22 +164,22 @@ def test_a_host_with_broken_variables_joins_the_group(broken: list[Host]) -> Non
     assert list(broken[1].model.iterdir()) == []
 
 
-def test_mpirun_sets_none_of_torchruns_variables(broken: list[Host]) -> None:
+def test_mpirun_sets_none_of_torchruns_variables(broken):
     found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
     assert found == [(None, None)] * 4
 
 
-def test_under_mpirun_nccl_logs_only_warnings(broken: list[Host]) -> None:
+def test_under_mpirun_nccl_logs_only_warnings(broken):
     """The toolkit's own default is INFO, whatever the job's environment says."""
     assert {env["NCCL_DEBUG"] for env, _ in declared(broken).values()} == {"WARN"}
 
 
-def test_ranks_share_the_cores_of_their_host_by_default(broken: list[Host]) -> None:
+def test_ranks_share_the_cores_of_their_host_by_default(broken):
     threads = max(1, cores() // 2)
     assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
 
 
-def test_hyperparameters_reach_every_rank_through_argv(broken: list[Host]) -> None:
+def test_hyperparameters_reach_every_rank_through_argv(broken):
     expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
     assert "1e-05" in expected and "True" in expected
     ranks = declared(broken)
@@ -189,15 +187,13 @@ def test_hyperparameters_reach_every_rank_through_argv(broken: list[Host]) -> No
     assert [argv for _, argv in ranks.values()] == [expected] * 4
 
 
-def test_hyperparameters_keep_their_types_and_values(broken: list[Host]) -> None:
+def test_hyperparameters_keep_their_types_and_values(broken):
     config = training_of(broken[0])["config"]
     assert {name: config[name] for name in ODD_VALUES} == ODD_VALUES
     assert config["tie_embeddings"] is True
 
 
-def test_the_images_since_2_11_start_one_group_by_torchrun(
-    finished: Finished, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_images_since_2_11_start_one_group_by_torchrun(finished, tmp_path_factory):
     """Their toolkit passes the line through a shell, unquoted."""
     folder = tmp_path_factory.mktemp("declaring") / "train"
     edited_folder(folder, DECLARE)
@@ -220,7 +216,7 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(
     assert not [line for line in script_lines(lines) if "ld.so" in line]
 
 
-def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> None:
+def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished):
     host = finished("one-pytorchddp", values=VALUES, launcher="pytorchddp")[0]
     rows = runs.metrics(host.ml / "output/data")
     assert len(rows) == 2
@@ -246,8 +242,8 @@ def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished: Finished) -> N
     ],
 )
 def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
-    launcher: str, fault: str, says: str, cause: str, excerpt: str, tmp_path: Path
-) -> None:
+    launcher, fault, says, cause, excerpt, tmp_path
+):
     variables = {"NANOGPT_FAULT": f"3:3:{fault}"}
     options: dict[str, Any] = dict(launcher=launcher, hosts=2, variables=variables, new_image=True)
     with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
@@ -262,7 +258,7 @@ def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher: str, finished: Finished) -> None:
+def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher, finished):
     values = {**VALUES, "batch_size": 7}
     host = finished(f"refused-{launcher}", launcher=launcher, values=values)[0]
     assert host.status == 1, host.log
@@ -273,7 +269,7 @@ def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher: str, finished
 # -- the end of a job ------------------------------------------------------------------------------
 
 
-def test_containers_end_even_if_the_tests_are_killed(tmp_path: Path) -> None:
+def test_containers_end_even_if_the_tests_are_killed(tmp_path):
     program = f"""
 import sys, time
 sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}

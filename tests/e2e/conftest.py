@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import container
 import launching
 import pytest
-from emulator import Emulator
 from launching import Ran
 from sagemaker_service import SageMaker
 from training_runs import Containers
@@ -19,9 +15,7 @@ RATE = 40.0  # SageMaker's seconds in one of the tests'
 
 
 @pytest.fixture
-def aws(
-    emulator: Emulator, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Emulator]:
+def aws(emulator, s3, tmp_path, monkeypatch):
     """SageMaker with one rank on each host, and a person who may use it."""
     container.require()
     runs = Containers(tmp_path / "machines", gpus=1, rate=RATE, threads=1)
@@ -37,13 +31,13 @@ def aws(
 
 
 @pytest.fixture
-def user(aws: Emulator) -> dict[str, str]:
+def user(aws):
     """The environment of that person's shell."""
     return {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
 
 
 @pytest.fixture
-def command(user: dict[str, str], home: Path) -> Callable[..., Ran]:
+def command(user, home):
     """sm-nanogpt as a process of its own, as that person types it."""
 
     def run(*words: str) -> Ran:

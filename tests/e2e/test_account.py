@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ TINY = {**launching.TINY, "batch_size": 8}
 
 
 @pytest.fixture
-def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+def account(aws, monkeypatch):
     """An account without a stack, whose administrator has set neither store nor role."""
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
@@ -48,7 +48,7 @@ def account(aws: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator
 
 
 @pytest.fixture
-def installed(wheel: Path, tmp_path: Path) -> Path:
+def installed(wheel, tmp_path):
     """A directory with the installed wheel, which shadows the checkout."""
     place = tmp_path / "installed"
     launching.pip(sys.executable, "install", "--no-deps", "--target", place, wheel)
@@ -56,8 +56,8 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 
 
 def test_an_empty_account_yields_a_sample_without_typed_names(
-    account: Emulator, installed: Path, user: dict[str, str], home: Path, text_file: Path
-) -> None:
+    account, installed, user, home, text_file
+):
     def command(*words: str) -> Ran:
         ran = launching.command(*words, home=home, env={**user, "PYTHONPATH": str(installed)})
         assert ran.code == 0, ran.err
@@ -105,13 +105,8 @@ def as_launcher(account: Emulator, policy: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_policies_allow_only_what_the_commands_need(
-    account: Emulator,
-    cli: Callable[..., Ran],
-    home: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    account, cli, home, text_file, tmp_path, monkeypatch
+):
     records: list[Record] = []
 
     def command(*words: str, code: int = 0) -> str:
@@ -251,7 +246,7 @@ def elsewhere(access: Access) -> Iterator[Access]:
             yield Access(access.action, access.resource, {})
 
 
-def test_the_bucket_is_private_and_deletes_old_checkpoints() -> None:
+def test_the_bucket_is_private_and_deletes_old_checkpoints():
     """By the template, since moto leaves such properties out."""
     resources = decode.decode(str(deploy.TEMPLATE))[0]["Resources"]
     bucket = resources["Bucket"]["Properties"]
@@ -267,9 +262,7 @@ def test_the_bucket_is_private_and_deletes_old_checkpoints() -> None:
     assert resources["Bucket"]["DeletionPolicy"] == resources["Key"]["DeletionPolicy"] == "Retain"
 
 
-def test_the_role_serves_only_our_sagemaker_jobs(
-    account: Emulator, cli: Callable[..., Ran]
-) -> None:
+def test_the_role_serves_only_our_sagemaker_jobs(account, cli):
     assert cli("infra", "deploy", "--yes").code == 0
     role = role_of(json.loads(cli("infra", "show", "--json").out)["role"])
     job = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:training-job/sm-nanogpt-1"

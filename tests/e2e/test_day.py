@@ -7,14 +7,12 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from unittest.mock import patch
 
 import cloudformation_service
 import first_day
-import pytest
 import training_runs
-from emulator import Emulator, client
+from emulator import client
 
 from launcher.cli import run
 from launcher.sagemaker import deploy
@@ -31,16 +29,14 @@ def in_this_process(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int
     return code, out.getvalue(), err.getvalue()
 
 
-def test_every_step_passes_and_nothing_is_left(
-    aws: Emulator, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_passes_and_nothing_is_left(aws, text_file, tmp_path, monkeypatch):
     for name in ("STORE", "ROLE"):
         monkeypatch.delenv(f"SM_NANOGPT_{name}")
     monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
     monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
     for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
         monkeypatch.setattr(training_runs, name, 1.0)
-    aws.sagemaker.rate = aws.sagemaker.run.rate = 5.0  # type: ignore[attr-defined]
+    aws.sagemaker.rate = aws.sagemaker.run.rate = 5.0
     monkeypatch.setattr(first_day, "execute", in_this_process)
     buckets = client("s3", aws.url).list_buckets()["Buckets"]
     users = client("iam", aws.url).list_users()["Users"]  # of other tests

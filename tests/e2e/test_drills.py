@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import launching
 import pytest
-from emulator import Emulator, make_role
+from emulator import make_role
 from launching import ENDLESS, Ran, sets, until
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--follow")
@@ -25,11 +23,9 @@ def failed(cli: Callable[..., Ran], ran: Ran) -> str:
     return told.out
 
 
-def test_a_hyperparameter_that_the_container_refuses(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_hyperparameter_that_the_container_refuses(aws, cli, text_file):
     # It has one GPU, so the launcher expects one process; the emulator shows two.
-    aws.sagemaker.run.gpus = 2  # type: ignore[attr-defined]
+    aws.sagemaker.run.gpus = 2
     words = ("--instance", "ml.g5.xlarge", "--data", str(text_file))
     ran = cli(*LAUNCH, *words, *sets(**{**TINY, "batch_size": 7}))
     reason = (
@@ -40,9 +36,7 @@ def test_a_hyperparameter_that_the_container_refuses(
     assert f"reason:      {reason}\n" in failed(cli, ran)
 
 
-def test_a_crash_on_the_second_host(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_crash_on_the_second_host(aws, cli, text_file):
     words = ("--data", str(text_file), "--instance-count", "2")
     ran = cli(*LAUNCH, *words, "--environment", "NANOGPT_FAULT=1:3:raise", *sets(**TINY))
     reason = "OSError: NANOGPT_FAULT asked for this error"
@@ -50,9 +44,7 @@ def test_a_crash_on_the_second_host(
     assert f"reason:      {reason}\n" in failed(cli, ran)
 
 
-def test_text_that_was_deleted_after_its_upload(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_text_that_was_deleted_after_its_upload(aws, s3, cli, text_file):
     uri = cli("upload-data", str(text_file)).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key=uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt")
     ran = cli(*LAUNCH, *sets(**TINY))
@@ -64,7 +56,7 @@ def test_text_that_was_deleted_after_its_upload(
     assert not aws.sagemaker.jobs
 
 
-def test_a_role_that_finds_no_text(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
+def test_a_role_that_finds_no_text(aws, cli, text_file):
     """SageMaker looks before it takes a job, and says the same of a prefix that is empty."""
     role = make_role(aws.url, "shut-out", "s3:GetObject")
     ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
@@ -74,7 +66,7 @@ def test_a_role_that_finds_no_text(aws: Emulator, cli: Callable[..., Ran], text_
     assert not aws.sagemaker.jobs
 
 
-def test_a_channel_without_a_character(aws: Emulator, s3: Any, cli: Callable[..., Ran]) -> None:
+def test_a_channel_without_a_character(aws, s3, cli):
     s3.put_object(Bucket=s3.bucket, Key="empty/input.txt", Body=b"")
     ran = cli(*LAUNCH, "--data", f"s3://{s3.bucket}/empty", *sets(**TINY))
     reason = "DataError: /opt/ml/input/data/training: no text in it"
@@ -82,9 +74,7 @@ def test_a_channel_without_a_character(aws: Emulator, s3: Any, cli: Callable[...
     assert f"reason:      {reason}\n" in failed(cli, ran)
 
 
-def test_a_role_that_sagemaker_may_not_act_as(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_role_that_sagemaker_may_not_act_as(aws, cli, text_file):
     role = make_role(aws.url, "of-ec2", "s3:*", trusted="ec2.amazonaws.com")
     ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
     assert ran.code == 1
@@ -92,9 +82,7 @@ def test_a_role_that_sagemaker_may_not_act_as(
     assert not aws.sagemaker.jobs
 
 
-def test_a_role_that_may_not_read_the_text(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_role_that_may_not_read_the_text(aws, cli, text_file):
     role = make_role(aws.url, "blind", "s3:ListBucket", "s3:PutObject", "ecr:*", "logs:*")
     ran = cli("--role", role, *LAUNCH, "--data", str(text_file), *sets(**TINY))
     told = failed(cli, ran)
@@ -103,9 +91,7 @@ def test_a_role_that_may_not_read_the_text(
     assert "allow the execution role to read the store" in ran.error
 
 
-def test_a_role_that_may_not_delete_old_checkpoints(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_role_that_may_not_delete_old_checkpoints(aws, cli, text_file):
     may = ("s3:ListBucket", "s3:GetObject", "s3:PutObject", "ecr:*", "logs:*")
     role = make_role(aws.url, "keeps-all", *may)
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
@@ -114,8 +100,8 @@ def test_a_role_that_may_not_delete_old_checkpoints(
     assert "is not authorized to perform: s3:DeleteObject" in failed(cli, ran)
 
 
-def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file: Path) -> None:
-    aws.sagemaker.run.gib = 2 << 20  # type: ignore[attr-defined]
+def test_a_volume_that_is_full(aws, cli, text_file):
+    aws.sagemaker.run.gib = 2 << 20
     values = {**ENDLESS, "n_embd": 128, "batch_size": 8, "checkpoint_seconds": 1}
     machine = ("--instance", "ml.m5.xlarge", "--volume-size", "1")
     ran = cli(*LAUNCH, "--data", str(text_file), *machine, *sets(**values))
@@ -139,21 +125,13 @@ def test_a_volume_that_is_full(aws: Emulator, cli: Callable[..., Ran], text_file
         ),
     ],
 )
-def test_a_job_that_outruns_its_time(
-    aws: Emulator,
-    s3: Any,
-    cli: Callable[..., Ran],
-    text_file: Path,
-    words: tuple[str, ...],
-    state: str,
-    remedy: str,
-) -> None:
+def test_a_job_that_outruns_its_time(aws, s3, cli, text_file, words, state, remedy):
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
     launched = cli("launch", *LAUNCH[1:3], "--data", str(text_file), *words, *sets(**values))
     job_id = launched.out.strip()
     prefix = f"some/prefix/checkpoints/{job_id}/checkpoint-"
     until(lambda: s3.list_objects_v2(Bucket=s3.bucket, Prefix=prefix)["KeyCount"])
-    aws.sagemaker.run.rate = 1e5  # type: ignore[attr-defined]
+    aws.sagemaker.run.rate = 1e5
     ran = cli("wait", job_id)
     assert ran.code == 1
     assert f"stopped: {state} ({remedy})" in ran.error
@@ -163,9 +141,7 @@ def test_a_job_that_outruns_its_time(
     assert f"reason:      {state}" in told
 
 
-def test_a_folder_object_of_the_console_is_ignored(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], text: str
-) -> None:
+def test_a_folder_object_of_the_console_is_ignored(aws, s3, cli, text):
     s3.put_object(Bucket=s3.bucket, Key="mine/", Body=b"")
     s3.put_object(Bucket=s3.bucket, Key="mine/input.txt", Body=text[-60_000:].encode())
     ran = cli(*LAUNCH, "--data", f"s3://{s3.bucket}/mine", *sets(**TINY))

@@ -48,10 +48,8 @@ def cluster_of(aws: Emulator, job_id: str) -> Cluster:
     return until(lambda: attempts.get(job_id)).cluster
 
 
-def test_the_three_commands_train_on_two_hosts_and_sample(
-    aws: Emulator, command: Callable[..., Ran], text_file: Path
-) -> None:
-    aws.sagemaker.run.gpus = 2  # type: ignore[attr-defined]
+def test_the_three_commands_train_on_two_hosts_and_sample(aws, command, text_file):
+    aws.sagemaker.run.gpus = 2
     uploaded = command("upload-data", str(text_file))
     assert uploaded.code == 0, uploaded.err
     values = {**launching.TINY, "batch_size": 8, "max_steps": 60}
@@ -81,9 +79,7 @@ def test_the_three_commands_train_on_two_hosts_and_sample(
     assert len(sampled.out) >= 50
 
 
-def test_a_job_falls_back_to_the_next_instance_type(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_a_job_falls_back_to_the_next_instance_type(aws, cli, text_file):
     aws.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge", "--max-cost", "5")
     values = {**launching.TINY, "batch_size": 8}
@@ -103,9 +99,7 @@ def test_a_job_falls_back_to_the_next_instance_type(
     assert "instance type: ml.g6.12xlarge" in cli("logs", job_id, "--raw").out
 
 
-def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path
-) -> None:
+def test_two_hosts_train_and_tune_a_model_of_subword_tokens(aws, cli, text_file):
     uploaded = cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "500")
     assert uploaded.code == 0, uploaded.err
     values = {**launching.TINY, "batch_size": 8}
@@ -126,9 +120,7 @@ def test_two_hosts_train_and_tune_a_model_of_subword_tokens(
     assert "step=0/" in log
 
 
-def test_an_edited_model_is_sampled_with_its_own_script(
-    aws: Emulator, home: Path, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_an_edited_model_is_sampled_with_its_own_script(aws, home, cli, text_file, tmp_path):
     mine = launching.edited(tmp_path / "mine", *EDITS["activation"])
     values = {**launching.TINY, "batch_size": 8}
     words = ("--entry-point", str(mine), "--data", str(text_file), *sets(**values))
@@ -163,9 +155,7 @@ def ranks(cluster: Cluster) -> list[list[list[str]]]:
 
 
 @pytest.fixture
-def launch_long(
-    aws: Emulator, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> Callable[..., str]:
+def launch_long(aws, cli, text_file, tmp_path):
     """Launches the job, with some words more; returns its id."""
     script = launching.edited(tmp_path / "train", ALL_CHECKPOINTS)
     fixed = ("--data", str(text_file), "--entry-point", str(script), *sets(**LONG))
@@ -211,9 +201,7 @@ def resumed_from(log: str) -> int:
     return int(step)
 
 
-def test_an_interrupted_spot_job_ends_with_the_same_result(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
-) -> None:
+def test_an_interrupted_spot_job_ends_with_the_same_result(aws, s3, cli, launch_long, tmp_path):
     two = ("--instance-count", "2")
     weights, rows = result_of(cli, s3, launch_long(*two), tmp_path / "undisturbed")
     every_fifth = list(range(5, STEPS + 1, 5))
@@ -243,9 +231,7 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(
     assert described["billable_seconds"] < described["training_seconds"]
 
 
-def test_a_stopped_and_resumed_job_ends_with_the_same_result(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], launch_long: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_stopped_and_resumed_job_ends_with_the_same_result(aws, s3, cli, launch_long, tmp_path):
     expected = result_of(cli, s3, launch_long(), tmp_path / "undisturbed")
 
     stopped = launch_long(*HOLD)
@@ -265,9 +251,7 @@ def test_a_stopped_and_resumed_job_ends_with_the_same_result(
     assert min(steps_of(log)) > 20
 
 
-def test_a_spot_job_stopped_while_interrupted_stays_stopped(
-    aws: Emulator, s3: Any, launch_long: Callable[..., str], cli: Callable[..., Ran]
-) -> None:
+def test_a_spot_job_stopped_while_interrupted_stays_stopped(aws, s3, launch_long, cli):
     spot = launch_long("--spot", *HOLD)
     job = aws.sagemaker.jobs[spot]
     until(lambda: job.secondary == "Training")
@@ -277,9 +261,7 @@ def test_a_spot_job_stopped_while_interrupted_stays_stopped(
     assert [t["Status"] for t in job.transitions][-2:] == ["Stopping", "Stopped"]
 
 
-def test_s3_and_the_container_hold_the_same_checkpoints(
-    aws: Emulator, s3: Any, cli: Callable[..., Ran], text_file: Path, tmp_path: Path
-) -> None:
+def test_s3_and_the_container_hold_the_same_checkpoints(aws, s3, cli, text_file, tmp_path):
     # Slow enough to be sent, and so fast that old ones are to be deleted while they are sent.
     script = launching.edited(tmp_path / "train", (LOOP, SLOWER), ALL_CHECKPOINTS)
     often = {**LONG, "eval_interval": 5}
@@ -302,9 +284,7 @@ def checkpoints_of(aws: Emulator, job_id: str) -> Path:
     return cluster_of(aws, job_id).hosts[0].checkpoints
 
 
-def test_a_jobs_log_is_readable_while_it_runs(
-    aws: Emulator, launch_long: Callable[..., str], cli: Callable[..., Ran]
-) -> None:
+def test_a_jobs_log_is_readable_while_it_runs(aws, launch_long, cli):
     job_id = launch_long(*HOLD)
     until(lambda: "\nstep=5/" in cli("logs", job_id).out)
     assert json.loads(cli("status", job_id, "--json").out)["status"] == "InProgress"

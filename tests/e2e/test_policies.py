@@ -279,13 +279,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], tuple[str, str], dict[str, Any], bo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_request_is_judged_as_iam_judges_it(case: str) -> None:
+def test_a_request_is_judged_as_iam_judges_it(case):
     statements, (action, resource), context, expected = CASES[case]
     document = {"Version": "2012-10-17", "Statement": statements}
     assert allowed([document], action, resource, context) is expected
 
 
-def test_each_document_may_allow_and_each_may_deny() -> None:
+def test_each_document_may_allow_and_each_may_deny():
     one = {"Version": "2012-10-17", "Statement": allow("s3:GetObject")}
     other = {"Version": "2012-10-17", "Statement": allow("s3:PutObject")}
     no = {"Version": "2012-10-17", "Statement": [deny("s3:*")]}
@@ -304,6 +304,6 @@ def test_each_document_may_allow_and_each_may_deny() -> None:
     ],
     ids=["an old version", "a principal", "a number", "a date", "a list without a quantifier"],
 )
-def test_an_unknown_policy_element_is_refused(document: dict[str, Any]) -> None:
+def test_an_unknown_policy_element_is_refused(document):
     with pytest.raises(NotImplementedError):
         allowed([document], "s3:ListBucket", BUCKET, {"s3:max-keys": "5", **TAGS})

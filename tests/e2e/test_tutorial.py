@@ -9,14 +9,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from emulator import Emulator
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def shell(aws: Emulator, user: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def shell(aws, user, monkeypatch):
     """The shell of a user who makes the tutorial's first try."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     first_try = {"INSTANCE": "ml.m5.xlarge", "PRESET": "cpu", "MAX_STEPS": "10"}
@@ -24,7 +23,7 @@ def shell(aws: Emulator, user: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
 
 
-def test_the_script_of_the_tutorial_runs(shell: None, text_file: Path, tmp_path: Path) -> None:
+def test_the_script_of_the_tutorial_runs(shell, text_file, tmp_path):
     done = subprocess.run(
         [ROOT / "examples/sagemaker.sh", text_file],
         cwd=tmp_path,
@@ -38,9 +37,7 @@ def test_the_script_of_the_tutorial_runs(shell: None, text_file: Path, tmp_path:
     assert '"InstanceCount": 1' in done.stdout  # of the dry run
 
 
-def test_the_notebook_of_the_tutorial_runs(
-    shell: None, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_of_the_tutorial_runs(shell, text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("TEXT", str(text_file))
     notebook = nbformat.read(ROOT / "examples/sagemaker.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
