@@ -16,6 +16,7 @@ import botocore.session
 import launching
 import pytest
 import torch
+import warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -125,6 +126,7 @@ def home(tmp_path, monkeypatch):
     for name, value in launching.environment(path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launcher.local.backend.subprocess", warm.replacing(warm.Process))
     yield path
     if (path / "jobs").exists():
         launching.kill_below(path)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import runs
+import warm
 
 from launcher import Settings
 
@@ -141,7 +142,7 @@ def started(
     stdout: int = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running command, gone afterwards; jobs that it started are not its own processes."""
-    process = subprocess.Popen(
+    process = warm.replacing(warm.Process).Popen(
         [*PROGRAM, *words],
         cwd=cwd or home.parent,
         env={**environment(home), **(env or {})},

@@ -130,8 +130,7 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """A running training, whose processes are all gone afterwards."""
     env = dict(env or environment())
-    start = warm.Process if warm.serves(command, env) else subprocess.Popen
-    process = start(
+    process = warm.replacing(warm.Process).Popen(
         [*command, *arguments],
         cwd=cwd,
         env=env,

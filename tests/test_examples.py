@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+import sysconfig
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import launching
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -76,9 +81,12 @@ def test_committed_notebooks_hold_no_output():
 
 
 def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
+    """What it depends on comes from this environment, without the checkout that this one shows."""
     run([sys.executable, "-m", "venv", tmp_path / "clean"], tmp_path, environment)
     python = tmp_path / "clean" / "bin" / "python"
-    launching.pip(python, "install", "-c", ROOT / "constraints.txt", wheel)
+    launching.pip(python, "install", "--no-deps", wheel)
+    (place,) = (tmp_path / "clean").glob("lib/*/site-packages")
+    (place / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -93,3 +101,26 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
     carried = run([python, "-c", template], elsewhere, environment)
     assert carried == (ROOT / "infra" / "template.yaml").read_text()
     assert not list(elsewhere.iterdir())
+
+
+def test_each_import_of_the_product_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [
+        each
+        for name in ("report", "tensorboard")
+        for each in project["optional-dependencies"][name]
+    ]
+    declared = {Requirement(each).name for each in [*project["dependencies"], *optional]}
+    own = {"entry_point", "infra", "launcher", "backports", "compression"}
+    brought = {"botocore": "boto3", "pydantic_core": "pydantic", "jinja2": "altair"}
+    imported = set()
+    for folder in ("entry_point", "infra", "launcher"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {each.name.partition(".")[0] for each in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.partition(".")[0])
+    found = {**packages_distributions(), **{name: [by] for name, by in brought.items()}}
+    foreign = imported - sys.stdlib_module_names - own
+    assert {name for name in foreign if not declared & set(found.get(name, ()))} == set()

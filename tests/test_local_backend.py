@@ -483,7 +483,7 @@ def test_an_out_of_memory_error_is_the_failure_reason(tmp_path, text_file):
 # -- hung -----------------------------------------------------------------------------------------
 
 
-HANGS = {**ENDLESS, "hang_seconds": 5}
+HANGS = {**ENDLESS, "hang_seconds": 3}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

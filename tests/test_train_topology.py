@@ -583,7 +583,7 @@ def test_a_port_in_use_is_one_line(tmp_path, text):
 
 # -- a rank that hangs -----------------------------------------------------------------------------
 
-ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
+ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 3}
 NO_SIGN = r"TrainingError: rank {} on {} gave no sign of life for \d+ s "
 
 
@@ -628,9 +628,9 @@ def test_a_second_signal_ends_a_hung_run(hanging, number):
 
 
 def test_a_rank_that_pauses_briefly_is_not_ended(hanging):
-    time.sleep(3)
+    time.sleep(1.5)
     os.kill(ranks_of(hanging)[1], signal.SIGCONT)
-    time.sleep(4)
+    time.sleep(2.5)
     hanging.send_signal(signal.SIGINT)
     end = ended(hanging, limit=30)
     assert end.status == 128 + signal.SIGINT

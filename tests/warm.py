@@ -1,38 +1,65 @@
-"""train.py as a process that starts at once: a fork of one that has imported torch.
+"""Processes that start at once: forks of one that has imported torch and the launcher.
 
-Each start saves two seconds of CPU time. All else is as if Python had been started: a session of
-its own, directory, environment, arguments, files, exit status. As a program, this is the server.
+Each start saves one to three seconds of CPU time. All else is as if Python had been started: a
+session of its own, directory, environment, arguments, open files, exit status, command line. As a
+program, this is the server.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
 import json
 import os
 import runpy
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LARGEST = 1 << 20  # bytes of a request, which holds the environment
 # Taken before any test changes the environment: the server may start at any of them.
 STARTING = {**os.environ, "OMP_NUM_THREADS": "1"}
+PADDING = " " * 4000  # room for the command lines of forks
+address = ""  # of the server
 
 
-class Process(subprocess.Popen[str]):
+def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether a start may be replaced: of a script or code by this Python, with nothing that
+    Python, torch, or OpenMP reads when it starts."""
+    starting = ("PYTHON", "LC_", "TORCH", "TRITON", "CC", "CXX", "OMP", "GOMP")
+    names = {name for name in {*env, *STARTING} if name.startswith(starting)}
+    names -= {"PYTHONUNBUFFERED", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL"}
+    usual = all((env.get(name) or "") == (STARTING.get(name) or "") for name in names)
+    known = command[1] == "-c" or command[1].endswith(".py")
+    return usual and sys.platform == "linux" and command[0] == sys.executable and known
+
+
+class Process(subprocess.Popen[Any]):
     """`python SCRIPT ARGUMENTS ...`, forked by the server. Pipes and waiting are Popen's own."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        # As in Python 3.11 to 3.14: directory, environment, and ours and the child's ends of pipes.
-        cwd, env, pipes = rest[4], rest[5], rest[9:15]
-        request = {"argv": args[1:], "cwd": os.fspath(cwd), "env": dict(env)}
-        self.pid = ask(request, pipes[0], pipes[3], pipes[5])
+        # As in Python 3.11 to 3.14: files to keep, directory, environment, and ours and the child's
+        # ends of pipes.
+        kept, cwd, env, pipes = rest[3], rest[4], rest[5], rest[9:15]
+        request = {
+            "argv": list(map(os.fspath, args)),
+            "cwd": str(Path(cwd).absolute()),
+            "env": dict(env),
+            "kept": list(kept),
+        }
+        self.pid = ask(request, *streams_of(pipes), *kept)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -49,13 +76,36 @@ class Process(subprocess.Popen[str]):
         return self.returncode
 
 
-def serves(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a start may be replaced: of a script by this Python, with nothing that Python, torch,
-    or OpenMP reads when it starts."""
-    starting = ("PYTHON", "LC_", "TORCH", "TRITON", "CC", "CXX", "OMP", "GOMP")
-    names = {name for name in {*env, *STARTING} if name.startswith(starting)}
-    usual = all(env.get(name) == STARTING.get(name) for name in names)
-    return usual and command[0] == sys.executable and command[1].endswith(".py")
+class Fork(subprocess.Popen[Any]):
+    """The same, as a child of this process."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        cwd, env, pipes = rest[4], rest[5], rest[9:15]
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            become(args, os.fspath(cwd), env, streams_of(pipes), ())
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def streams_of(pipes: Sequence[int]) -> list[int]:
+    """The child's ends of pipes, or this process's own streams."""
+    childs = (pipes[0], pipes[3], pipes[5])
+    return [own if file == -1 else file for own, file in enumerate(childs)]
+
+
+def replacing(start: type[subprocess.Popen[Any]]) -> types.SimpleNamespace:
+    """The module subprocess, with another way to start what may be replaced."""
+
+    def popen(command: Any, **options: Any) -> Any:
+        chosen = start if serves(command, options["env"]) else subprocess.Popen
+        return chosen(command, **options)
+
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+
+
+# -- the client's side -----------------------------------------------------------------------------
 
 
 def ask(request: dict[str, Any], *files: int) -> Any:
@@ -66,55 +116,164 @@ def ask(request: dict[str, Any], *files: int) -> Any:
 
 @functools.cache
 def server() -> socket.socket:
-    """The connection to this process's server, which ends when the connection does."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for each in (ours, theirs):
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-    subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
-        env={**STARTING, "GOMP_SPINCOUNT": "5000", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
-    theirs.close()
-    return ours
+    """The connection to the server, which this process starts if it is not of the server's."""
+    global address
+    if not address:
+        address = f"\0warm-{os.getpid()}-{time.monotonic_ns()}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(address)
+        listener.listen(100)
+        subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno()), address[1:], PADDING],
+            env={**STARTING, "GOMP_SPINCOUNT": "5000", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+        listener.close()
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+    channel.connect(address)
+    return channel
 
 
-def serve(channel: socket.socket) -> list[str]:
-    """Forks for each request; returns in the child alone, with what to run."""
+# -- the server's side -----------------------------------------------------------------------------
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """Forks for each request, until the process that started it has ended."""
     import torch._dynamo  # noqa: F401  which DistributedDataParallel imports, for a second
 
+    import launcher.cli
+    import launcher.local.runner
+    import launcher.models.sample  # noqa: F401
+
+    owner, _ = listener.accept()
+    clients, statuses = {owner}, {}
     while True:
-        message, files, _, _ = socket.recv_fds(channel, LARGEST, 3)
-        if not message:
-            os._exit(0)
-        request = json.loads(message)
-        answer: int | None
-        if "wait" in request:
-            pid, status = os.waitpid(request["wait"], os.WNOHANG)
-            answer = status if pid else None
-        elif answer := os.fork():
-            for file in files:
+        ready, _, _ = select.select([listener, *clients], [], [], 0.05)
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[ended[0]] = ended[1]
+        for channel in ready:
+            if channel is listener:
+                clients.add(listener.accept()[0])
+                continue
+            try:
+                message, files, _, _ = socket.recv_fds(channel, LARGEST, 8)
+            except ConnectionError:
+                message = b""
+            if not message:
+                clients.discard(channel)
+                channel.close()
+                if channel is owner:
+                    os._exit(0)
+                continue
+            request = json.loads(message)
+            if "wait" in request:
+                channel.send(json.dumps(statuses.pop(request["wait"], None)).encode())
+            elif pid := os.fork():
+                for file in files:
+                    os.close(file)
+                channel.send(json.dumps(pid).encode())
+            else:
+                os.setsid()
+                for each in (listener, *clients):
+                    each.close()
+                server.cache_clear()
+                argv, kept = request["argv"], zip(request["kept"], files[3:], strict=True)
+                become(argv, request["cwd"], request["env"], files[:3], list(kept))
+
+
+def become(
+    argv: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str],
+    streams: Sequence[int],
+    kept: Sequence[tuple[int, int]],
+) -> NoReturn:
+    """Makes this fork what `argv` starts, and ends with it."""
+    status = 1
+    try:
+        # Of the same numbers as in the process that asked, above all that are open here.
+        high = [(number, os.dup(file)) for number, file in kept]
+        for place, file in enumerate([os.dup(file) for file in streams]):
+            os.dup2(file, place)
+        for number, file in high:
+            os.dup2(file, number)
+        numbers = {0, 1, 2, *(number for number, _ in kept)}
+        for file in {int(each.name) for each in Path("/proc/self/fd").iterdir()} - numbers:
+            with suppress(OSError):
                 os.close(file)
-        else:
-            os.setsid()
-            for place, file in enumerate(files):
-                os.dup2(file, place)
-            for file in {channel.detach(), *files}:
-                os.close(file)
-            # The server's streams are of files of another kind.
-            sys.stdout = os.fdopen(1, "w", os.isatty(1) or -1, closefd=False)
-            sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-            os.chdir(request["cwd"])
-            os.environ.clear()
-            os.environ.update(request["env"])
-            tempfile.tempdir = None  # which the server has looked up
-            return list(request["argv"])
-        channel.send(json.dumps(answer).encode())
+        for sign in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(sign, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        buffering = 1 if "PYTHONUNBUFFERED" in env or os.isatty(1) else -1
+        sys.stdout = os.fdopen(1, "w", buffering, closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        tempfile.tempdir = None  # which the server has looked up
+        rename(argv)
+        run(list(argv[1:]))
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+        finally:
+            os._exit(status)
+
+
+def run(argv: list[str]) -> None:
+    """Runs code or a script as the main module."""
+    sys.modules["warm"] = sys.modules["__main__"]
+    sys.argv = argv if argv[0] != "-c" else ["-c", *argv[2:]]
+    if argv[0] == "-c":
+        import launcher.local.backend
+        import launcher.local.runner
+
+        for module, start in (
+            (launcher.local.backend, Process),
+            (launcher.local.runner, Fork),
+        ):
+            module.subprocess = replacing(start)  # type: ignore[attr-defined]
+        sys.path[0] = ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+    else:  # it may be an edited one, and knows no launcher
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in ("entry_point", "launcher"):
+                del sys.modules[name]
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def rename(argv: Sequence[str]) -> None:
+    """Shows `argv` as this process's command line, over that of the server."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"\0".join(map(os.fsencode, argv))[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":
-    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    address = f"\0{sys.argv[2]}"
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    serve(socket.socket(fileno=int(sys.argv[1])))

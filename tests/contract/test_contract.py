@@ -45,12 +45,10 @@ def assert_done(hosts: list[Host]) -> None:
 # -- one group -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_ranks_of_one_host_make_one_model(finished, launcher):
-    hosts = finished(f"one-{launcher}", values=VALUES, launcher=launcher)
+def test_the_ranks_of_one_host_make_one_model(finished):
+    hosts = finished("one", values=VALUES, launcher="pytorchddp")
     assert_done(hosts)
-    by = LAUNCHERS[launcher]
-    said = f"running on 1 host x 2 CPU = 2 processes in one group (launched by {by};"
+    said = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
     assert hosts[0].log.count(said) == 1
     assert training_of(hosts[0])["world_size"] == 2
 
@@ -217,7 +215,7 @@ def test_the_images_since_2_11_start_one_group_by_torchrun(finished, tmp_path_fa
 
 
 def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished):
-    host = finished("one-pytorchddp", values=VALUES, launcher="pytorchddp")[0]
+    host = finished("one", values=VALUES, launcher="pytorchddp")[0]
     rows = runs.metrics(host.ml / "output/data")
     assert len(rows) == 2
     tagged = [line for line in host.log.splitlines() if "train_loss=" in line]
@@ -236,7 +234,6 @@ def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished):
 @pytest.mark.parametrize(
     ("launcher", "fault", "says", "cause"),
     [
-        ("pytorchddp", "raise", RAISED, RAISED),
         ("pytorchddp", "kill", "signal 9", ""),  # mpirun says so; the rank leaves no words
         ("torchrun", "raise", RAISED, RAISED),
     ],
@@ -255,15 +252,6 @@ def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     assert cause in (in_short(f"AlgorithmError: {job.failed_first.failure}, exit code: 1") or "")
     assert job.failed_at - died < 20
     assert all(list(host.model.iterdir()) == [] for host in job.hosts)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_hyperparameter_that_the_ranks_refuse_is_named(launcher, finished):
-    values = {**VALUES, "batch_size": 7}
-    host = finished(f"refused-{launcher}", launcher=launcher, values=values)[0]
-    assert host.status == 1, host.log
-    cause = "ConfigError: batch_size=7 cannot be shared by 2 processes"
-    assert host.failure.startswith(cause)
 
 
 # -- the end of a job ------------------------------------------------------------------------------

@@ -139,10 +139,3 @@ def test_a_job_that_outruns_its_time(aws, s3, cli, text_file, words, state, reme
     told = cli("status", job_id).out
     assert "state:       Stopped" in told
     assert f"reason:      {state}" in told
-
-
-def test_a_folder_object_of_the_console_is_ignored(aws, s3, cli, text):
-    s3.put_object(Bucket=s3.bucket, Key="mine/", Body=b"")
-    s3.put_object(Bucket=s3.bucket, Key="mine/input.txt", Body=text[-60_000:].encode())
-    ran = cli(*LAUNCH, "--data", f"s3://{s3.bucket}/mine", *sets(**TINY))
-    assert ran.code == 0, ran.err

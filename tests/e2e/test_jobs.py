@@ -21,6 +21,7 @@ from launcher.files import storage
 from launcher.models import fetch
 
 INSTANCE = ("--instance", "ml.g5.12xlarge")
+TWO_HOSTS = ("--instance-count", "2")
 
 # A job that writes checkpoints after steps 20, 40 and 60, and with HOLD waits
 # after step 30 until its machines are gone, so that the same steps are always lost and done again.
@@ -79,11 +80,14 @@ def test_the_three_commands_train_on_two_hosts_and_sample(aws, command, text_fil
     assert len(sampled.out) >= 50
 
 
-def test_a_job_falls_back_to_the_next_instance_type(aws, cli, text_file):
+def test_a_job_falls_back_to_the_next_instance_type(aws, s3, cli, text):
+    s3.put_object(Bucket=s3.bucket, Key="mine/", Body=b"")  # a folder of the console
+    s3.put_object(Bucket=s3.bucket, Key="mine/input.txt", Body=text[-60_000:].encode())
     aws.sagemaker.exhausted = {"ml.g5.12xlarge"}
     types = ("--instance", "ml.g5.12xlarge,ml.g6.12xlarge", "--max-cost", "5")
     values = {**launching.TINY, "batch_size": 8}
-    launched = cli("launch", *types, "--data", str(text_file), *sets(**values))
+    data = ("--data", f"s3://{s3.bucket}/mine")
+    launched = cli("launch", *types, *data, *sets(**values))
     assert launched.code == 0, launched.err
     assert "(ml.g5.12xlarge, the most expensive)" in launched.err
     assert "time limit: 1938 s, from --max-cost (5.00 USD)" in launched.err  # at 7.09 an hour
@@ -201,13 +205,28 @@ def resumed_from(log: str) -> int:
     return int(step)
 
 
-def test_an_interrupted_spot_job_ends_with_the_same_result(aws, s3, cli, launch_long, tmp_path):
-    two = ("--instance-count", "2")
-    weights, rows = result_of(cli, s3, launch_long(*two), tmp_path / "undisturbed")
+@pytest.fixture
+def undisturbed(s3, cli, launch_long, tmp_path, tmp_path_factory):
+    """The result of the job on two hosts when nothing happens to it; computed once."""
+
+    def build(directory: Path) -> list[Path]:
+        weights, rows = result_of(cli, s3, launch_long(*TWO_HOSTS), tmp_path / "undisturbed")
+        (directory / "weights").write_bytes(weights)
+        (directory / "rows").write_text(json.dumps(rows))
+        return [directory]
+
+    (directory,) = map(Path, launching.once(tmp_path_factory, "undisturbed", build))
+    return (directory / "weights").read_bytes(), json.loads((directory / "rows").read_text())
+
+
+def test_an_interrupted_spot_job_ends_with_the_same_result(
+    aws, s3, cli, undisturbed, launch_long, tmp_path
+):
+    weights, rows = undisturbed
     every_fifth = list(range(5, STEPS + 1, 5))
     assert [row["step"] for row in rows] == every_fifth
 
-    spot = launch_long("--spot", *two, *HOLD)
+    spot = launch_long("--spot", *TWO_HOSTS, *HOLD)
     wait_until_held(s3, cli, spot)
     neighbor = f"some/prefix/checkpoints/{spot}0/checkpoint-99999999.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=neighbor, Body=b"of a job whose id begins with this one")
@@ -231,20 +250,21 @@ def test_an_interrupted_spot_job_ends_with_the_same_result(aws, s3, cli, launch_
     assert described["billable_seconds"] < described["training_seconds"]
 
 
-def test_a_stopped_and_resumed_job_ends_with_the_same_result(aws, s3, cli, launch_long, tmp_path):
-    expected = result_of(cli, s3, launch_long(), tmp_path / "undisturbed")
-
-    stopped = launch_long(*HOLD)
+def test_a_stopped_and_resumed_job_ends_with_the_same_result(
+    aws, s3, cli, undisturbed, launch_long, tmp_path
+):
+    stopped = launch_long(*TWO_HOSTS, *HOLD)
     wait_until_held(s3, cli, stopped)
+    assert json.loads(cli("status", stopped, "--json").out)["status"] == "InProgress"
     ran = cli("stop", stopped)
     assert ran.code == 0, ran.err
     assert "state:       Stopped" in cli("status", stopped).out
     assert "stopped by a signal" not in cli("logs", stopped).out  # SIGTERM reaches no rank
-    assert [host.status for host in cluster_of(aws, stopped).hosts] == [-9]
+    assert [host.status for host in cluster_of(aws, stopped).hosts] == [-9, -9]
     ran = cli("launch", "--resume", stopped)
     assert ran.code == 0, ran.err
     resumed = ran.out.strip()
-    assert result_of(cli, s3, resumed, tmp_path / "resumed") == expected
+    assert result_of(cli, s3, resumed, tmp_path / "resumed") == undisturbed
     log = cli("logs", resumed).out
     assert max(steps_of(cli("logs", stopped).out)) == HELD_AT  # it was stopped
     assert resumed_from(log) == 20
@@ -282,9 +302,3 @@ def test_s3_and_the_container_hold_the_same_checkpoints(aws, s3, cli, text_file,
 def checkpoints_of(aws: Emulator, job_id: str) -> Path:
     """/opt/ml/checkpoints of a job's first host."""
     return cluster_of(aws, job_id).hosts[0].checkpoints
-
-
-def test_a_jobs_log_is_readable_while_it_runs(aws, launch_long, cli):
-    job_id = launch_long(*HOLD)
-    until(lambda: "\nstep=5/" in cli("logs", job_id).out)
-    assert json.loads(cli("status", job_id, "--json").out)["status"] == "InProgress"

@@ -1,0 +1,227 @@
+"""Draws random mutants of the product and counts how many of them the tests notice.
+
+    .venv/bin/python tests/mutants.py                       # 8 mutants of each module in MODULES
+    .venv/bin/python tests/mutants.py cost curve --count 20 --seed 3
+
+A mutant is the module with one comparison, operator, condition, number or return value changed
+(DeMillo, Lipton and Sayward, "Hints on Test Data Selection", 1978). It dies if a test fails. The
+tests run in copies of the checkout, two at a time. Read each survivor, and either write the test
+that is missing, or add it to EQUIVALENT with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dead
+
+# The modules on which money, safety and resume rest, and the tests that hold their rules.
+MODULES = {
+    "launcher/sagemaker/cost.py": "test_money test_prices",
+    "launcher/sagemaker/request.py": "test_request test_sagemaker",
+    "launcher/launching/sweeps.py": "test_sweeps test_money",
+    "launcher/launching/start.py": "test_sizing test_starting",
+    "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker",
+    "launcher/job.py": "test_job test_settings",
+    "launcher/curve.py": "test_curves",
+    "launcher/files/documents.py": "test_documents test_artefacts",
+    "launcher/files/storage.py": "test_storage test_s3_servers",
+    "launcher/models/fetch.py": "test_artefacts test_documents",
+    "launcher/models/load.py": "test_artefacts test_starting test_sampling",
+    "entry_point/checkpoint.py": "test_train_files test_train_loop",
+    "entry_point/config.py": "test_train_config test_train_loop",
+    "entry_point/data.py": "test_train_data test_tokens",
+    "entry_point/optim.py": "test_train_model test_train_loop",
+    "entry_point/trainer.py": "test_train_loop test_train_topology",
+}
+# Survivors that change nothing that a user or a test could see, as `file: old -> new`.
+EQUIVALENT: dict[str, str] = {}
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+WORDS = ("log", "logger", "warn", "warning", "info", "debug", "print", "sleep", "field", "Field")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    line: int
+    old: str
+    new: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.old} -> {self.new}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}: {self.old} -> {self.new}"
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """The node with one thing changed, in each way there is."""
+    new = copy.deepcopy(node)
+    if isinstance(new, ast.Compare) and type(new.ops[0]) in COMPARISONS:
+        new.ops[0] = COMPARISONS[type(new.ops[0])]()
+        yield new
+    elif isinstance(new, ast.BinOp) and type(new.op) in OPERATORS:
+        if not any(isinstance(part, (ast.Constant, ast.JoinedStr)) and not is_number(part)
+                   for part in (new.left, new.right)):  # fmt: skip
+            new.op = OPERATORS[type(new.op)]()
+            yield new
+    elif isinstance(new, ast.BoolOp):
+        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+        yield new
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
+        yield new.operand
+    elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
+        yield ast.Constant(not new.value)
+    elif isinstance(new, ast.Constant) and is_number(new):
+        yield ast.Constant(new.value + 1)  # type: ignore[operator]
+    elif isinstance(new, ast.Return) and ast.unparse(new) not in ("return", "return None"):
+        yield ast.Return(ast.Constant(None))
+
+
+def is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+    """All fields that hold a node, outside of types, messages, logs and waits."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(tree, ast.JoinedStr):
+            continue
+        if isinstance(tree, ast.Dict) and len(tree.keys) > 10:  # a table of data
+            continue
+        if isinstance(tree, ast.Raise) or (
+            isinstance(tree, ast.Call) and ast.unparse(tree.func).rpartition(".")[2] in WORDS
+        ):
+            continue
+        for index, node in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(node, ast.AST):
+                yield tree, name, index if isinstance(value, list) else None
+                yield from places(node)
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    source = (ROOT / file).read_text()
+    tree = ast.parse(source)
+    found = []
+    for parent, name, index in list(places(tree)):
+        value = getattr(parent, name)
+        node = value if index is None else value[index]
+        for change in changes(node):
+            lines = source.splitlines(keepends=True)
+            starts = [0]
+            for line in lines:
+                starts.append(starts[-1] + len(line.encode()))
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            new = ast.unparse(ast.fix_missing_locations(change))
+            if not isinstance(node, ast.Return):
+                new = f"({new})"
+            raw = source.encode()
+            found.append(
+                Mutant(
+                    file,
+                    node.lineno,
+                    ast.unparse(node),
+                    new,
+                    (raw[:begin] + new.encode() + raw[end:]).decode(),
+                )
+            )
+    return found
+
+
+def passes(checkout: Path, tests: str) -> bool:
+    """Whether the tests pass in a copy of the checkout."""
+    files = [f"tests/{name}.py" for name in tests.split()]
+    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CI": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-r", "", "-W", "ignore", *files]
+    command += ["-p", "no:cacheprovider", f"--basetemp={checkout.parent / 'tmp'}"]
+    with subprocess.Popen(
+        command,
+        cwd=checkout,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(LIMIT_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="a part of the names of modules (default: all)")
+    parser.add_argument("--count", type=int, default=8, help="of mutants of each module")
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    chosen = [m for m in MODULES if not words.names or any(name in m for name in words.names)]
+    drawn = []
+    for file in chosen:
+        population = mutants_of(file)
+        amount = min(words.count, len(population))
+        drawn += random.Random(f"{words.seed} {file}").sample(population, amount)
+    workers = 2
+    with tempfile.TemporaryDirectory() as temporary:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for index in range(workers):
+            checkout = Path(temporary, str(index), "checkout")
+            ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "runs")
+            shutil.copytree(ROOT, checkout, ignore=ignored)
+            free.put(checkout)
+
+        def dies(mutant: Mutant) -> bool:
+            checkout = free.get()
+            file = checkout / mutant.file
+            original = file.read_text()
+            file.write_text(mutant.source)
+            died = not passes(checkout, MODULES[mutant.file])
+            file.write_text(original)
+            free.put(checkout)
+            known = "" if died or mutant.key not in EQUIVALENT else " (equivalent)"
+            print(f"{'died' if died else 'LIVES'}{known}  {mutant}", file=sys.stderr, flush=True)
+            return died
+
+        with ThreadPoolExecutor(workers) as pool:
+            ended = dict(zip(drawn, pool.map(dies, drawn), strict=True))
+    print("| module | mutants | died | equivalent | lived |\n|---|---|---|---|---|")
+    total = [0, 0, 0, 0]
+    for file in [*chosen, "all"]:
+        rows = [(mutant, died) for mutant, died in ended.items() if file in ("all", mutant.file)]
+        died = sum(died for _, died in rows)
+        equivalent = sum(not died and mutant.key in EQUIVALENT for mutant, died in rows)
+        total = [len(rows), died, equivalent, len(rows) - died - equivalent]
+        print(f"| {file} | {' | '.join(map(str, total))} |")
+    matter = total[0] - total[2]
+    print(f"of {matter} that matter, {total[1]} died: {total[1] / max(1, matter):.0%}")
+
+
+if __name__ == "__main__":
+    main()
