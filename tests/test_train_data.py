@@ -54,15 +54,6 @@ def test_a_text_longer_than_a_piece_is_read(tmp_path, monkeypatch):
     assert text_of(corpus, corpus.train, corpus.val) == "abcdefgh" * 9 + STRANGE
 
 
-@pytest.mark.parametrize("rest", [b"\xff", "é".encode()[:1]])
-def test_a_byte_that_is_not_utf_8_is_named(tmp_path, monkeypatch, rest):
-    monkeypatch.setattr("entry_point.data.PIECE", 7)
-    path = tmp_path / "a.txt"
-    path.write_bytes("abcde漢字漢字".encode() + rest)
-    with pytest.raises(DataError, match=r"not UTF-8 text \(byte 17\)"):
-        corpus_of(path)
-
-
 @pytest.mark.parametrize("n_characters, dtype", [(256, torch.uint8), (257, torch.int32)])
 def test_ids_have_the_smallest_type_that_fits_the_vocabulary(tmp_path, n_characters, dtype):
     text = "".join(chr(0x4E00 + i) for i in range(n_characters - 26)) + "abcdefghijklmnopqrstuvwxyz"
@@ -110,25 +101,22 @@ def test_a_directory_is_read_as_its_txt_files_in_order(tmp_path):
     assert text_of(corpus, corpus.train, corpus.val) == "z" * 80 + "b" * 80
 
 
-def test_the_hash_changes_with_the_text(tmp_path):
+def test_the_hash_changes_with_the_text_and_its_files(tmp_path):
     text = "abcdefgh" * 20
     one = corpus_of(write(tmp_path / "1.txt", text)).sha256
     same = corpus_of(write(tmp_path / "2.txt", text)).sha256
     other = corpus_of(write(tmp_path / "3.txt", text[:-1] + "g")).sha256
     assert one == same != other
-
-
-def test_the_hash_changes_with_where_one_file_ends(tmp_path):
-    write(tmp_path / "one/a.txt", "a" * 50)
-    write(tmp_path / "one/b.txt", "a" * 150)
-    write(tmp_path / "two/a.txt", "a" * 150)
-    write(tmp_path / "two/b.txt", "a" * 50)
+    for directory, lengths in {"one": (50, 150), "two": (150, 50)}.items():
+        write(tmp_path / directory / "a.txt", "a" * lengths[0])
+        write(tmp_path / directory / "b.txt", "a" * lengths[1])
     assert corpus_of(tmp_path / "one").sha256 != corpus_of(tmp_path / "two").sha256
 
 
 # -- text that will not do -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("piece", [7, 1000])
 @pytest.mark.parametrize(
     "content, offset",
     [
@@ -136,36 +124,35 @@ def test_the_hash_changes_with_where_one_file_ends(tmp_path):
         (b"a" * 50 + "é".encode() + b"\xe2\x28\xa1", 52),
         (b"a" * 50 + "🙂".encode()[:3], 50),
         (b"a" * 20 + b"\xed\xa0\x80" + b"a" * 20, 20),
+        ("abcde漢字漢字".encode() + b"\xff", 17),
+        ("abcde漢字漢字".encode() + "é".encode()[:1], 17),
     ],
 )
-def test_invalid_utf8_is_an_error_with_file_and_position(tmp_path, content, offset):
-    path = write(tmp_path / "a.txt", content)
+def test_text_that_is_not_utf8_is_refused_by_place(tmp_path, monkeypatch, piece, content, offset):
+    monkeypatch.setattr("entry_point.data.PIECE", piece)
+    write(tmp_path / "a.txt", "good " * 20)
+    path = write(tmp_path / "b.txt", content)
     with pytest.raises(DataError) as caught:
-        corpus_of(path)
+        corpus_of(tmp_path)
     assert str(caught.value) == f"{path}: not UTF-8 text (byte {offset})"
 
 
-def test_the_invalid_file_is_named_among_many(tmp_path):
-    write(tmp_path / "d/a.txt", "good " * 20)
-    bad = write(tmp_path / "d/b.txt", b"good \xff")
-    with pytest.raises(DataError, match=rf"{bad}: not UTF-8 text \(byte 5\)"):
-        corpus_of(tmp_path / "d")
+def test_a_path_without_text_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path, said in (
+        (write(tmp_path / "a.txt", ""), "no text"),
+        (tmp_path / "empty", r"no \*\.txt file"),
+        (tmp_path / "none.txt", "no such file"),
+    ):
+        with pytest.raises(DataError, match=f"^{path}: {said}"):
+            corpus_of(path)
 
 
-def test_an_empty_text_is_an_error(tmp_path):
-    path = write(tmp_path / "a.txt", "")
-    with pytest.raises(DataError, match=f"{path}: no text in it"):
+def test_a_failed_read_of_text_names_the_file(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt", STRANGE)
+    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "no answer")))
+    with pytest.raises(DataError, match=f"{path}: no answer"):
         corpus_of(path)
-
-
-def test_a_directory_without_text_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=rf"{tmp_path}: no \*\.txt file in it"):
-        corpus_of(tmp_path)
-
-
-def test_a_missing_path_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt: no such file or directory"):
-        corpus_of(tmp_path / "none.txt")
 
 
 def test_a_part_shorter_than_one_window_is_an_error(tmp_path):
@@ -186,24 +173,14 @@ def batches(n: int, **hyperparameters: Any) -> Batches:
     return Batches(torch.arange(n, dtype=torch.int32), config, torch.device("cpu"))
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step():
-    forward, backward = batches(1000), batches(1000)
+def test_a_batch_is_a_function_of_seed_and_step_alone():
+    forward, backward = batches(10_000), batches(10_000)
     there = [forward.rows(step, 0, 1)[0] for step in range(100)]
+    torch.manual_seed(2)
     back = [backward.rows(step, 0, 1)[0] for step in reversed(range(100))][::-1]
     assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
-
-
-def test_a_batch_does_not_depend_on_the_random_state():
-    torch.manual_seed(1)
-    one = batches(1000).rows(7, 0, 1)[0]
-    torch.manual_seed(2)
-    assert torch.equal(one, batches(1000).rows(7, 0, 1)[0])
-
-
-def test_seeds_and_steps_give_other_batches():
-    b = batches(10_000)
-    assert not torch.equal(b.rows(0, 0, 1)[0], b.rows(1, 0, 1)[0])
-    assert not torch.equal(b.rows(0, 0, 1)[0], batches(10_000, seed=1).rows(0, 0, 1)[0])
+    others = [*there[1:], batches(10_000, seed=1).rows(0, 0, 1)[0]]
+    assert not any(torch.equal(there[0], other) for other in others)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -217,18 +194,12 @@ def test_the_slices_of_the_ranks_are_the_global_batch(world_size):
 
 
 @pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 24, 25, 100, 1001])
-def test_no_character_is_seen_twice_in_an_epoch(n):
+def test_an_epoch_has_each_character_at_most_once(n):
     b = batches(n, batch_size=1)
     for epoch in range(5):
         steps = range(epoch * b.windows_per_epoch, (epoch + 1) * b.windows_per_epoch)
         seen = torch.cat([b.rows(step, 0, 1)[0].flatten() for step in steps]).tolist()
-        assert len(seen) == len(set(seen))
-
-
-@pytest.mark.parametrize("n", [100, 1001])
-def test_an_epoch_leaves_out_less_than_two_windows(n):
-    b = batches(n)
-    assert n - b.windows_per_epoch * b.block_size <= 2 * b.block_size
+        assert len(seen) == len(set(seen)) >= n - 2 * b.block_size
 
 
 def test_epochs_cut_the_text_at_other_places():
@@ -240,34 +211,15 @@ def test_epochs_cut_the_text_at_other_places():
 @pytest.mark.parametrize("n", [9, 10, 17, 30, 100])
 def test_targets_are_the_inputs_shifted_by_one(n):
     b = batches(n)
-    for step in range(30):
+    seen: set[int] = set()
+    for step in range(100):
         x, y = b.rows(step, 0, 1)
         assert x.shape == y.shape == (4, 8)
         assert x.dtype == y.dtype == torch.int64
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert torch.equal(y, x + 1)
         assert int(y.max()) < n
-
-
-@pytest.mark.parametrize("n", [9, 17, 30, 100])
-def test_all_but_the_last_few_characters_are_trained_on(n):
-    b = batches(n)
-    seen = {i for step in range(100) for i in b.rows(step, 0, 1)[0].flatten().tolist()}
+        seen.update(x.flatten().tolist())
+    # All but the last few characters are trained on.
     assert seen == set(range(len(seen)))
     assert n - len(seen) <= b.block_size
-
-
-def test_training_never_touches_the_validation_part(tmp_path):
-    corpus = corpus_of(write(tmp_path / "a.txt", "a" * 900 + "b" * 100))
-    b = Batches(corpus.train, Config(block_size=8, batch_size=4), torch.device("cpu"))
-    a = characters(corpus.tokenizer).index("a")
-    for step in range(200):
-        x, y = b.rows(step, 0, 1)
-        assert bool((x == a).all()) and bool((y == a).all())
-
-
-def test_a_failed_read_of_text_names_the_file(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.txt", STRANGE)
-    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "no answer")))
-    with pytest.raises(DataError, match=f"{path}: no answer"):
-        corpus_of(path)
