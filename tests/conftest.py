@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 import warm
 
 ROOT = Path(__file__).parent.parent
+
+making_finished: list[Path] = []  # its home, meanwhile
 
 # As many tests run side by side as there are cores.
 torch.set_num_threads(1)
@@ -47,15 +50,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick(pytestconfig):
-    """With --quick, skips a test when it starts a process, directly or through a fixture."""
+    """With --quick, skips a test when it starts a process, directly or through a fixture.
 
-    def skip(*_: Any, **__: Any) -> None:
-        pytest.skip("it starts a process")
+    The one job of `finished` is made, since so many tests look at it.
+    """
+    start, end = subprocess.Popen.__init__, subprocess.Popen.__del__
+
+    def skip(process: Any, *arguments: Any, **options: Any) -> None:
+        if not making_finished:
+            pytest.skip("it starts a process")
+        start(process, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("--quick"):
             patch.setattr("subprocess.Popen.__init__", skip)
-            patch.setattr("subprocess.Popen.__del__", lambda self: None)
+            patch.setattr(
+                "subprocess.Popen.__del__", lambda self: hasattr(self, "returncode") and end(self)
+            )
         yield
 
 
@@ -117,7 +128,7 @@ def text_file(text, tmp_path_factory):
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch, pytestconfig):
     """An empty home for the launcher, in this process too; jobs that are left are killed."""
     path = tmp_path / "home"
     for name in list(os.environ):
@@ -128,7 +139,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("launcher.local.backend.subprocess", warm.replacing(warm.Process))
     yield path
-    if (path / "jobs").exists():
+    if (path / "jobs").exists() and not pytestconfig.getoption("--quick"):
         launching.kill_below(path)
 
 
@@ -151,7 +162,9 @@ def finished(tmp_path_factory, text_file):
 
     def build(directory: Path) -> tuple[Path, str]:
         home = directory / "home"
+        making_finished.append(home)
         ran = launching.command(*launching.launching(data=text_file), home=home)
+        making_finished.clear()
         assert ran.code == 0, ran.err
         return home, ran.out.strip()
 

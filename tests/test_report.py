@@ -17,7 +17,7 @@ import pytest
 from launching import Finished
 from test_curves import file_rows
 
-from launcher.curve import Curve
+from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
 from launcher.views.page import page
 from launcher.views.report import Report, Run, compare
@@ -89,11 +89,6 @@ def test_a_hostile_sample_is_inert(job, text_of):
     assert "<img" not in re.sub(r"(?s)<script>.*?</script>", "", text)
 
 
-def test_a_hyperparameter_may_have_any_name():
-    runs = [made_up(f"run-{n}", "characters", n, n, **{"x:Q": n}) for n in (1, 2, 3)]
-    assert '<div id="by-x:Q"' in page(compare(runs))
-
-
 def test_a_hostile_name_is_inert_in_the_data():
     run = replace(made_up("a", "characters", 1.0, 1.0), label="</script><b>")
     text = page(Report([run], [], False))
@@ -111,9 +106,9 @@ def test_differences_come_first_and_the_best_on_top(job, text_of):
 
 
 def test_three_runs_are_plotted_by_what_varies():
-    runs = [made_up(f"j{n}", "characters", n, n, dropout=n / 10, seed=n) for n in (1, 2, 3)]
-    assert compare(runs).varied == ["dropout"]
-    assert '<div id="by-dropout"' in page(compare(runs))
+    runs = [made_up(f"j{n}", "characters", n, n, **{"x:Q": n, "seed": n}) for n in (1, 2, 3)]
+    assert compare(runs).varied == ["x:Q"]  # which may have any name
+    assert '<div id="by-x:Q"' in page(compare(runs))
     assert compare(runs[:2]).varied == []
 
 
@@ -122,40 +117,19 @@ def test_several_seeds_have_a_mean_and_a_spread():
     made = (made_up(f"{p}{n}", "characters", loss, 1, dropout=p, seed=n) for p, n, loss in settings)
     text = page(compare([*made]))
     table = text[text.index("Over the seeds") :].partition("</table>")[0]
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
-    assert cells == [
-        "0.2",
-        "2.3750",
-        "2.2500",
-        "2.5000",
-        "2",
-        "0.1",
-        "2.5000",
-        "2.0000",
-        "3.0000",
-        "2",
-    ]
+    cells = " ".join(re.findall(r"<td[^>]*>([^<]*)</td>", table))
+    assert cells == "0.2 2.3750 2.2500 2.5000 2 0.1 2.5000 2.0000 3.0000 2"
     assert "Over the seeds" not in page(compare([made_up("a", "characters", 1, 1)]))
 
 
-def test_a_continued_run_differs_in_nothing_by_that():
+def test_resume_is_no_difference_and_its_pause_no_time():
     one = made_up("a", "characters", 1, 1)
     assert compare([one, replace(one, job=TrainingJob(data="/data", resume="b"))]).differing == []
-
-
-def test_the_pause_before_a_continued_run_is_no_wall_time():
-    rows: list[dict[str, Any]] = [
-        {"step": n, "time": t} for n, t in enumerate((100, 110, 550, 560))
-    ]
-    one = made_up("a", "characters", 1, 1)
+    rows: list[Row] = [{"step": n, "time": t} for n, t in enumerate((100, 110, 550, 560))]
     one = replace(one, curve=Curve("a", "", rows))
-    assert replace(one, description=replace(one.description, started=90)).times == [
-        10,
-        20,
-        460,
-        470,
-    ]
-    assert replace(one, description=replace(one.description, started=540)).times == [0, 10, 20, 30]
+    for started, times in ((90, [10, 20, 460, 470]), (540, [0, 10, 20, 30])):
+        description = replace(one.description, started=started)
+        assert replace(one, description=description).times == times
 
 
 def test_two_tokenizers_are_compared_by_bits_per_byte():
@@ -177,7 +151,7 @@ def test_the_command_repeats_the_job_without_its_secrets():
     )
     command = replace(made_up("a", "characters", 1, 1), job=job).command
     options = "--instance ml.g5.xlarge --data /data --spot --environment KEY=... --set max_steps=5"
-    assert " ".join(command.replace("\\", "").split()) == f"sm-nanogpt launch {options}"
+    assert command.replace("\\", "").split() == f"sm-nanogpt launch {options}".split()
 
 
 def test_a_running_job_is_reported_so_far(job, text_of):
@@ -185,7 +159,8 @@ def test_a_running_job_is_reported_so_far(job, text_of):
     with (job.directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         text = text_of(job.job_id)
-    assert "is still running: this report shows its first 10 of 10 steps." in text
+    assert "still running" in text
+    assert "10 of 10 steps" in text
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -199,14 +174,10 @@ def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
     assert Path("pipe").is_fifo()
 
 
-def test_a_job_without_rows_is_one_line(job, cli):
+def test_a_report_needs_a_curve_and_its_packages(job, cli, monkeypatch):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("report", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
-
-
-def test_a_missing_package_names_the_extra(cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    ran = cli("report", "latest")
-    assert ran.code == 2
-    assert ran.error.endswith("pip install -c constraints.txt -e '.[report]'")
+    ran = cli("report", job.job_id)
+    assert (ran.code, ran.error.endswith("'.[report]'")) == (2, True)

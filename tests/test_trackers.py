@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -15,7 +14,9 @@ from typing import Any
 import launching
 import pytest
 from launching import Finished
+from numpy import float32
 from tensorboard.backend.event_processing import plugin_event_accumulator as event_accumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from test_sagemaker import TAGGED
 
@@ -37,13 +38,6 @@ def rows(job: Finished) -> list[Row]:
     return [json.loads(line) for line in curve_file(job).read_text().splitlines()]
 
 
-def expected(rows: list[Row]) -> Points:
-    return {
-        tag: [(int(row["step"]), float(row[name])) for row in rows if name in row]
-        for tag, name in TAGS.items()
-    }
-
-
 def events(place: Path) -> Any:
     return event_accumulator.EventAccumulator(str(place)).Reload()
 
@@ -57,57 +51,47 @@ def drawn(place: Path) -> Points:
     }
 
 
-def runs(uri: str) -> Any:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("sm-nanogpt")
-    assert experiment is not None
-    return client, client.search_runs([experiment.experiment_id])
-
-
 def same(found: Points, rows: list[Row]) -> bool:
-    """Whether the points are those of the rows, in their order, up to the digits of a float32."""
-    wanted = expected(rows)
-    return found.keys() == wanted.keys() and all(
-        [step for step, _ in found[tag]] == [step for step, _ in wanted[tag]]
-        and all(
-            math.isclose(a, b, rel_tol=1e-6)
-            for (_, a), (_, b) in zip(found[tag], wanted[tag], strict=True)
-        )
-        for tag in wanted
-    )
+    """Whether the points are those of the rows, in their order."""
+    return found == {
+        tag: [(int(row["step"]), float(float32(row[name]))) for row in rows if name in row]
+        for tag, name in TAGS.items()
+    }
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory):
-    """An empty database of MLflow, which takes seconds to make."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
+@pytest.fixture(autouse=True)
+def first_files(monkeypatch):
+    """The event files of a test are the first of their process. A number ends their names, and
+    TensorBoard sorts those of one second as text, 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
-def tracked(cli, tmp_path):
+def tracked(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
     return partial(cli, "track", "--tensorboard", str(tmp_path / "runs"))
 
 
-def test_each_row_is_there_once_also_when_tracked_twice(job, tracked, tmp_path):
-    for _ in range(2):
+@pytest.fixture
+def launched(cloud, cli, text_file):
+    """Launches a job on SageMaker that logs rows at the given seconds; returns its id."""
+
+    def launch(*rows: tuple[float, str]) -> str:
+        log = [(after, "algo-1", f"{TAGGED}{row}") for after, row in rows]
+        cloud.sagemaker.next_script = {"log": log}
+        words = ("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file))
+        return str(cli(*words).out.strip())
+
+    return launch
+
+
+def test_each_row_is_drawn_once_however_often_tracked(job, tracked, tmp_path):
+    file, whole = curve_file(job), curve_file(job).read_text()
+    for text in (whole.splitlines(keepends=True)[0], whole, whole):
+        file.write_text(text)
         ran = tracked("latest")
         assert (ran.code, ran.out) == (0, f"{tmp_path / 'runs' / job.job_id}\n"), ran.err
         assert same(drawn(tmp_path / "runs" / job.job_id), rows(job))
-
-
-def test_a_job_tracked_half_way_gets_the_rest(job, tracked, tmp_path):
-    file, whole = curve_file(job), curve_file(job).read_text()
-    file.write_text(whole.splitlines(keepends=True)[0])
-    tracked(job.job_id)
-    file.write_text(whole)
-    tracked(job.job_id)
-    assert same(drawn(tmp_path / "runs" / job.job_id), rows(job))
 
 
 def test_a_named_pipe_among_the_event_files_hangs_nothing(job, tracked, tmp_path):
@@ -133,12 +117,16 @@ def test_tensorboard_has_times_hparams_and_samples(job, tracked, tmp_path):
     assert hparams["precision"].string_value == "float32"
 
 
-def test_the_example_sends_a_curve_to_mlflow(job, database):
+def test_the_example_sends_a_curve_to_mlflow(job, tmp_path):
+    from mlflow import MlflowClient
     from to_mlflow import send
 
-    uri = f"sqlite:///{database}"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
     send(job.job_id, uri)
-    client, (run,) = runs(uri)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("sm-nanogpt")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == (job.job_id, "FINISHED")
     assert run.data.params["n_embd"] == "32"
     history = client.get_metric_history(run.info.run_id, "val_loss")
@@ -175,51 +163,39 @@ def test_a_row_of_a_log_gets_the_time_it_was_first_seen():
     assert with_times(curve, ended, {}).rows[0]["time"] == 9e8 + 1
 
 
-def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
+def test_following_adds_rows_until_the_job_ends(home, text_file, cli, tracked, tmp_path):
     words = launching.launching("--detach", data=text_file, max_steps=30)
     job_id = cli(*words).out.strip()
-    ran = cli("track", job_id, "--tensorboard", str(tmp_path / "runs"), "--follow")
-    assert ran.code == 0, ran.err
+    ran = tracked(job_id, "--follow")
+    assert (ran.code, ran.err) == (0, f"{job_id}: 6 rows to step 30; Completed\n")
     assert same(drawn(tmp_path / "runs" / job_id), rows(Finished(home, job_id)))
-    assert ran.err == f"{job_id}: 6 rows to step 30; Completed\n"
 
 
-def test_a_job_on_sagemaker_gets_all_digits_at_its_end(
-    cloud, s3, cli, text_file, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
-    cloud.sagemaker.next_script = {"log": [(-2, "algo-1", f"{TAGGED}step=5/10 val_loss=2.5")]}
-    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
-    words = ("track", job_id, "--tensorboard", str(tmp_path / "runs"))
-    assert cli(*words).code == 0
+def test_a_job_on_sagemaker_gets_all_digits_at_its_end(launched, s3, tracked, tmp_path):
+    job_id = launched((-2, "step=5/10 val_loss=2.5"))
+    assert tracked(job_id).code == 0
     assert events(tmp_path / "runs" / job_id).Tensors("loss/val")[0].step == 5
     rows = b'{"step": 5, "val_loss": 2.5000123, "time": 9e8}\n{"step": 10, "val_loss": 2.25}\n'
     checkpoints = f"s3://{s3.bucket}/some/prefix/checkpoints/{job_id}"
     storage.write_bytes(f"{checkpoints}/metrics-00000001.jsonl", rows)
-    ran = cli(*words, "--follow")
+    ran = tracked(job_id, "--follow")
     assert ran.code == 0, ran.err
     points = events(tmp_path / "runs" / job_id).Tensors("loss/val")
-    assert [(p.step, round(make_ndarray(p.tensor_proto).item(), 6)) for p in points] == [
-        (5, 2.500012),
-        (10, 2.25),
-    ]
+    found = [(p.step, round(make_ndarray(p.tensor_proto).item(), 6)) for p in points]
+    assert found == [(5, 2.500012), (10, 2.25)]
     assert points[0].wall_time == 9e8
 
 
-def test_following_asks_for_each_part_of_a_log_once(cloud, cli, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(track, "POLL_SECONDS", 0.1)
-    log = [(i / 5 - 2, "algo-1", f"{TAGGED}step={i + 1}/9 val_loss=2") for i in range(9)]
-    cloud.sagemaker.next_script = {"log": log}
-    job_id = cli("launch", "--instance", "ml.g5.xlarge", "--data", str(text_file)).out.strip()
-    ran = cli("track", job_id, "--tensorboard", str(tmp_path / "runs"), "--follow")
+def test_following_asks_for_each_part_of_a_log_once(cloud, launched, tracked):
+    job_id = launched(*[(i / 5 - 2, f"step={i + 1}/9 val_loss=2") for i in range(9)])
+    ran = tracked(job_id, "--follow")
     assert ran.code == 0, ran.err
     assert f"{job_id}: " in ran.err
     asked = [body for operation, body in cloud.calls if operation == "GetLogEvents"]
     assert len([body for body in asked if "nextToken" not in body]) == 1
 
 
-def test_a_missing_library_is_named_with_its_install_command(job, cli, monkeypatch):
+def test_a_missing_library_names_its_install_command(job, cli, monkeypatch):
     for loaded in [each for each in sys.modules if each.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
