@@ -48,6 +48,12 @@ from pathlib import Path
 here = Path(__file__).parent
 (here / "train.bin").write_text((here / "input.txt").read_text(encoding="utf-8"), encoding="utf-8")
 """
+STUBS = {
+    "train.py": STUB_TRAIN,
+    "configurator.py": "",
+    "config/some.py": "",
+    "data/shakespeare_char/prepare.py": STUB_PREPARE,
+}
 
 
 @pytest.fixture
@@ -56,18 +62,6 @@ def measure(monkeypatch):
     import measure
 
     return measure
-
-
-@pytest.fixture
-def nanogpt(tmp_path):
-    """A stand-in for a checkout of nanoGPT."""
-    root = tmp_path / "nanogpt"
-    (root / "data" / "shakespeare_char").mkdir(parents=True)
-    (root / "config").mkdir()
-    (root / "configurator.py").touch()
-    (root / "train.py").write_text(STUB_TRAIN)
-    (root / "data" / "shakespeare_char" / "prepare.py").write_text(STUB_PREPARE)
-    return root
 
 
 def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -91,24 +85,14 @@ def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     assert found["machine"]["command"] in ran.stdout
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_at_once(text_file):
-    ran = run("tutorials/processes", "--text", text_file, "--quick", "--plot", "curves.pdf")
-    assert ran.returncode == 2
-    assert ran.stderr == "error: argument --plot: curves.pdf: must end in .png or .svg\n"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_a_command_that_can_be_copied(name):
     ran = run(name, "--help")
     assert f"python examples/{name}.py --text input.txt" in ran.stdout
 
 
-def gpu(out: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return run("benchmarks/gpu", "--smoke", "--out", out, *words)
-
-
 def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, text_file):
-    ran = gpu(tmp_path, "--text", text_file)
+    ran = run("benchmarks/gpu", "--smoke", "--out", tmp_path, "--text", text_file)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert summary in ran.stdout
@@ -122,7 +106,8 @@ def test_all_stages_for_a_gpu_run_on_a_cpu(tmp_path, text_file):
 def test_a_failed_stage_does_not_stop_the_next(tmp_path):
     text = tmp_path / "text"
     text.write_text("too short")
-    ran = gpu(tmp_path / "out", "--text", text, "ladder", "sampling")
+    where = ("--out", tmp_path / "out", "--text", text)
+    ran = run("benchmarks/gpu", "--smoke", *where, "ladder", "sampling")
     assert ran.returncode == 1
     assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["ladder", "sampling"]
 
@@ -172,7 +157,11 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
     assert {config.device for config in runs} >= {"cuda"}
 
 
-def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, nanogpt):
+def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, tmp_path):
+    nanogpt = tmp_path / "nanogpt"
+    for name, content in STUBS.items():
+        (nanogpt / name).parent.mkdir(parents=True, exist_ok=True)
+        (nanogpt / name).write_text(content)
     before = sorted(nanogpt.rglob("*"))
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--nanogpt", nanogpt)
     assert ran.returncode == 0, ran.stderr
@@ -181,19 +170,18 @@ def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, nanogpt):
     assert sorted(nanogpt.rglob("*")) == before
 
 
-def test_nanogpts_time_excludes_steps_with_an_evaluation(measure):
+def test_nanogpts_time_excludes_evaluations(measure):
     import trainers
 
-    said = [
-        "step 0: train",
-        "iter 0: a",
-        "iter 10: b",
-        "step 20: train",
-        "iter 20: c",
-        "iter 30: d",
-    ]
-    moments = [0.0, 5.0, 6.0, 8.0, 9.0, 11.0]
-    found = trainers.seconds_of_iteration(zip(moments, said, strict=True))
+    said = {
+        0.0: "step 0: train",
+        5.0: "iter 0: a",
+        6.0: "iter 10: b",
+        8.0: "step 20: train",
+        9.0: "iter 20: c",
+        11.0: "iter 30: d",
+    }
+    found = trainers.seconds_of_iteration(said.items())
     assert found == pytest.approx((1.0 + 2.0) / 20)
 
 
@@ -205,29 +193,28 @@ def test_a_text_that_arrives_in_one_piece_has_no_rate(measure):
         sampling.our_rate(at_once, 1, 40)
 
 
-def test_a_failed_runs_message_is_the_one_line_of_error(text_file):
+def test_a_failed_run_gives_its_own_error(text_file):
     ran = run("benchmarks/throughput", "--text", text_file, "--quick", "--ours=--n_layers 3")
     assert ran.returncode == 1
-    assert "did you mean n_layer?" in ran.stderr.splitlines()[-1]
-    assert ran.stderr.splitlines()[-1].startswith("error: ")
+    *_, last = ran.stderr.splitlines()
+    assert last.startswith("error: ")
+    assert "did you mean n_layer?" in last
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("name", "words", "said"),
     [
-        (("--text", "nowhere.txt"), "no such file"),
-        (("--text", __file__, "--ours=--foo"), "must be pairs of --name value"),
-        (("--text", __file__, "--nanogpt", "."), "not a checkout of nanoGPT"),
-        (("--text", __file__, "--json", "nowhere/found.json"), "missing or cannot be written"),
+        ("benchmarks/throughput", "--text nowhere.txt", "nowhere.txt"),
+        ("benchmarks/throughput", "--text input.txt --ours=--foo", "--name value"),
+        ("benchmarks/throughput", "--text input.txt --nanogpt .", "checkout of nanoGPT"),
+        ("benchmarks/throughput", "--text input.txt --json nowhere/found.json", "nowhere"),
+        ("tutorials/processes", "--text input.txt --plot curves.pdf", ".png or .svg"),
     ],
 )
-def test_invalid_options_are_refused_before_measuring(tmp_path, words, said):
-    ran = subprocess.run(
-        [sys.executable, BENCHMARKS / "throughput.py", *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+def test_invalid_options_are_refused_before_measuring(tmp_path, monkeypatch, name, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("a text")
+    ran = run(name, *words.split())
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1
@@ -239,9 +226,9 @@ def test_a_busy_machine_is_refused_in_one_line(measure, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         measure.wait_until_quiet(-1)
     assert exit.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: the load average is 3.50, not under 1; wait, or pass --anyway\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "3.50" in line and "--anyway" in line
 
 
 def test_ratios_compare_figures_of_the_same_round(measure):

@@ -100,15 +100,12 @@ def test_each_shown_command_parses(page, tmp_path, monkeypatch):
         parse(cli, words)
 
 
-def test_a_shown_command_with_an_unknown_option_fails():
+def test_shown_commands_are_found_and_checked():
+    found = {words[0] for words in shown_commands(ROOT / "README.md")}
+    assert found >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
     (words,) = commands("A=1 job_id=$(sm-nanogpt launch --instnce local) && echo  # why")
     with pytest.raises(click.NoSuchOption):
         parse(cli, words)
-
-
-def test_the_commands_of_the_readme_are_found():
-    found = {words[0] for words in shown_commands(ROOT / "README.md")}
-    assert found >= {"upload-data", "launch", "fetch-and-sample", "infra", "doctor", "logs"}
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name_of)
@@ -118,21 +115,12 @@ def test_each_named_option_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_each_set_names_a_hyperparameter(page):
+def test_each_named_setting_and_import_exists(page):
     assert set(re.findall(r"--set ([a-z]\w*)", page.read_text("utf-8"))) <= HYPERPARAMETERS
-
-
-@pytest.mark.parametrize("page", MANUAL, ids=name_of)
-def test_each_shown_setting_exists(page):
-    known = HYPERPARAMETERS | set(Settings.model_fields)
     for block in blocks(page, "toml"):
-        assert set(tomllib.loads(block)) <= known
+        assert set(tomllib.loads(block)) <= HYPERPARAMETERS | set(Settings.model_fields)
     variables = re.findall(r"\bSM_NANOGPT_([A-Z_]+)", prose(page))
     assert {name.lower() for name in variables} <= {*Settings.model_fields, "name"}
-
-
-@pytest.mark.parametrize("page", MANUAL, ids=name_of)
-def test_each_name_imported_from_launcher_exists(page):
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module == "launcher":
@@ -156,25 +144,20 @@ def rows(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_names_for_users_of_nanogpt_exist():
+def test_the_table_for_users_of_nanogpt_is_complete():
     options = option_names(cli)
-    for cells in rows(NANOGPT):
-        for span in CODE.findall(cells[1]):
-            if span.startswith("--"):
-                assert span in options
-            elif span.startswith("sm-nanogpt"):
-                for words in commands(span):
-                    parse(cli, words)
-            else:
-                assert span in HYPERPARAMETERS
-
-
-def test_each_hyperparameter_stands_beside_nanogpts():
     named = {span for cells in rows(NANOGPT) for span in CODE.findall(cells[1])}
     assert named >= HYPERPARAMETERS
+    for span in named - HYPERPARAMETERS:
+        if span.startswith("--"):
+            assert span in options
+        else:
+            assert span.startswith("sm-nanogpt")
+            for words in commands(span):
+                parse(cli, words)
 
 
-def test_names_of_the_architecture_are_defined_in_its_files():
+def test_architecture_names_exist_in_their_files():
     for cells in rows(ARCHITECTURE):
         for place in CODE.findall(cells[0]):
             assert (ROOT / place).is_file(), place

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
 import torch
-from runs import SMALL, metrics, run, words
+from runs import SMALL, Ended, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
 from entry_point.config import make_config
@@ -18,19 +20,15 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
-from launcher.models import engine
 from launcher.text import tokens
 from launcher.text.corpus import find_text
-
-PANGRAMS = (
-    "The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.\n" * 40
-)
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "pangrams.txt"
-    path.write_text(PANGRAMS)
+    pangrams = "The quick brown fox jumps over the lazy dog.\nPack my box with five liquor jugs.\n"
+    path.write_text(pangrams * 40)
     return path
 
 
@@ -77,6 +75,17 @@ def loaded(directory: Path) -> GPT:
     return model
 
 
+def encode(documents: Path, byte_pairs: tokens.Words, out: Path) -> None:
+    out.mkdir()
+    files = find_text(documents, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), byte_pairs, out)
+
+
+def without_shape(values: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters without those that the initial model prescribes."""
+    return {name: value for name, value in values.items() if not name.startswith("n_")}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
     theirs = publish(tmp_path, byte_pairs, tie_word_embeddings=tied)
@@ -94,36 +103,14 @@ def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
-def test_greedy_text_of_a_published_model_equals_plain_loop(tmp_path, byte_pairs):
-    publish(tmp_path, byte_pairs)
-    model = loaded(tmp_path).eval()
-    prompt = torch.arange(12).view(6, 2)  # enough of them for the engine's own attention
-    ours = torch.stack(list(engine.generate(model, prompt, 40, temperature=0)))
-    plain = torch.stack(list(engine.generate_plainly(model, prompt, 40, temperature=0)))
-    assert torch.equal(ours, plain)
-
-
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_published_model_is_trained_and_published_again(
-    documents, byte_pairs, tmp_path, processes
-):
+def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, tmp_path, processes):
     import transformers
 
     publish(tmp_path / "qwen", byte_pairs)
-    (tmp_path / "data").mkdir()
-    files = find_text(documents, tokens.is_text)
-    tokens.encode(files, tokens.survey(files), byte_pairs, tmp_path / "data")
-    values = {name: value for name, value in SMALL.items() if not name.startswith("n_")}
-    ended = run(
-        words(
-            data=tmp_path / "data",
-            init_from=tmp_path / "qwen",
-            out=tmp_path / "out",
-            processes=processes,
-            **values,
-        ),
-        cwd=tmp_path,
-    )
+    encode(documents, byte_pairs, tmp_path / "data")
+    where = {"data": tmp_path / "data", "init_from": tmp_path / "qwen", "out": tmp_path / "out"}
+    ended = run(words(**where, processes=processes, **without_shape(SMALL)), cwd=tmp_path)
     assert ended.status == 0, ended.output
     first, *_, last = metrics(tmp_path / "out/output")
     assert first["step"] == 0
@@ -141,24 +128,23 @@ def test_a_published_model_is_trained_and_published_again(
 @pytest.mark.parametrize(
     "values, refused",
     [
-        ({"model_type": "llama"}, "model_type='llama'; this script computes only 'qwen3'"),
+        ({"model_type": "llama"}, "model_type='llama'"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
         ({"quantization_config": {}}, "quantization_config={}"),
-        ({"hidden_size": 0.5}, "n_embd=0.5: must be a whole number"),
-        ({"num_key_value_heads": 3}, "n_head=4 cannot share n_kv_head=3 evenly"),
+        ({"hidden_size": 0.5}, "n_embd=0.5"),
+        ({"num_key_value_heads": 3}, "n_kv_head=3"),
     ],
 )
-def test_an_unsupported_model_feature_is_refused_by_name(tmp_path, byte_pairs, values, refused):
+def test_unsupported_model_features_are_named(tmp_path, byte_pairs, values, refused):
     publish(tmp_path, byte_pairs)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(refused)):
         make_config(starting_values(tmp_path, {}))
-    assert refused in str(error.value)
 
 
 def test_a_model_with_masked_documents_stays_so(tmp_path, byte_pairs):
@@ -170,56 +156,48 @@ def test_a_model_with_masked_documents_stays_so(tmp_path, byte_pairs):
     assert starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path):
+def test_an_initial_model_has_a_config_json(tmp_path):
     with pytest.raises(DataError, match=r"config\.json: No such file"):
         starting_values(tmp_path, {})
 
 
-def test_a_hyperparameter_unlike_the_models_is_refused(tmp_path, byte_pairs):
+def test_the_model_prescribes_hyperparameters(tmp_path, byte_pairs):
     publish(tmp_path, byte_pairs)
-    with pytest.raises(ConfigError, match=r"n_layer=3: the initial model has 2"):
+    with pytest.raises(ConfigError, match="n_layer=3: the initial model has 2"):
         starting_values(tmp_path, {"n-layer": "3"})
     values = starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
     assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
 
 
+NORM = "model.norm.weight"
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors, _ = read_safetensors(file)
+    change(tensors)
+    write_safetensors(file, tensors, {})
+
+
 @pytest.mark.parametrize(
     "damage, error",
     [
-        ("missing", "No such file"),
-        ("damaged", "is damaged"),
-        ("vast header", "its header has 16,777,217 bytes"),
-        ("no map", "its weight_map is missing"),
-        ("elsewhere", "'../model.safetensors' is no plain name"),
-        ("whole numbers", r"model\.norm\.weight is of torch\.int32"),
+        (lambda file, index: file.unlink(), "No such file"),
+        (lambda file, index: file.write_bytes(file.read_bytes()[:-1]), "is damaged"),
+        (lambda file, index: file.write_bytes(b"\1\0\0\1" + bytes(1 << 25)), "16,777,217 bytes"),
+        (lambda file, index: index.write_text("{}"), "weight_map"),
+        (lambda file, index: index.write_text(index.read_text().replace("model-", "../")), "'../"),
         (
-            "other",
-            r"model\.norm\.weight is nothing in the initial model and \[64\] in this script",
+            lambda file, index: change_tensors(file, lambda t: t.update({NORM: t[NORM].int()})),
+            f"{NORM} is of torch.int32",
         ),
+        (lambda file, index: change_tensors(file, lambda t: t.pop(NORM)), f"{NORM} is nothing"),
     ],
+    ids=["missing", "cut", "vast header", "no map", "elsewhere", "whole numbers", "other name"],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path, byte_pairs, damage, error):
     publish(tmp_path, byte_pairs)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    file = tmp_path / index["weight_map"]["model.norm.weight"]
-    if damage == "missing":
-        file.unlink()
-    elif damage == "damaged":
-        file.write_bytes(file.read_bytes()[:-1])
-    elif damage == "vast header":
-        length = (1 << 24) + 1
-        file.write_bytes(length.to_bytes(8, "little") + b" " * length)
-    elif damage == "no map":
-        (tmp_path / "model.safetensors.index.json").write_text("{}")
-    elif damage == "elsewhere":
-        index["weight_map"]["model.norm.weight"] = "../model.safetensors"
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    else:
-        tensors, _ = read_safetensors(file)
-        weight = tensors.pop("model.norm.weight")
-        if damage == "whole numbers":
-            tensors["model.norm.weight"] = weight.int()
-        write_safetensors(file, tensors, {})
+    index = tmp_path / "model.safetensors.index.json"
+    damage(tmp_path / json.loads(index.read_text())["weight_map"][NORM], index)
     with pytest.raises((FormatError, TrainingError), match=error):
         loaded(tmp_path)
 
@@ -227,35 +205,27 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, byte_pairs, damage, error
 # -- from a model of characters --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(text, tmp_path_factory):
-    """The directory of a run of characters."""
-    base = tmp_path_factory.mktemp("trained")
-    (base / "input.txt").write_text(text[:100_000])
-    small = {**SMALL, "max_steps": 60, "eval_interval": 60}
-    ended = run(words(data=base / "input.txt", out=base / "out", **small), cwd=base)
-    assert ended.status == 0, ended.output
-    return base / "out"
+@pytest.fixture
+def start(finished):
+    return finished.directory / "hosts/algo-1/model"
 
 
-def tune(trained: Path, text: str, out: Path, **values: Any) -> Any:
+def tune(start: Path, text: str, out: Path, **values: Any) -> Ended:
     file = out.with_suffix(".txt")
     file.write_text(text)
-    small = {name: value for name, value in SMALL.items() if not name.startswith("n_")}
-    start = trained / "model"
-    given = {**small, "block_size": 32, "max_steps": 6, **values}
+    given = {**without_shape(SMALL), "block_size": 32, "max_steps": 6, **values}
     return run(words(data=file, init_from=start, out=out, **given), cwd=out.parent)
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("muon", 0.005), ("adamw", 0.001)])
-def test_the_tuning_rate_of_muon_is_not_for_adamw(trained, optimizer, rate):
-    values = starting_values(trained / "model", {"optimizer": optimizer})
+def test_the_tuning_rate_of_muon_is_not_for_adamw(start, optimizer, rate):
+    values = starting_values(start, {"optimizer": optimizer})
     assert make_config(values).learning_rate == rate
 
 
-def test_an_initial_model_of_words_is_refused(trained, text, tmp_path):
-    shutil.copytree(trained, tmp_path / "words")
-    file = tmp_path / "words/model/tokenizer.json"
+def test_an_initial_model_of_words_is_refused(start, text, tmp_path):
+    shutil.copytree(start, tmp_path / "words")
+    file = tmp_path / "words/tokenizer.json"
     document = json.loads(file.read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["word"] = vocabulary.pop("a")
@@ -265,78 +235,55 @@ def test_an_initial_model_of_words_is_refused(trained, text, tmp_path):
     assert ended.output.startswith("DataError: the initial model has words")
 
 
-def test_step_0_is_the_model_as_it_was(trained, text, tmp_path):
-    ended = tune(trained, text[:100_000], tmp_path / "out", log_interval=2, eval_interval=2)
+def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
+    ended = tune(start, text, tmp_path / "out", eval_windows=32, precision="float32")
     assert ended.status == 0, ended.output
     first = metrics(tmp_path / "out/output")[0]
-    before = json.loads((trained / "model/training.json").read_text())
+    before = json.loads((start / "training.json").read_text())
     assert first["step"] == 0
     assert first["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
     assert first["val_loss"] == first["best_loss"]
 
 
-def test_a_text_of_fewer_characters_keeps_their_ids(trained, tmp_path):
-    ended = tune(trained, "to be or not to be, that is the question\n" * 99, tmp_path / "out")
-    assert ended.status == 0, ended.output
-    tokenizers = [
-        json.loads((out / "model/tokenizer.json").read_text())
-        for out in (trained, tmp_path / "out")
-    ]
-    assert tokenizers[0] == tokenizers[1]
+def test_data_unlike_the_initial_model_is_refused(start, documents, byte_pairs, tmp_path):
+    (tmp_path / "strange.txt").write_text("hōllo wūrld\n" * 99)
+    encode(documents, byte_pairs, tmp_path / "tokens")
+    for data, named in (("strange.txt", ": 'ō', 'ū'"), ("tokens", "upload-data --tokenizer")):
+        where = {"data": tmp_path / data, "init_from": start, "out": tmp_path / "out"}
+        ended = run(words(**where), cwd=tmp_path)
+        assert ended.status == 2
+        assert ended.last_line.startswith("DataError: ")
+        assert named in ended.last_line
 
 
-def test_characters_that_the_model_lacks_are_listed(trained, tmp_path):
-    ended = tune(trained, "héllo wörld\n" * 99, tmp_path / "out")
-    assert ended.status == 2
-    assert ended.last_line == (
-        "DataError: the text has 2 characters that the initial model does not know: 'é', 'ö'"
-    )
-
-
-def test_tokens_of_another_tokenizer_are_refused(trained, documents, byte_pairs, tmp_path):
-    (tmp_path / "data").mkdir()
-    files = find_text(documents, tokens.is_text)
-    tokens.encode(files, tokens.survey(files), byte_pairs, tmp_path / "data")
-    ended = run(
-        words(data=tmp_path / "data", init_from=trained / "model", out=tmp_path / "out"),
-        cwd=tmp_path,
-    )
-    assert ended.status == 2
-    assert ended.last_line == (
-        "DataError: the tokens are not those of the initial model; encode the text with its"
-        " tokenizer, by upload-data --tokenizer"
-    )
-
-
-def test_a_resumed_run_keeps_its_characters_and_its_bits(trained, tmp_path):
+def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
     """The text has fewer characters than the model, so their ids are not the text's own."""
     text = "to be or not to be, that is the question\n" * 99
-    whole = tune(trained, text, tmp_path / "whole", max_steps=8)
-    assert whole.status == 0, whole.output
-    half = tune(trained, text, tmp_path / "half", max_steps=8, checkpoint_seconds=0.001)
-    assert half.status == 0, half.output
+    for name in ("whole", "half"):
+        ended = tune(start, text, tmp_path / name, max_steps=8, checkpoint_seconds=0.001)
+        assert ended.status == 0, ended.output
     for name in ("model", "output"):
         shutil.rmtree(tmp_path / "half" / name)
     checkpoints = sorted((tmp_path / "half/checkpoints").glob("checkpoint-*"))
     checkpoints[-1].unlink()
-    again = run(words(resume=tmp_path / "half"), cwd=tmp_path)
-    assert again.status == 0, again.output
-    assert "resumed from the checkpoint of step 7" in again.output
-    files = [tmp_path / name / "model/model.safetensors" for name in ("whole", "half")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    ended = run(words(resume=tmp_path / "half"), cwd=tmp_path)
+    assert ended.status == 0, ended.output
+    assert "resumed from the checkpoint of step 7" in ended.output
+    whole, half = (tmp_path / name / "model" for name in ("whole", "half"))
+    assert (whole / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
+    for model in (whole, half):
+        assert (model / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
 
 
 # -- by launch -------------------------------------------------------------------------------------
 
 
-def test_three_commands_tune_and_sample_a_published_model(
-    documents, byte_pairs, home, cli, tmp_path
-):
+def test_three_commands_tune_a_published_model(documents, byte_pairs, home, cli, tmp_path):
     publish(tmp_path / "qwen", byte_pairs)
     qwen = str(tmp_path / "qwen")
     assert cli("upload-data", str(documents), "--tokenizer", qwen).code == 0
-    values = {name: value for name, value in launching.TINY.items() if not name.startswith("n_")}
-    ran = cli("launch", "--instance", "local", "--init-from", qwen, *launching.sets(**values))
+    how = launching.sets(**without_shape(launching.TINY))
+    ran = cli("launch", "--instance", "local", "--init-from", qwen, *how)
     assert ran.code == 0, ran.err
     sampled = cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300")
     assert sampled.code == 0, sampled.err
@@ -344,33 +291,28 @@ def test_three_commands_tune_and_sample_a_published_model(
     assert json.loads(shown.out)["hyperparameters"]["n_kv_head"] == 2
 
 
-def test_a_launch_refuses_a_text_that_the_model_cannot_encode(job, documents, cli, tmp_path):
-    start = ("launch", "--instance", "local", "--init-from", job.job_id)
-    (tmp_path / "strange.txt").write_text("¡Olé! " * 999)
-    ran = cli(*start, "--data", str(tmp_path / "strange.txt"))
-    assert ran.code == 2
-    assert f"it has characters that {job.job_id} does not know: '¡'" in ran.error
-    uploaded = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "300")
-    ran = cli(*start, "--data", uploaded.out.strip())
-    assert ran.code == 2
-    assert f"its tokens are not those of {job.job_id}; encode the text with" in ran.error
+def test_launch_refuses_text_unlike_the_model(job, documents, byte_pairs, cli, tmp_path):
+    qwen, strange = str(tmp_path / "qwen"), tmp_path / "strange.txt"
+    publish(tmp_path / "qwen", byte_pairs)
+    strange.write_text("¡Olé! " * 999)
+    encoded = cli("upload-data", str(documents), "--tokenizer", qwen).out.strip()
+    for model, data, said in (
+        (job.job_id, str(strange), f"{job.job_id} does not know: '¡'"),
+        (job.job_id, encoded, f"its tokens are not those of {job.job_id}; "),
+        (qwen, str(documents), f"{qwen} takes tokens; "),
+    ):
+        ran = cli("launch", "--instance", "local", "--init-from", model, "--data", data)
+        assert ran.code == 2
+        assert said in ran.error
 
 
-def test_a_model_of_characters_is_tuned_on_text_that_it_encoded(job, text, cli, tmp_path):
+def test_a_character_model_encodes_a_tuning_text(job, text, cli, tmp_path):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": text[5000:9000]}) + "\n")
-    assert cli("upload-data", "other.jsonl", "--tokenizer", job.job_id).code == 0
-    values = {name: value for name, value in launching.TINY.items() if not name.startswith("n_")}
-    how = launching.sets(**{**values, "max_steps": 2})
+    for name in ("latest", job.job_id[-6:], job.job_id):
+        assert cli("upload-data", "other.jsonl", "--tokenizer", name).code == 0
+    how = launching.sets(**{**without_shape(launching.TINY), "max_steps": 2})
     ran = cli("launch", "--instance", "local", "--init-from", job.job_id, *how)
     assert ran.code == 0, ran.err
-
-
-def test_a_text_is_refused_by_a_model_of_tokens(documents, byte_pairs, cli, tmp_path):
-    publish(tmp_path / "qwen", byte_pairs)
-    words = ("--init-from", str(tmp_path / "qwen"), "--data", str(documents))
-    ran = cli("launch", "--instance", "local", *words)
-    assert ran.code == 2
-    assert f"it is text, and {tmp_path / 'qwen'} takes tokens; encode the text with" in ran.error
 
 
 @pytest.mark.parametrize(
@@ -382,21 +324,17 @@ def test_a_text_is_refused_by_a_model_of_tokens(documents, byte_pairs, cli, tmp_
         (("--init-from", "{job}", "--set", "n_layr=3"), "there is no such hyperparameter"),
     ],
 )
-def test_an_impossible_start_is_refused_in_one_line(job, cli, words, error):
+def test_an_impossible_start_is_refused(job, cli, words, error):
     local = () if "--resume" in words else ("--instance", "local")
     ran = cli("launch", *local, *(word.format(job=job.job_id) for word in words))
     assert ran.code == 2
     assert error in ran.error
 
 
-def test_a_resumed_job_keeps_the_model_that_it_started_from(job, cli):
+def test_a_resumed_job_keeps_its_initial_model(job, cli):
     words = ("--instance", "local", "--init-from", job.job_id, *launching.sets(max_steps=4))
-    ran = cli(
-        "launch",
-        *words,
-        "--data",
-        json.loads((job.directory / "job.json").read_text())["job"]["data"],
-    )
+    data = json.loads((job.directory / "job.json").read_text())["job"]["data"]
+    ran = cli("launch", *words, "--data", data)
     assert ran.code == 0, ran.err
     ran = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=6")
     assert ran.code == 0, ran.err
@@ -404,7 +342,7 @@ def test_a_resumed_job_keeps_the_model_that_it_started_from(job, cli):
 
 
 @pytest.mark.usefixtures("cloud")
-def test_a_job_on_sagemaker_reads_the_model_from_a_channel(s3, job, text_file, cli):
+def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli):
     words = ("--instance", "ml.g5.xlarge", "--init-from", job.job_id, "--data", str(text_file))
     ran = cli("launch", *words, "--dry-run")
     assert ran.code == 0, ran.err
@@ -431,10 +369,5 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, text_file, cli, tmp_p
     assert request["HyperParameters"]["n_kv_head"] == "2"
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
     ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
-    assert (ran.code, ran.error) == (2, f"s3://{s3.bucket}/models: no config.json is there")
-
-
-@pytest.mark.parametrize("word", ["latest", "end"])
-def test_a_tokenizer_is_named_by_a_short_job_id(word, job, text_file, cli):
-    short = word if word == "latest" else job.job_id[-6:]
-    assert cli("upload-data", str(text_file), "--tokenizer", short).code == 0
+    assert ran.code == 2
+    assert f"s3://{s3.bucket}/models: no config.json" in ran.error
