@@ -233,7 +233,12 @@ def load_settings(**given: str | None) -> Settings:
         unknown = first["type"] == "extra_forbidden"
         meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
         reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
-        raise InputError(f"{source_of(name, words)}={first['input']!r}: {reason}") from None
+        value = first["input"]
+        huge = (
+            isinstance(value, int) and value.bit_length() > 1 << 13
+        )  # which Python does not print
+        value = "..." if huge else repr(value)
+        raise InputError(f"{source_of(name, words)}={value}: {reason}") from None
     except SettingsError as error:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)

@@ -73,8 +73,6 @@ def upload_data_command(
     wanted = is_plain_text
     if tokenizer:
         from launcher.text.tokens import is_text as wanted
-    elif source.suffix in (".jsonl", ".gz", ".zst"):
-        raise InputError(f"{path}: needs --tokenizer; without it, give plain text")
     find_text(source, wanted)  # report a wrong path before asking AWS
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)

@@ -369,6 +369,9 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
     """
     try:
         if root.is_file():
+            if wanted is is_plain_text and root.suffix in (".jsonl", ".gz", ".zst"):
+                takes = f"`sm-nanogpt upload-data {root} --tokenizer bpe` takes it"
+                raise InputError(f"{root}: is no plain text; {takes}")
             found = [(f"{root.stem}.txt", root)]
         elif not root.exists():
             raise InputError(f"{root}: no such file or directory")
