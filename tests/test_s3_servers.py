@@ -1,4 +1,4 @@
-"""The same bytes there and back, on two S3 servers; one of them verifies signatures."""
+"""What holds of any store: a directory, and two S3 servers; one of them verifies signatures."""
 
 from __future__ import annotations
 
@@ -7,61 +7,74 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import boto3
+import launching
 import pytest
+from runs import free_port
+from s3fs import S3FileSystem
 
-from launcher import InputError, ServiceError
+from launcher import InputError, ServiceError, Settings, upload_data
 from launcher.files import storage
+from launcher.text.corpus import last_upload
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-test"
 SIZE = 3 * storage.PART_BYTES + 12345  # more than one part, and not a whole number of them
+ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
+
+
+class Expecting(list[int]):
+    """A progress hook that records what it is told to expect, and what then came."""
+
+    def __call__(self, n: int) -> None:
+        self.append(n)
+
+    def expect(self, n: int) -> None:
+        assert not self, "it was told too late"
+        self.expected = n
+
+
+def interrupt(_: int) -> None:
+    """A progress hook that ends a write in the middle."""
+    raise OSError("the line is cut")
 
 
 @pytest.fixture(scope="module")
 def rclone(tmp_path_factory):
-    root = tmp_path_factory.mktemp("rclone")
+    root, port = tmp_path_factory.mktemp("rclone"), free_port()
     (root / "bucket").mkdir()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
+    options = (
+        f"--addr=127.0.0.1:{port}",
+        f"--auth-key={KEY},{SECRET}",
+        f"--config={os.devnull}",
+        "--vfs-cache-mode=off",
+    )
     process = subprocess.Popen(
-        [
-            program,
-            "serve",
-            "s3",
-            str(root),
-            f"--addr=127.0.0.1:{port}",
-            f"--auth-key={KEY},{SECRET}",
-            f"--config={os.devnull}",
-            "--vfs-cache-mode=off",
-        ],
+        [program, "serve", "s3", str(root), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def listens() -> bool:
         with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
+            return s.connect_ex(("127.0.0.1", port)) == 0
+
+    launching.until(listens, 30)
     yield f"http://127.0.0.1:{port}"
     process.kill()
     process.wait()
 
 
-@pytest.fixture(params=["moto", "rclone"])
-def store(request, home, monkeypatch):
-    """A bucket's URI on each of the servers in turn."""
-    from s3fs import S3FileSystem
-
-    url = (
-        request.getfixturevalue("emulator").url
-        if request.param == "moto"
-        else request.getfixturevalue("rclone")
-    )
+@pytest.fixture(params=["directory", "moto", "rclone"])
+def store(request, home, monkeypatch, tmp_path):
+    """A store of each kind in turn."""
+    if request.param == "directory":
+        yield storage.to_uri(tmp_path / "some/prefix")
+        return
+    servers = {"moto": lambda: request.getfixturevalue("emulator").url}
+    url = servers.get(request.param, lambda: request.getfixturevalue("rclone"))()
     for name, value in {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": KEY,
@@ -73,23 +86,49 @@ def store(request, home, monkeypatch):
         monkeypatch.setenv(name, value)
     S3FileSystem.clear_instance_cache()
     if request.param == "moto":
-        import boto3
-
         boto3.client("s3").create_bucket(Bucket="bucket")
-    yield "s3://bucket/some/prefix"
+    yield f"s3://bucket/{tmp_path.name}"
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_multipart_file_comes_back_with_the_same_bytes(store, tmp_path):
+def test_a_file_of_many_parts_comes_back(store, tmp_path):
     source = tmp_path / "large.bin"
     source.write_bytes(os.urandom(1 << 20) * (SIZE >> 20) + os.urandom(SIZE % (1 << 20)))
-    told: list[int] = []
-    storage.write_file(source, storage.join(store, "large.bin"), told.append)
-    assert sum(told) == source.stat().st_size
-    told.clear()
-    (there,) = storage.fetch(storage.join(store, "large.bin"), tmp_path / "back", told.append)
+    sent, fetched = Expecting(), Expecting()
+    storage.write_file(source, storage.join(store, "large.bin"), sent)
+    assert sum(sent) == source.stat().st_size
+    assert len(sent) > 2
+    (there,) = storage.fetch(storage.join(store, "large.bin"), tmp_path / "back", fetched)
     assert there.read_bytes() == source.read_bytes()
-    assert sum(told) == source.stat().st_size
+    assert sum(fetched) == fetched.expected == source.stat().st_size
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_file_comes_back_under_its_name(store, tmp_path, name):
+    source, place = tmp_path / "source", storage.join(store, name)
+    source.write_bytes(b"content")
+    storage.write_file(source, storage.join(place, f"{name}.txt"))
+    (copy,) = storage.fetch(place, tmp_path / "back")
+    assert copy == tmp_path / "back" / f"{name}.txt"
+    assert copy.read_bytes() == b"content"
+
+
+def test_files_below_a_prefix_are_listed_and_fetched(store, tmp_path):
+    for name, content in (("b/one.txt", b"1"), ("two.txt", b"22")):
+        storage.write_bytes(storage.join(store, "a", *name.split("/")), content)
+    assert storage.list_files(storage.join(store, "a")) == {"b/one.txt": 1, "two.txt": 2}
+    hook = Expecting()
+    storage.fetch(storage.join(store, "a"), tmp_path / "here", hook)
+    assert launching.tree(tmp_path / "here") == {"b", "b/one.txt", "two.txt"}
+    assert (hook.expected, sorted(hook)) == (3, [1, 2])
+
+
+def test_a_missing_file_is_an_error_or_none(store, tmp_path):
+    gone = storage.join(store, "gone")
+    assert storage.read_document(gone, dict) is None
+    for read in (lambda: storage.fetch(gone, tmp_path / "to"), lambda: storage.fingerprint(gone)):
+        with pytest.raises(ServiceError, match=rf"^{gone}: (nothing is there|No such file)"):
+            read()
 
 
 def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
@@ -101,22 +140,34 @@ def test_an_uploaded_text_is_not_sent_again(store, text_file, cli):
     assert "already in the store" not in first.err
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(store, tmp_path):
-    source = tmp_path / "large.bin"
+def test_an_interrupted_write_keeps_the_old_file(store, tmp_path):
+    source, uri = tmp_path / "large.bin", storage.join(store, "broken.bin")
     source.write_bytes(bytes(SIZE))
-
-    def breaks(n: int) -> None:
-        raise OSError("the line is cut")
-
-    uri = storage.join(store, "broken.bin")
     with pytest.raises(ServiceError, match="the line is cut"):
-        storage.write_file(source, uri, breaks)
-    assert storage.list_files(uri) == {}
+        storage.write_file(source, uri, interrupt)
+    assert storage.list_files(store) == {}
+    storage.write_text(uri, "old")
+    with pytest.raises(ServiceError, match="the line is cut"):
+        storage.write_file(source, uri, interrupt)
+    assert storage.list_files(store) == {"broken.bin": 3}
+    assert storage.read_bytes(uri) == b"old"
+    if (directory := storage.local_path(store)) is not None:  # not even a hidden file is left
+        assert launching.tree(directory) == {"broken.bin"}
 
 
-def test_a_wrong_key_is_one_line(rclone, home, text_file, cli, monkeypatch):
-    from s3fs import S3FileSystem
+def test_the_next_upload_completes_an_interrupted_one(store, home, text_file):
+    settings = Settings(home=home, store=store)
+    with pytest.raises(ServiceError, match="the line is cut"):
+        upload_data(text_file, settings, progress=interrupt)
+    assert not [name for name in storage.list_files(store) if name.endswith(".json")]
+    with pytest.raises(InputError, match="nothing was uploaded"):
+        last_upload(settings)
+    assert upload_data(text_file, settings).uploaded
+    (copy,) = storage.fetch(last_upload(settings), home / "back")
+    assert copy.read_bytes() == text_file.read_bytes()
 
+
+def test_a_wrong_key_names_the_store(rclone, home, text_file, cli, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", rclone)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -125,8 +176,3 @@ def test_a_wrong_key_is_one_line(rclone, home, text_file, cli, monkeypatch):
     ran = cli("--store", "s3://bucket/some/prefix", "upload-data", str(text_file))
     assert ran.code == 1
     assert "s3://bucket/some/prefix" in ran.error
-
-
-def test_an_invalid_store_is_a_user_error():
-    with pytest.raises(InputError, match="s3://bucket/prefix or a local directory"):
-        storage.list_files("nope://bucket")

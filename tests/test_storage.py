@@ -1,4 +1,4 @@
-"""Bytes in and out of a store: whole or not at all, whatever the names, locally and on S3."""
+"""Bytes in and out of a store, locally and on S3; test_s3_servers has what holds of any store."""
 
 from __future__ import annotations
 
@@ -12,23 +12,13 @@ import fsspec
 import launching
 import pytest
 from s3fs import S3FileSystem
+from test_s3_servers import ODD_NAMES, Expecting
 
 from launcher import InputError, ServiceError, upload_data
 from launcher.aws import Unreachable
 from launcher.files import storage
 from launcher.launching.texts import find_channel
 from launcher.settings import load_settings
-from launcher.text.corpus import last_upload
-
-ODD_NAMES = ["with space", "naïve Ж 漢字", "100%41", "a#b?c", "[x]*", "a::b", "a+b&c"]
-
-
-class Interrupted(Exception):
-    """What ends an upload in the middle."""
-
-
-def interrupt(_: int) -> None:
-    raise Interrupted
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -47,57 +37,29 @@ def test_a_path_comes_back_from_its_uri(tmp_path, name):
     assert storage.local_path(storage.to_uri(path)) == path
 
 
-def test_an_empty_string_is_not_a_location():
+def test_what_is_no_path_is_remote_or_refused():
+    uri = "s3://bucket/a b%20c"
+    assert storage.to_uri(uri) == uri
+    assert storage.local_path(uri) is None
     with pytest.raises(InputError, match="empty"):
         storage.to_uri("")
 
 
-def test_a_remote_uri_is_unchanged_and_has_no_path():
-    uri = "s3://bucket/a b%20c"
-    assert storage.to_uri(uri) == uri
-    assert storage.local_path(uri) is None
+@pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
+def test_an_unknown_kind_of_store_error_names_the_known_ones(cli, text_file, uri):
+    ran = cli("--store", uri, "upload-data", str(text_file))
+    assert ran.code == 2
+    assert uri in ran.error
+    assert "s3://bucket/prefix or a local directory" in ran.error
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_file_comes_back_under_its_name(tmp_path, name):
-    source = tmp_path / "source"
-    source.write_bytes(b"content")
-    uri = storage.join(storage.to_uri(tmp_path / name), f"{name}.txt")
-    storage.write_file(source, uri)
-    assert (tmp_path / name / f"{name}.txt").read_bytes() == b"content"
-    (copy,) = storage.fetch(storage.to_uri(tmp_path / name), tmp_path / "back")
-    assert copy == tmp_path / "back" / f"{name}.txt"
-    assert copy.read_bytes() == b"content"
+def test_a_store_below_a_file_is_refused_by_name(cli, text_file):
+    ran = cli("--store", str(text_file), "upload-data", str(text_file))
+    assert ran.code == 1
+    assert str(text_file) in ran.error
 
 
 # -- writing --------------------------------------------------------------------------------------
-
-
-def test_progress_adds_up_to_the_size_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "CHUNK_BYTES", 1000)
-    (tmp_path / "source").write_bytes(b"x" * 3500)
-    steps: list[int] = []
-    storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "there"), steps.append)
-    assert steps == [1000, 1000, 1000, 500]
-
-
-class Expecting(list[int]):
-    """A progress hook that records what it is told to expect, and what then came."""
-
-    def __call__(self, n: int) -> None:
-        self.append(n)
-
-    def expect(self, n: int) -> None:
-        assert not self, "it was told too late"
-        self.expected = n
-
-
-def test_a_fetch_first_tells_the_size_of_all_files(tmp_path):
-    for name, size in (("a", 10), ("b/c", 5)):
-        storage.write_bytes(str(tmp_path / "there" / name), b"x" * size)
-    hook = Expecting()
-    storage.fetch(storage.to_uri(tmp_path / "there"), tmp_path / "here", hook)
-    assert (hook.expected, hook) == (15, [10, 5])
 
 
 def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
@@ -106,21 +68,6 @@ def test_an_upload_first_tells_the_size_of_all_files(home, text, tmp_path):
     hook = Expecting()
     upload = upload_data(tmp_path / "texts", progress=hook)
     assert hook.expected == sum(hook) == upload.size
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path):
-    (tmp_path / "source").write_bytes(b"content")
-    with pytest.raises(Interrupted):
-        storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "to/there"), interrupt)
-    assert not list((tmp_path / "to").iterdir())
-
-
-def test_an_interrupted_write_keeps_the_old_file(tmp_path):
-    (tmp_path / "source").write_bytes(b"new")
-    (tmp_path / "there").write_bytes(b"old")
-    with pytest.raises(Interrupted):
-        storage.write_file(tmp_path / "source", storage.to_uri(tmp_path / "there"), interrupt)
-    assert (tmp_path / "there").read_bytes() == b"old"
 
 
 def test_two_threads_never_mix_their_writes_to_one_file(tmp_path):
@@ -132,7 +79,10 @@ def test_two_threads_never_mix_their_writes_to_one_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_a_file_is_synced_beside_its_place_before_it_is_named(tmp_path, monkeypatch):
+    # A temporary directory on another file system would turn the rename into a copy.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "there").exists()))
     storage.write_text(storage.to_uri(tmp_path / "there"), "text")
@@ -140,19 +90,7 @@ def test_a_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     assert (tmp_path / "there").read_text() == "text"
 
 
-def test_a_write_does_not_use_the_temporary_directory(tmp_path, monkeypatch):
-    # A temporary directory on another file system would turn the rename into a copy.
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    storage.write_text(storage.to_uri(tmp_path / "there"), "text")
-    assert (tmp_path / "there").read_text() == "text"
-
-
 # -- reading --------------------------------------------------------------------------------------
-
-
-def test_a_missing_document_reads_as_none(tmp_path):
-    assert storage.read_document(storage.to_uri(tmp_path / "missing"), dict) is None
 
 
 def test_a_damaged_document_error_names_it(tmp_path):
@@ -161,22 +99,10 @@ def test_a_damaged_document_error_names_it(tmp_path):
         storage.read_document(storage.to_uri(tmp_path / "document.json"), dict)
 
 
-def test_files_below_a_prefix_are_listed_with_their_sizes(tmp_path):
-    (tmp_path / "a/b").mkdir(parents=True)
-    (tmp_path / "a/b/one.txt").write_bytes(b"1")
-    (tmp_path / "a/two.txt").write_bytes(b"22")
-    assert storage.list_files(storage.to_uri(tmp_path / "a")) == {"b/one.txt": 1, "two.txt": 2}
-
-
 @pytest.mark.parametrize("suffix", storage.NO_CONTENT)
 def test_half_written_files_and_markers_are_not_listed(tmp_path, suffix):
     (tmp_path / f"input.txt{suffix}").write_bytes(b"half")
     assert storage.list_files(storage.to_uri(tmp_path)) == {}
-
-
-def test_fetching_from_an_empty_place_says_so(tmp_path):
-    with pytest.raises(ServiceError, match="nothing is there"):
-        storage.fetch(storage.to_uri(tmp_path / "missing"), tmp_path / "to")
 
 
 def test_a_fetch_never_writes_outside_its_directory(tmp_path, monkeypatch):
@@ -188,28 +114,6 @@ def test_a_fetch_never_writes_outside_its_directory(tmp_path, monkeypatch):
     assert not (tmp_path / "deep/file").exists()
 
 
-@pytest.mark.parametrize("uri", ["ftpx://host/x", "memory://x", "gs://bucket/x", "S3://bucket/x"])
-def test_an_unknown_kind_of_store_error_names_the_known_ones(cli, text_file, uri):
-    ran = cli("--store", uri, "upload-data", str(text_file))
-    assert ran.code == 2
-    assert uri in ran.error
-    assert "s3://bucket/prefix or a local directory" in ran.error
-
-
-def test_a_url_as_data_is_refused_with_advice(home, cli):
-    ran = cli(*launching.launching(data="https://127.0.0.1:9/input.txt"))
-    assert ran.code == 2
-    assert ran.error.startswith("https://127.0.0.1:9/input.txt: ")
-    assert "download it first" in ran.error
-    assert not (home / "jobs").exists()
-
-
-def test_a_store_below_a_file_is_refused_in_one_line(cli, text_file):
-    ran = cli("--store", str(text_file), "upload-data", str(text_file))
-    assert ran.code == 1
-    assert str(text_file) in ran.error
-
-
 # -- S3 -------------------------------------------------------------------------------------------
 
 
@@ -217,38 +121,21 @@ def keys(s3: Any) -> list[str]:
     return [o["Key"] for o in s3.list_objects_v2(Bucket=s3.bucket).get("Contents", [])]
 
 
-def test_an_upload_goes_to_s3_below_the_prefix(s3, cli, text_file):
-    ran = cli("upload-data", str(text_file))
-    assert ran.code == 0, ran.err
-    uri = ran.out.strip()
-    assert uri.startswith(f"s3://{s3.bucket}/some/prefix/data/input-")
-    key = uri.removeprefix(f"s3://{s3.bucket}/")
-    stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
-    assert stored == text_file.read_bytes()
-
-
-def test_an_unchanged_text_is_not_sent_to_s3_again(s3, emulator, cli, text_file):
+def test_an_upload_goes_to_s3_below_the_prefix_once(s3, emulator, cli, text_file):
     def sent() -> list[str]:
         """Names of what was put into the store since this was last asked."""
         put = [each.resource for each in emulator.accesses if each.action == "s3:PutObject"]
         emulator.accesses.clear()
         return [resource.rpartition("/data/")[2] for resource in put]
 
-    first = cli("upload-data", str(text_file))
-    name = first.out.strip().rpartition("/")[2]
+    uri = cli("upload-data", str(text_file)).out.strip()
+    assert uri.startswith(f"s3://{s3.bucket}/some/prefix/data/input-")
+    key, name = uri.removeprefix(f"s3://{s3.bucket}/"), uri.rpartition("/")[2]
+    stored = s3.get_object(Bucket=s3.bucket, Key=f"{key}/input.txt")["Body"].read()
+    assert stored == text_file.read_bytes()
     assert set(sent()) == {f"{name}/input.txt", f"{name}.json", "latest.json"}
-    second = cli("upload-data", str(text_file))
-    assert second.out == first.out
-    assert "already in the store" in second.err
+    assert cli("upload-data", str(text_file)).out.strip() == uri
     assert set(sent()) == {"latest.json"}  # the pointer to the last upload
-
-
-def test_an_interrupted_upload_to_s3_is_not_an_upload(s3, text_file):
-    with pytest.raises(Interrupted):
-        upload_data(text_file, progress=interrupt)
-    assert not [key for key in keys(s3) if key.endswith(".json")]
-    with pytest.raises(InputError, match="nothing was uploaded"):
-        last_upload(load_settings())
 
 
 @pytest.mark.parametrize(
@@ -265,23 +152,22 @@ def test_an_upload_altered_on_its_way_to_s3_is_refused(s3, tmp_path, monkeypatch
         storage.write_file(tmp_path / "file", f"s3://{s3.bucket}/file")
 
 
-def test_a_download_that_differs_from_the_upload_is_refused(s3, tmp_path):
-    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata={"sha256": "0" * 64})
-    with pytest.raises(ServiceError, match="the download is damaged"):
-        storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
-
-
-def test_a_truncated_download_from_s3_is_refused(s3, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arrives", "metadata"),
+    [(b"content", {"sha256": "0" * 64}), (b"conten", {})],  # what others put there has no SHA-256
+    ids=["sha256", "size"],
+)
+def test_a_download_altered_on_its_way_is_refused(s3, tmp_path, monkeypatch, arrives, metadata):
     async def get(fs: Any, path: str, target: str, **options: Any) -> None:
-        Path(target).write_bytes(b"conten")
+        Path(target).write_bytes(arrives)
 
-    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content")  # by others: it has no SHA-256
+    s3.put_object(Bucket=s3.bucket, Key="file", Body=b"content", Metadata=metadata)
     monkeypatch.setattr(S3FileSystem, "_get_file", get)
     with pytest.raises(ServiceError, match="the download is damaged"):
         storage.fetch(f"s3://{s3.bucket}/file", tmp_path)
 
 
-def test_a_missing_bucket_is_one_line_and_is_not_created(s3, home, text_file):
+def test_a_missing_bucket_is_named_and_not_created(s3, home, text_file):
     # A process of its own, as what is left open complains when the interpreter ends.
     words = ("--store", "s3://no-such-bucket-here/x", "upload-data", str(text_file))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
@@ -302,16 +188,10 @@ def test_a_folder_object_of_the_console_is_not_a_file(s3, tmp_path):
     assert storage.fetch(uri, tmp_path) == [tmp_path / "deep/a.txt"]
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_file_comes_back_under_its_name_from_s3(s3, tmp_path, name):
-    source = tmp_path / "source"
-    source.write_bytes(b"content")
-    store = f"s3://{s3.bucket}/{name}"
-    storage.write_file(source, storage.join(store, f"{name}.txt"))
-    assert keys(s3) == [f"{name}/{name}.txt"]
-    (copy,) = storage.fetch(store, tmp_path / "back")
-    assert copy == tmp_path / "back" / f"{name}.txt"
-    assert copy.read_bytes() == b"content"
+def test_a_key_on_s3_has_the_name_as_it_is(s3):
+    for name in ODD_NAMES:
+        storage.write_text(storage.join(f"s3://{s3.bucket}/{name}", f"{name}.txt"), "content")
+    assert sorted(keys(s3)) == sorted(f"{name}/{name}.txt" for name in ODD_NAMES)
 
 
 def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
@@ -327,7 +207,7 @@ def test_s3_uses_our_settings_and_not_those_of_fsspec(home, monkeypatch):
     assert dict(fsspec.config.conf) == fsspec_had  # which belongs to others in this process too
 
 
-def test_missing_credentials_are_one_line(s3, cli, text_file, monkeypatch):
+def test_missing_credentials_are_named(s3, cli, text_file, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     ran = cli("upload-data", str(text_file))
@@ -335,25 +215,22 @@ def test_missing_credentials_are_one_line(s3, cli, text_file, monkeypatch):
     assert "credentials" in ran.error.lower()
 
 
-def test_a_local_job_trains_on_the_last_upload_to_s3(s3, cli, home, text_file):
+def test_a_local_job_trains_on_text_on_s3(s3, cli, home, text_file):
     uri = cli("upload-data", str(text_file)).out.strip()
     ran = cli(*launching.launching())
     assert ran.code == 0, ran.err
     assert f"data: {uri} (the last upload)" in ran.err
     fetched = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/training/input.txt"
     assert fetched.read_bytes() == text_file.read_bytes()
+    s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
+    ran = cli(*launching.launching(data=f"s3://{s3.bucket}/their"))
+    assert ran.code == 0, ran.err
 
 
 def test_a_path_given_to_a_local_job_is_not_sent_to_s3(s3, cli, text_file):
     ran = cli(*launching.launching("--detach", data=text_file))
     assert ran.code == 0, ran.err
     assert keys(s3) == []
-
-
-def test_a_job_trains_on_text_that_others_put_on_s3(s3, cli, text_file):
-    s3.put_object(Bucket=s3.bucket, Key="their/deep/a b.txt", Body=text_file.read_bytes())
-    ran = cli(*launching.launching(data=f"s3://{s3.bucket}/their"))
-    assert ran.code == 0, ran.err
 
 
 def test_a_silent_store_is_distinguished_from_a_refusal(s3, monkeypatch):
@@ -379,12 +256,6 @@ def test_a_document_is_sent_in_one_request_with_the_kms_key(s3, emulator, monkey
     assert there["SSEKMSKeyId"].endswith("alias/mine")
 
 
-def test_a_file_missing_from_s3_is_an_error_that_says_so(s3):
-    uri = f"s3://{s3.bucket}/some/gone"
-    with pytest.raises(ServiceError, match=f"^{uri}: nothing is there$"):
-        storage.fingerprint(uri)
-
-
 def test_a_whole_bucket_may_be_the_text(s3, emulator, text_file):
     s3.put_object(Bucket=s3.bucket, Key="input.txt", Body=text_file.read_bytes())
     for uri in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/"):
@@ -392,7 +263,7 @@ def test_a_whole_bucket_may_be_the_text(s3, emulator, text_file):
     assert not [access for access in emulator.accesses if ".json" in access.resource]
 
 
-def test_a_uri_of_nothing_is_refused_in_one_line(s3, cli):
+def test_data_that_s3_does_not_hold_is_refused(s3, cli):
     ran = cli(*launching.launching(data=f"s3://{s3.bucket}/missing"))
     assert ran.code == 2
     assert f"s3://{s3.bucket}/missing: nothing is there" in ran.error

@@ -8,8 +8,10 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from entry_point.distributed import Group
 from entry_point.errors import DataError
 from launcher import InputError, upload_data
 from launcher.files.storage import local_path
-from launcher.models.encoder import PATTERNS, Encoder, load_words
+from launcher.models.encoder import Encoder, load_words
 from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
@@ -40,6 +42,12 @@ from launcher.text.tokens import zstd
 STRANGE = "naïve\tcafé\r\n“Жук” 漢字 🙂👩‍🚀 \x00\x7f\u2028 <|endoftext|> end\n"
 FOX = "The quick brown fox jumps over the lazy dog.\n"
 NUMBERS = " ".join(map(str, range(9000))).encode()
+
+
+def encode_text(path: Path, words: tokens.Words, directory: Path) -> Path:
+    files = find_text(path, tokens.is_text)
+    tokens.encode(files, tokens.survey(files), words, directory)
+    return directory
 
 
 def stories(count: int) -> list[str]:
@@ -66,14 +74,18 @@ def words_of(documents):
 @pytest.fixture(scope="module")
 def made(documents, words_of, tmp_path_factory):
     """The data set of these documents."""
-    directory = tmp_path_factory.mktemp("made")
-    files = find_text(documents, tokens.is_text)
-    tokens.encode(files, tokens.survey(files), words_of, directory)
-    return directory
+    return encode_text(documents, words_of, tmp_path_factory.mktemp("made"))
 
 
-def corpus_of(directory: Path, **values: Any) -> Corpus:
-    container = read_container({}, Options(data=str(directory)))
+@pytest.fixture
+def document(words_of):
+    """A tokenizer.json, to be changed."""
+    return json.loads(words_of.content)
+
+
+def corpus_of(directory: Path, validation: Path | None = None, **values: Any) -> Corpus:
+    options = Options(data=str(directory), validation=str(validation or ""))
+    container = read_container({}, options)
     group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
     return load_corpus(container, Config(**{"block_size": 8, **values}), group)
 
@@ -109,28 +121,12 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
     assert found.characters == sum(map(len, stories(5)))
 
 
-def test_a_blank_line_is_no_document(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\r\n \n')
-    assert tokens.survey([("a", tmp_path / "a.jsonl")]).documents == 2
-
-
-def test_an_empty_document_is_left_out(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
-    (tmp_path / "b.txt").touch()
-    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 1
-
-
-def test_a_directory_of_tokens_is_not_taken_for_text(tmp_path):
-    (tmp_path / "meta.json").write_text("{}")
-    with pytest.raises(InputError, match="these are tokens; give the URI that `upload-data` print"):
-        find_text(tmp_path)
-
-
-def test_each_text_file_of_a_directory_is_a_document(tmp_path):
-    for name in ("a.txt", "deep/b.txt", "c.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(FOX)
-    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 2
+def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
+    for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
+        (tmp_path / name).write_text(content)
+    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 3
 
 
 def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path):
@@ -142,39 +138,31 @@ def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path):
     assert all(piece.endswith("\n") for piece in found)
 
 
+GZIPPED = gzip.compress(NUMBERS, mtime=0)
+UTF_16 = '{"text": "a"}\n'.encode("utf-16")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text" "b"}\n',
-            "a.jsonl:2: not JSON at column 9 (Expecting ':'",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text" "b"}\n', "a.jsonl:2: not JSON at column 9 ("),
         ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON at column 13"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON ("),
         ("a.jsonl", b'{"words": "a"}\n', "a.jsonl:1: no string in the field `text`"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: no string in the field `text`"),
         ("a.jsonl", b'["a"]\n', "a.jsonl:1: no string in the field `text`"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair in `text`"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n'.encode("utf-16"),
-            "a.jsonl:1: is UTF-16 text; save it as UTF",
-        ),
+        ("a.jsonl", UTF_16, "a.jsonl:1: is UTF-16 text"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: is not UTF-8 text (byte 13)"),
         ("a.txt", FOX.encode() + b"caf\xe9", "a.txt: is not UTF-8 text"),
+        ("a.txt", FOX.encode("utf-16"), "a.txt: is UTF-16 text"),
         ("a.txt.gz", b"none", "a.txt.gz: Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(FOX.encode() * 99, mtime=0)[:60], "a.txt.gz: damaged"),
-        ("a.txt.gz", gzip.compress(NUMBERS, mtime=0)[:40] + b"x" * 40, "a.txt.gz: damaged"),
+        ("a.txt.gz", GZIPPED[:60], "a.txt.gz: damaged"),
+        ("a.txt.gz", GZIPPED[:40] + b"x" * 40, "a.txt.gz: damaged"),
+        ("a.txt.gz", gzip.compress(FOX.encode() + b"\0"), "a.txt.gz: is a binary file"),
         ("a.txt.zst", b"none", "a.txt.zst: damaged"),
         ("a.txt.zst", zstd.compress(NUMBERS)[:-9], "a.txt.zst: damaged"),
         ("a.jsonl.zst", zstd.compress(b" " * (1 << 27)), "a.jsonl.zst:1: the line is longer than"),
-        ("a.txt", FOX.encode("utf-16"), "a.txt: is UTF-16 text; save it as UTF-8"),
-        (
-            "a.txt.gz",
-            gzip.compress(FOX.encode() + b"\0", mtime=0),
-            "a.txt.gz: is a binary file (a zero at",
-        ),
     ],
 )
 def test_a_file_that_is_not_text_is_named(name, content, reason, tmp_path):
@@ -236,8 +224,7 @@ def split(pattern: str) -> dict[str, Any]:
         lambda d: d.update(pre_tokenizer=split(QWEN), normalizer={"type": "NFC"}),
     ],
 )
-def test_published_tokenizers_of_bytes_are_taken(change, words_of, tmp_path):
-    document = json.loads(words_of.content)
+def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     opened = open_words(tmp_path)
@@ -249,19 +236,18 @@ def test_published_tokenizers_of_bytes_are_taken(change, words_of, tmp_path):
     ("change", "reason"),
     [
         (lambda d: d["model"].update(type="Unigram"), "is of Unigram, and must be of BPE"),
-        (lambda d: d.update(added_tokens=[]), "no token for the end of a text; name one as eos"),
+        (lambda d: d.update(added_tokens=[]), "no token for the end of a text"),
         (lambda d: d.pop("model"), "not a tokenizer of BPE over bytes: 'model'"),
         (lambda d: d["model"]["vocab"].update(a=1 << 40), "has ids up to"),
         (lambda d: d["model"].update(vocab=None), "cannot be read: TypeError"),
         (lambda d: d["model"].update(vocab={"a": "b"}), "cannot be read: TypeError"),
         (lambda d: d.update(added_tokens=[{"id": 0, "special": False, "content": 1}]), "Attribute"),
-        (lambda d: d.update(normalizer=PRECOMPILED), "has a normalizer, Precompiled, that may"),
+        (lambda d: d.update(normalizer=PRECOMPILED), "has a normalizer, Precompiled"),
         (lambda d: d.update(pre_tokenizer=split(r"(a+)+$")), "splits text in an unknown way"),
         (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "splits text in an unknown way"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(change, reason, words_of, tmp_path):
-    document = json.loads(words_of.content)
+def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_path):
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(InputError) as raised:
@@ -269,31 +255,18 @@ def test_a_tokenizer_of_another_kind_is_refused(change, reason, words_of, tmp_pa
     assert reason in str(raised.value)
 
 
-def test_characters_missing_from_a_tokenizer_are_listed(tmp_path):
-    (tmp_path / "a.txt").write_text(FOX * 9)
-    document = json.dumps(character_tokenizer("abc"))
-    files = [("a.txt", tmp_path / "a.txt")]
-    (tmp_path / "made").mkdir()
-    with pytest.raises(InputError, match=r"the text has characters that the tokenizer lacks: "):
-        words = tokens.Words(document, None)
-        tokens.encode(files, tokens.survey(files), words, tmp_path / "made")
+def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
+    words = tokens.Words(json.dumps(character_tokenizer("abc")), None)
+    with pytest.raises(InputError, match="characters that the tokenizer lacks: "):
+        encode_text(text_file, words, tmp_path)
 
 
-def without_z(document: dict[str, Any]) -> None:
+def test_a_tokenizer_that_loses_text_is_refused(document):
     vocabulary = document["model"]["vocab"]
     vocabulary["unused"] = vocabulary.pop("z")
     document["model"]["merges"] = []
-
-
-def test_a_tokenizer_that_loses_text_is_refused(words_of):
-    document = json.loads(words_of.content)
-    without_z(document)
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match=r"'zy dog\.\\n' decodes to 'y dog\.\\n'"):
         encoder_of(document).encode([FOX])
-    assert (
-        "the tokenizer changes the text: 'zy dog.\\n' decodes to 'y dog.\\n'; use another"
-        in str(raised.value)
-    )
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -331,9 +304,7 @@ def test_a_large_validation_part_is_a_warning(tmp_path, cli):
 
 
 def test_the_last_tenth_of_a_single_text_validates(tmp_path, words_of, text_file, text):
-    files = [("input.txt", text_file)]
-    tokens.encode(files, tokens.survey(files), words_of, tmp_path)
-    corpus = corpus_of(tmp_path)
+    corpus = corpus_of(encode_text(text_file, words_of, tmp_path))
     cut = int(0.9 * len(text))
     assert documents_of(corpus, corpus.train) == [text[:cut]]
     assert documents_of(corpus, corpus.val) == [text[cut:]]
@@ -341,9 +312,7 @@ def test_the_last_tenth_of_a_single_text_validates(tmp_path, words_of, text_file
 
 def test_shards_hold_what_one_file_would(documents, made, words_of, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
-    files = find_text(documents, tokens.is_text)
-    tokens.encode(files, tokens.survey(files), words_of, tmp_path)
-    whole, cut = corpus_of(made), corpus_of(tmp_path)
+    whole, cut = corpus_of(made), corpus_of(encode_text(documents, words_of, tmp_path))
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
     assert ids_of(cut.train) == ids_of(whole.train)
     assert ids_of(cut.val) == ids_of(whole.val)
@@ -356,60 +325,51 @@ def test_shards_hold_what_one_file_would(documents, made, words_of, tmp_path, mo
         ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("train-00000.bin", b"12", "train-00000.bin is damaged: its size is not that in meta"),
-        ("meta.json", b"{}", "meta.json cannot be read: KeyError"),
-        ("tokenizer.json", b"{}", "tokenizer.json cannot be read: KeyError"),
-    ],
-)
-def test_a_damaged_data_set_is_refused(name, content, reason, made, tmp_path):
-    for path in made.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=reason):
-        corpus_of(tmp_path)
+def first_shard(**values: Any) -> Callable[[Path], None]:
+    """A change of what meta.json says of the first shard."""
+
+    def change(directory: Path) -> None:
+        meta = json.loads((directory / "meta.json").read_text())
+        meta["train"]["shards"][0].update(values)
+        (directory / "meta.json").write_text(json.dumps(meta))
+
+    return change
+
+
+def add_a_longer_shard(directory: Path) -> None:
+    meta = json.loads((directory / "meta.json").read_text())
+    content = (directory / "val-00000.bin").read_bytes()
+    (directory / "val-00001.bin").write_bytes(content + content[:2])
+    more = {"name": "val-00001.bin", "tokens": len(content) // 2 + 1}
+    meta["val"]["shards"] = [meta["val"]["shards"][0], more]
+    (directory / "meta.json").write_text(json.dumps(meta))
+
+
+def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
+    content = (directory / "train-00000.bin").read_bytes()
+    (directory / "train-00000.bin").write_bytes(content[:-2] + b"\xff\xff")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda shard: {**shard, "name": f"../sub/{shard['name']}"}, "is no plain name"),
-        (lambda shard: {**shard, "name": f"/{shard['name']}"}, "is no plain name"),
-        (lambda shard: {**shard, "name": ".."}, "is no plain name"),
-        (lambda shard: {**shard, "name": 7}, "is no plain name"),
-        (lambda shard: {**shard, "tokens": -shard["tokens"]}, "its size is not that in meta"),
+        (lambda d: (d / "train-00000.bin").write_bytes(b"12"), "its size is not that in meta"),
+        (lambda d: (d / "meta.json").write_bytes(b"{}"), "meta.json cannot be read: KeyError"),
+        (lambda d: (d / "tokenizer.json").write_bytes(b"{}"), "tokenizer.json cannot be read: Key"),
+        (first_shard(name="../sub/train-00000.bin"), "is no plain name"),
+        (first_shard(name="/train-00000.bin"), "is no plain name"),
+        (first_shard(name=".."), "is no plain name"),
+        (first_shard(name=7), "is no plain name"),
+        (first_shard(tokens=-1), "its size is not that in meta"),
+        (add_a_longer_shard, "val-00001.bin: only the last shard may be shorter"),
+        (put_an_id_beyond_the_vocabulary, "train-00000.bin has ids beyond the"),
     ],
 )
-def test_a_data_set_names_only_files_of_its_own(change, reason, made, tmp_path):
-    directory = tmp_path / "sub"
-    shutil.copytree(made, directory)
-    meta = json.loads((made / "meta.json").read_text())
-    meta["train"]["shards"][0] = change(meta["train"]["shards"][0])
-    (directory / "meta.json").write_text(json.dumps(meta))
+def test_a_damaged_data_set_is_refused(change, reason, made, tmp_path):
+    shutil.copytree(made, tmp_path / "sub")
+    change(tmp_path / "sub")
     with pytest.raises(DataError, match=reason):
-        corpus_of(directory)
-
-
-def test_shards_of_unequal_length_are_refused(made, tmp_path):
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    meta = json.loads((made / "meta.json").read_text())
-    content = (made / "val-00000.bin").read_bytes()
-    (tmp_path / "val-00001.bin").write_bytes(content + content[:2])
-    more = {"name": "val-00001.bin", "tokens": len(content) // 2 + 1}
-    meta["val"]["shards"] = [meta["val"]["shards"][0], more]
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(DataError, match=r"val-00001\.bin: only the last shard may be shorter"):
-        corpus_of(tmp_path)
-
-
-def test_ids_beyond_the_vocabulary_are_refused(made, tmp_path):
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    content = (made / "train-00000.bin").read_bytes()
-    (tmp_path / "train-00000.bin").write_bytes(content[:-2] + b"\xff\xff")
-    with pytest.raises(DataError, match=r"train-00000\.bin has ids beyond the"):
-        corpus_of(tmp_path)
+        corpus_of(tmp_path / "sub")
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -447,9 +407,13 @@ def test_tokens_that_cannot_be_mapped_are_an_error(made, monkeypatch):
         corpus_of(made)
 
 
-def test_a_run_on_tokens_refuses_a_validation_channel(made, tmp_path):
-    end = run(words(**SMALL, data=made, validation=made), cwd=tmp_path)
-    assert (end.status, end.last_line[:21]) == (2, "DataError: the tokens")
+def test_what_does_not_fit_the_data_is_refused(made, text_file):
+    with pytest.raises(DataError, match=r"vocab_size=50: .* 400 different tokens"):
+        corpus_of(made, vocab_size=50)
+    with pytest.raises(DataError, match="mask_documents needs tokens"):
+        corpus_of(text_file, mask_documents=True)
+    with pytest.raises(DataError, match=r"the tokens .* validation"):
+        corpus_of(made, validation=made)
 
 
 def test_hosts_need_the_same_tokens(made, text, tmp_path):
@@ -463,38 +427,34 @@ def test_hosts_need_the_same_tokens(made, text, tmp_path):
 
 # -- the three commands ----------------------------------------------------------------------------
 
+BPE = ("--tokenizer", "bpe", "--vocab-size", "400")
 
-def test_an_upload_is_recognized(documents, home):
-    settings = Settings(home=home)
-    first = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
-    again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
-    assert (first.uploaded, again.uploaded, first.uri) == (True, False, again.uri)
-    directory = local_path(first.uri)
+
+@pytest.fixture
+def uploaded(documents, home):
+    """The upload of these documents as tokens."""
+    return upload_data(documents, Settings(home=home), tokenizer="bpe", vocab_size=400)
+
+
+def stored(uri: str) -> Path:
+    directory = local_path(uri)
     assert directory is not None
-    other = upload_data(documents, settings, tokenizer=directory)
-    assert other.uri != first.uri
-    assert (other.train_tokens, other.val_tokens) == (first.train_tokens, first.val_tokens)
+    return directory
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--vocab-size", "500"), "--vocab-size is for --tokenizer bpe, which is missing"),
-        (("--tokenizer", "no/where"), "no/where: no such file or directory"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(words, reason, documents, cli):
-    ran = cli("upload-data", str(documents), *words)
-    assert ran.code == 2
-    assert reason in ran.error
+def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
+    settings = Settings(home=home)
+    again = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
+    assert (uploaded.uploaded, again.uploaded, again.uri) == (True, False, uploaded.uri)
+    other = upload_data(documents, settings, tokenizer=stored(uploaded.uri))
+    assert other.uri != uploaded.uri
+    assert other.train_tokens == uploaded.train_tokens
+    assert other.val_tokens == uploaded.val_tokens
 
 
 def test_a_model_of_tokens_is_trained_fetched_and_sampled(documents, home, cli):
-    uploaded = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
-    assert uploaded.code == 0, uploaded.err
-    launched = launching.command(
-        "launch", "--instance", "local", *launching.sets(**launching.TINY), home=home
-    )
+    assert cli("upload-data", str(documents), *BPE).code == 0
+    launched = launching.command(*launching.launching(), home=home)
     assert launched.code == 0, launched.err
     job_id = launched.out.strip()
     assert "bits/byte:" in cli("status", job_id).out
@@ -503,55 +463,43 @@ def test_a_model_of_tokens_is_trained_fetched_and_sampled(documents, home, cli):
     assert cli("upload-data", str(documents), "--tokenizer", job_id).code == 0
 
 
-def test_a_launch_refuses_a_text_shorter_than_one_window(tmp_path, cli):
-    (tmp_path / "a.txt").write_text(FOX * 40)
-    assert cli("upload-data", "a.txt", "--tokenizer", "bpe").code == 0
-    ran = cli("launch", "--instance", "local", "--set", "block_size=1024")
-    assert ran.code == 2
-    assert "tokens, and one window of block_size=1024 needs 1025" in ran.error
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--data", "TOKENS", "--validation", "a.txt"), "it holds tokens, with their own val"),
-        (("--data", "a.txt", "--validation", "TOKENS"), "it holds tokens, with their own val"),
-        (("--data", "a.txt", "--set", "mask_documents=true"), "a.txt: mask_documents needs tokens"),
-        (("--data", "a.txt", "--set", "vocab_size=7"), "different characters, more than vocab"),
-        (("--data", "TOKENS", "--set", "vocab_size=300"), "different tokens, more than vocab_size"),
+        ("--data TOKENS --validation a.txt", "it holds tokens, with their own val"),
+        ("--data a.txt --validation TOKENS", "it holds tokens, with their own val"),
+        ("--data a.txt --validation b.txt --set block_size=5000", "b.txt: .* has 4500 characters"),
+        ("--data b.txt --set block_size=450", "b.txt: the validation text has 450 characters"),
+        ("--data TOKENS --set block_size=32768", "tokens, .* block_size=32768 needs 32769"),
+        ("--data a.txt --set mask_documents=true", "a.txt: mask_documents needs tokens"),
+        ("--data a.txt --set vocab_size=7", "different characters, more than vocab_size"),
+        ("--data TOKENS --set vocab_size=300", "different tokens, more than vocab_size"),
     ],
 )
-def test_a_launch_refuses_what_the_run_would(words, reason, documents, tmp_path, cli):
-    (tmp_path / "a.txt").write_text(FOX * 400)
-    ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
-    given = [word.replace("TOKENS", ran.out.strip()) for word in words]
-    ran = cli("launch", "--instance", "local", *given)
+def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_path, cli):
+    (tmp_path / "a.txt").write_text(FOX * 1200)
+    (tmp_path / "b.txt").write_text(FOX * 100)
+    before = launching.tree(home)
+    ran = cli("launch", "--instance", "local", *words.replace("TOKENS", uploaded.uri).split())
     assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert reason in ran.error
+    assert re.search(reason, ran.error)
+    assert launching.tree(home) == before
 
 
-def test_a_launch_refuses_tokens_that_lost_a_file(documents, cli):
-    uri = cli(
-        "upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400"
-    ).out.strip()
-    directory = local_path(uri)
-    assert directory is not None
-    (directory / "val-00000.bin").unlink()
-    ran = cli("launch", "--instance", "local", "--data", uri)
+def test_a_launch_refuses_tokens_that_lost_a_file(uploaded, cli):
+    (stored(uploaded.uri) / "val-00000.bin").unlink()
+    ran = cli("launch", "--instance", "local", "--data", uploaded.uri)
     assert ran.code == 2
-    assert ran.error == f"{uri}: a file of this upload is missing; upload the text again"
+    assert ran.error.startswith(f"{uploaded.uri}: a file of this upload is missing")
 
 
-def test_a_shard_that_was_replaced_is_not_sent(documents, home, tmp_path):
-    settings = Settings(home=home)
-    made = upload_data(documents, settings, tokenizer="bpe", vocab_size=400)
-    directory = local_path(made.uri)
-    assert directory is not None
+def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
+    directory = stored(uploaded.uri)
     shard = directory / "train-00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
-    other = replace(made, uri=f"{(tmp_path / 'other').as_uri()}")
+    other = replace(uploaded, uri=f"{(tmp_path / 'other').as_uri()}")
     with pytest.raises(InputError, match="changed"):
-        send(other, [directory / name for name in made.files], settings)
+        send(other, [directory / name for name in uploaded.files], Settings(home=home))
     assert not (tmp_path / "other.json").exists()
 
 
@@ -566,7 +514,7 @@ def test_an_upload_that_cannot_write_names_the_directory(
     documents, home, cli, monkeypatch, failing, code, reason
 ):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
-    ran = cli("upload-data", str(documents), "--tokenizer", "bpe", "--vocab-size", "400")
+    ran = cli("upload-data", str(documents), *BPE)
     assert ran.code == 1
     assert ran.error.startswith(f"{home / 'cache'}: {reason}")
 
@@ -613,64 +561,9 @@ def test_a_run_on_masked_shards_resumes_to_the_same_bits(made, tmp_path, process
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_fewer_rows_than_tokens_are_refused(made):
-    with pytest.raises(DataError, match="vocab_size=50: the text has 400 different tokens"):
-        corpus_of(made, vocab_size=50)
-
-
-def test_a_text_of_characters_has_no_documents_to_mask(text_file):
-    with pytest.raises(DataError, match="mask_documents needs tokens"):
-        corpus_of(text_file, mask_documents=True)
-
-
 # -- the encoder -----------------------------------------------------------------------------------
 
-KINDS = [
-    "ab '\n",
-    "a'sdmtlvre ",
-    "  \n\t\r\x0b\x0c1a",
-    "123a½²Ⅷ٣ ",
-    "é漢字🙂 \n",
-    "_-!? 1\n\x1c\x85",
-]
-
-
-@given(st.lists(st.text(st.sampled_from("".join(KINDS))) | st.text(), max_size=5))
-def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
-    assert fast.fast
-    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
-
-
-SPLITS = [
-    None,
-    *(
-        {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": pattern},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": False,
-                    "use_regex": False,
-                },
-            ],
-        }
-        for pattern in PATTERNS[1:3]
-    ),
-]
-
-
-@pytest.fixture(scope="module", params=SPLITS, ids=["GPT-2", "Llama 3", "Qwen"])
-def fast(request, words_of):
-    document = json.loads(words_of.content)
-    document["pre_tokenizer"] = request.param or document["pre_tokenizer"]
-    return encoder_of(document)
+KINDS = "ab '\na'sdmtlvre   \n\t\r\x0b\x0c1a123a½²Ⅷ٣ é漢字🙂 \n_-!? 1\n\x1c\x85"
 
 
 def encoder_of(document: Any) -> Encoder:
@@ -678,39 +571,40 @@ def encoder_of(document: Any) -> Encoder:
     return Encoder(content, tokens.Words(content, tokens.END_OF_TEXT).tokenizer.words, "H")
 
 
+@pytest.fixture(scope="module", params=[None, LLAMA_3, QWEN], ids=["GPT-2", "Llama 3", "Qwen"])
+def fast(request, words_of):
+    document = json.loads(words_of.content)
+    if request.param:
+        document["pre_tokenizer"] = split(request.param)
+    encoder = encoder_of(document)
+    assert encoder.fast
+    return encoder
+
+
+@given(st.lists(st.text(st.sampled_from(KINDS)) | st.text(), max_size=5))
+def test_the_fast_encoding_has_the_librarys_ids(fast, pieces):
+    assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
+
+
 def test_every_character_has_the_librarys_ids(fast):
-    assert fast.fast
     pieces = [f"a{chr(c)}b {chr(c)}{chr(c)}1\n{chr(c)}" for c in range(1, 0x3100)]
     assert fast.fast.encode_ordinary_batch(pieces) == fast.ask(pieces)
 
 
-def unordered(document: Any) -> None:
-    document["model"]["merges"].reverse()
-
-
-def prefixed(document: Any) -> None:
-    document["pre_tokenizer"]["add_prefix_space"] = True
-
-
-def added(document: Any) -> None:
-    document["added_tokens"].append({**document["added_tokens"][0], "id": 399, "special": False})
-
-
-@pytest.mark.parametrize("change", [unordered, prefixed, added])
-def test_another_kind_of_tokenizer_is_left_to_the_library(words_of, change):
-    document = json.loads(words_of.content)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["model"]["merges"].reverse(),
+        lambda d: d["pre_tokenizer"].update(add_prefix_space=True),
+        lambda d: d["added_tokens"].append({**d["added_tokens"][0], "id": 399, "special": False}),
+    ],
+)
+def test_another_kind_of_tokenizer_is_left_to_the_library(document, change):
     change(document)
     assert not encoder_of(document).fast
 
 
-def test_composed_characters_have_the_librarys_ids(words_of):
-    encoder = encoder_of({**json.loads(words_of.content), "normalizer": {"type": "NFC"}})
+def test_composed_characters_have_the_librarys_ids(document):
+    encoder = encoder_of({**document, "normalizer": {"type": "NFC"}})
     (ids,) = encoder.ask(["e\u0301 a"])
     assert encoder.encode(["e\u0301 a"]) == [array("H", ids).tobytes()]
-
-
-def test_a_text_too_short_for_any_run_is_refused(tmp_path, cli):
-    (tmp_path / "a.txt").write_text("some words\n")
-    ran = cli("upload-data", str(tmp_path / "a.txt"), "--tokenizer", "bpe")
-    assert ran.code == 2
-    assert "11 characters are too few to train and validate on" in ran.error
