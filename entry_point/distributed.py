@@ -419,3 +419,6 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # it ended before that
+            os.kill(os.getpid(), signal.SIGINT)

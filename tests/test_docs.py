@@ -187,6 +187,7 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom):
+            assert not node.level or module.startswith("entry_point."), f"{module}: relative import"
             name = f"entry_point.{node.module}" if node.level else node.module or ""
             found |= {name, *(f"{name}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Import):
