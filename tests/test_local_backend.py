@@ -15,10 +15,9 @@ import tarfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,42 +26,74 @@ from unittest.mock import Mock
 import launching
 import pytest
 import runs
-from launching import ENDLESS, Finished, Ran
+from launching import ENDLESS, Finished
 
 import launcher
 from entry_point.config import make_config
-from launcher import Request, Settings, describe, jobs, logs, wait
+from launcher import InputError, Request, ServiceError, Settings, describe, jobs, logs, wait
 from launcher.job import LOCAL_FIELDS, TrainingJob
-from launcher.launching.launch import find_earlier, resumed
-from launcher.local.backend import GONE, LocalBackend, last_metrics, own_checkpoint, write_json
+from launcher.launching.launch import find_earlier, new_job_id, resumed
+from launcher.local import backend
 from launcher.local.runner import LocalRun
 from launcher.source import Source
 
-MAIN = 'if __name__ == "__main__":\n'
 START = "    device = rank_device(config, container, ranks)\n"
 STEP = "    def forward_backward(self, step: int) -> Tensor:\n"
+TWO = ("--processes-per-instance", "2")
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def detached(cli: Callable[..., Ran], home: Path, *words: str, **values: Any) -> Finished:
-    """A job that goes on by itself."""
-    ran = cli(*launching.launching("--detach", *words, **values))
-    assert ran.code == 0, ran.err
-    return Finished(home, ran.out.strip())
+@pytest.fixture
+def detach(home, text_file, cli):
+    """Launches a job that goes on by itself, without an end unless told otherwise."""
+
+    def call(*words: str, **values: Any) -> Finished:
+        values = {**ENDLESS, **values}
+        ran = cli(*launching.launching("--detach", *words, data=text_file, **values))
+        assert ran.code == 0, ran.err
+        return Finished(home, ran.out.strip())
+
+    return call
+
+
+@pytest.fixture
+def resume(job, cli):
+    """Resumes a job of 10 steps that has completed."""
+    return lambda *words: cli("launch", "--resume", job.job_id, *words)
+
+
+@contextmanager
+def followed(
+    home: Path, text_file: Path, *words: str
+) -> Iterator[tuple[subprocess.Popen[str], Finished]]:
+    """A launch that follows an endless job, which has a checkpoint."""
+    words = tuple(launching.launching(*words, data=text_file, **ENDLESS))
+    with launching.started(*words, home=home) as process:
+        assert process.stdout is not None
+        job = Finished(home, process.stdout.readline().strip())
+        launching.wait_for_step(job.directory)
+        yield process, job
 
 
 def state_of(job: Finished) -> str:
-    return describe(job.job_id, launching.settings_of(job.home)).status
+    return describe(job.job_id).status
 
 
-def wait_for_end(job: Finished) -> str:
-    return str(
-        launching.until(lambda: state_of(job) not in ("InProgress", "Stopping") and state_of(job))
-    )
+def jobs_in(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "jobs").iterdir())
 
 
-def write_job(directory: Path, text_file: Path) -> None:
+def change(path: Path, **values: Any) -> None:
+    """Puts other values into a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def write_job(directory: Path, resume_from: Path | None = None) -> None:
     """What a launch writes down of a job."""
-    job = TrainingJob(instance="local", data=text_file.as_uri())
+    (directory / "code").mkdir(parents=True)
+    text = directory / "input.txt"
+    text.write_text("a text")
+    job = TrainingJob(instance="local", data=text.as_uri())
     record = {
         "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
@@ -70,28 +101,26 @@ def write_job(directory: Path, text_file: Path) -> None:
         "processes_per_host": 1,
         "gpus_per_host": 0,
         "max_steps": 10,
-        "resume_from": None,
+        "resume_from": resume_from and str(resume_from),
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "job.json", record)
+    backend.write_json(directory / "job.json", record)
 
 
 @contextmanager
-def running(directory: Path, text_file: Path) -> Iterator[Path]:
+def running(directory: Path) -> Iterator[Path]:
     """A job that seems to run, as somebody holds its lock."""
-    write_job(directory, text_file)
+    write_job(directory)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory
 
 
-def run_job(directory: Path, text_file: Path, script: str) -> dict[str, Any]:
+def run_job(directory: Path, script: str, resume_from: Path | None = None) -> dict[str, Any]:
     """How a job ends that runs a few lines instead of train.py, which takes long to start.
 
     They know the files `model` and `stop`, and how to `be_stopped`.
     """
-    write_job(directory, text_file)
-    (directory / "code").mkdir()
+    write_job(directory, resume_from)
     (directory / "code/train.py").write_text(PRELUDE + textwrap.dedent(script))
     LocalRun(directory).run()
     state: dict[str, Any] = json.loads((directory / "state.json").read_text())
@@ -139,6 +168,20 @@ STRANGE_ENVIRONMENT = {
 }
 
 
+def installed(home: Path, *words: str, **variables: str) -> str:
+    """What the installed command prints, in a directory with modules of names that it imports."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "sm-nanogpt", *words],
+        cwd=home.parent / "shadows",
+        env={**launching.environment(home), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, text_file):
     """A finished job of 2 processes, from an unfriendly environment and directory.
@@ -154,35 +197,22 @@ def pair(tmp_path_factory, text_file):
             (base / "texts" / name).write_text(part, encoding="utf-8", newline="")
         (base / "texts/notes.md").write_text("no text of the corpus")
         (base / "shadows/launcher").mkdir(parents=True)
-        for name in ("torch.py", "train.py", "json.py", "launcher/__init__.py"):
-            (base / "shadows" / name).write_text("raise SystemExit('shadowed')\n")
+        (base / "shadows/entry_point").mkdir()
+        for name in ("torch", "train", "json", "launcher/__init__", "entry_point/__init__"):
+            (base / "shadows" / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
         # Importing anything of AWS in the command or the runner ends it.
         (base / "blocked").mkdir()
         for name in ("boto3", "botocore", "s3fs", "aiobotocore", "sagemaker"):
             (base / "blocked" / f"{name}.py").write_text("raise SystemExit('imports AWS')\n")
         entry_point = launching.edited(base / "mine", (START, WITNESS + START))
         words = launching.launching(
-            *("--processes-per-instance", "2"),
-            *("--entry-point", str(entry_point), "--validation", str(text_file)),
+            *(*TWO, "--entry-point", str(entry_point), "--validation", str(text_file)),
             data=base / "texts",
             dropout="1e-05",
             tie_embeddings="true",
         )
-        environment = {
-            **launching.environment(home),
-            **STRANGE_ENVIRONMENT,
-            "PYTHONPATH": str(base / "blocked"),
-        }
-        done = subprocess.run(
-            [Path(sys.executable).parent / "sm-nanogpt", *words],
-            cwd=base / "shadows",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return home, done.stdout.strip()
+        strange = {**STRANGE_ENVIRONMENT, "PYTHONPATH": str(base / "blocked")}
+        return home, installed(home, *words, **strange).strip()
 
     home, job_id = launching.once(tmp_path_factory, "pair", build)
     return Finished(Path(home), job_id)
@@ -193,53 +223,47 @@ def seen_by(pair: Finished, rank: int) -> dict[str, Any]:
     return json.loads((pair.directory / f"hosts/algo-1/output/data/rank-{rank}.json").read_text())
 
 
-def test_two_processes_form_one_group(pair):
+def test_two_processes_form_one_group(pair, text):
     log = (pair.directory / "logs/job.log").read_text()
     assert log.count("2 CPU = 2 processes in one group (launched by sm-nanogpt;") == 1
+    assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
+    session = seen_by(pair, 0)["session"]
+    launching.until(lambda: not launching.session_of(session), 10)
 
 
-def test_the_host_has_the_containers_layout(pair):
-    for base in (pair.directory / "hosts").iterdir():
-        assert {path.name for path in base.iterdir()} == {
-            "checkpoints",
-            "code",
-            "input",
-            "model",
-            "output",
-        }
-        assert launching.tree(base / "input") == {
-            "config",
-            "config/hyperparameters.json",
-            "config/inputdataconfig.json",
-            "config/resourceconfig.json",
-            "data",
-            "data/training",
-            "data/training/b.txt",
-            "data/training/deep",
-            "data/training/deep/a b.txt",
-            "data/validation",
-            "data/validation/input.txt",
-        }
-
-
-def test_the_configuration_files_match_sagemakers(pair):
-    config = pair.directory / "hosts/algo-1/input/config"
-    resources = json.loads((config / "resourceconfig.json").read_text())
-    assert resources["current_host"] == "algo-1"
-    assert resources["hosts"] == ["algo-1"]
-    assert resources["network_interface_name"] == "lo"
+def test_a_jobs_directory_matches_a_container(pair):
+    (base,) = (pair.directory / "hosts").iterdir()
+    assert base.name == "algo-1"
+    places = {"checkpoints", "code", "input", "model", "output"}
+    assert {path.name for path in base.iterdir()} == places
+    config, data = base / "input/config", base / "input/data"
+    documents = {"hyperparameters.json", "inputdataconfig.json", "resourceconfig.json"}
+    assert launching.tree(config) == documents
+    assert launching.tree(data / "training") == {"b.txt", "deep", "deep/a b.txt"}
+    assert launching.tree(data / "validation") == {"input.txt"}
+    assert json.loads((config / "resourceconfig.json").read_text()) == {
+        "current_host": "algo-1",
+        "hosts": ["algo-1"],
+        "current_instance_type": "local",
+        "network_interface_name": "lo",
+    }
     hyperparameters = json.loads((config / "hyperparameters.json").read_text())
     assert all(isinstance(value, str) for value in hyperparameters.values())
     assert json.loads(hyperparameters["n_embd"]) == 32
     channels = json.loads((config / "inputdataconfig.json").read_text())
     assert set(channels) == {"training", "validation"}
     assert channels["training"]["S3DistributionType"] == "FullyReplicated"
+    for name, source in (("model", "model"), ("output", "output/data")):
+        with tarfile.open(pair.directory / "output" / f"{name}.tar.gz") as tar:
+            names = set(tar.getnames())
+        assert names == launching.tree(base / source)
+    assert "metrics.jsonl" in names
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_the_variables_match_the_toolkits(pair, rank):
-    env = seen_by(pair, rank)["env"]
-    base = pair.directory / "hosts/algo-1"
+def test_a_rank_gets_the_toolkits_variables_and_argv(pair, rank):
+    seen = seen_by(pair, rank)
+    env, base = seen["env"], pair.directory / "hosts/algo-1"
     expected = {
         "SM_CURRENT_HOST": "algo-1",
         "SM_NUM_GPUS": "0",
@@ -258,21 +282,23 @@ def test_the_variables_match_the_toolkits(pair, rank):
     assert {name: env.get(name) for name in expected} == expected
     assert json.loads(env["SM_HOSTS"]) == ["algo-1"]
     assert json.loads(env["SM_CHANNELS"]) == ["training", "validation"]
-    assert json.loads(env["SM_USER_ARGS"]) == seen_by(pair, rank)["argv"][1:-1]
+    values = asdict(make_config({**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}))
+    words = [word for name in sorted(values) for word in (f"--{name}", str(values[name]))]
+    assert seen["argv"] == ["train.py", *words, "--processes=2"]
+    assert json.loads(env["SM_USER_ARGS"]) == words
+    assert seen["cwd"] == seen["path"][0] == str(base / "code")
+    assert {path.name for path in (base / "code").glob("*.*")} == Source.packaged().files.keys()
 
 
-def test_variables_of_the_users_shell_do_not_leak_in(pair):
-    env = seen_by(pair, 1)["env"]
+@pytest.mark.parametrize("rank", range(2))
+def test_variables_of_the_users_shell_do_not_leak_in(pair, rank):
+    env = seen_by(pair, rank)["env"]
     assert not {"SM_CHANNEL_TEST", "PMIX_RANK", "PYTHONHASHSEED"} & set(env)
-    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("1", "2", "1")
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == (str(rank), "2", str(rank))
     assert "other-2" not in env.values()
     assert env["SM_HP_N_LAYER"] == "1"
-
-
-def test_ranks_find_what_the_users_python_finds(pair):
-    """Torch may be there through PYTHONPATH alone, as modules of a cluster have it."""
-    for rank in range(2):
-        assert seen_by(pair, rank)["env"]["PYTHONPATH"].endswith("/blocked")
+    # Torch may be there through PYTHONPATH alone, as modules of a cluster have it.
+    assert env["PYTHONPATH"].endswith("/blocked")
 
 
 def test_a_job_runs_with_packages_on_pythonpath_only(home, text_file):
@@ -291,57 +317,37 @@ def test_a_job_runs_with_packages_on_pythonpath_only(home, text_file):
     assert done.returncode == 0, done.stderr
 
 
-def test_argv_is_sorted_and_formatted_like_the_toolkits(pair):
-    said = {**launching.TINY, "dropout": 1e-05, "tie_embeddings": True}
-    values = asdict(make_config(said))
-    expected = [w for name in sorted(values) for w in (f"--{name}", str(values[name]))]
-    for rank in range(2):
-        assert seen_by(pair, rank)["argv"] == ["train.py", *expected, "--processes=2"]
+def test_the_installed_command_samples_in_any_directory(pair):
+    said = installed(pair.home, "fetch-and-sample", pair.job_id, "--max-new-tokens", "10")
+    assert len(said) == 11
 
 
-def test_ranks_run_in_the_code_directory(pair):
-    for rank in range(2):
-        code = pair.directory / "hosts/algo-1/code"
-        assert seen_by(pair, rank)["cwd"] == str(code)
-        assert seen_by(pair, rank)["path"][0] == str(code)
-        assert {path.name for path in code.glob("*.*")} == Source.packaged().files.keys()
-
-
-def test_the_archives_hold_model_and_output(pair):
-    for name, source in (("model", "model"), ("output", "output/data")):
-        with tarfile.open(pair.directory / "output" / f"{name}.tar.gz") as tar:
-            names = set(tar.getnames())
-        assert names == launching.tree(pair.directory / "hosts/algo-1" / source)
-    assert "metrics.jsonl" in names
-
-
-def test_the_model_can_be_fetched_and_loaded(pair):
-    ran = launching.command(
-        "fetch-and-sample", pair.job_id, "--max-new-tokens", "10", home=pair.home
-    )
+def test_resuming_keeps_processes_validation_and_script(pair):
+    words = ("launch", "--instance", "local", "--resume", pair.job_id, "--set", "max_steps=12")
+    ran = launching.command(*words, home=pair.home)
     assert ran.code == 0, ran.err
-    assert len(ran.out) == 11
-
-
-def test_a_job_validates_on_its_validation_text(pair, text):
-    log = (pair.directory / "logs/job.log").read_text()
-    assert f"{len(text):,} characters to train on, {len(text):,} to validate on" in log
-
-
-def test_a_finished_job_leaves_no_process(pair):
-    session = seen_by(pair, 0)["session"]
-    launching.until(lambda: not launching.session_of(session), 10)
+    host = pair.home / "jobs" / ran.out.strip() / "hosts/algo-1"
+    assert (host / "output/data/rank-1.json").exists()
+    assert (host / "input/data/validation/input.txt").exists()
 
 
 # -- following ------------------------------------------------------------------------------------
 
 
-def test_a_detached_job_is_followed_to_its_end(home, text_file, cli):
-    job = detached(cli, home, data=text_file)
-    assert state_of(job) == "InProgress"
+def test_a_detached_job_is_in_progress_until_it_ends(home, detach, cli, monkeypatch):
+    write, seen = backend.write_json, list[str]()
+
+    def write_and_look(path: Path, value: Any) -> None:
+        write(path, value)
+        seen.extend(each.status for each in jobs())
+
+    monkeypatch.setattr(backend, "write_json", write_and_look)
+    job = detach(**launching.TINY)
+    assert seen == ["InProgress"]
     ran = cli("logs", job.job_id, "--follow")
     assert "model written to" in ran.out
     assert state_of(job) == "Completed"
+    assert Source.read(job.directory / "hosts/algo-1/code").is_packaged
 
 
 def test_two_launches_in_the_same_second_both_work(home, text_file):
@@ -354,361 +360,161 @@ def test_two_launches_in_the_same_second_both_work(home, text_file):
 
 
 def test_job_ids_of_one_second_differ_and_suit_sagemaker():
-    import re
-
-    from launcher.launching.launch import new_job_id
-
     ids = {new_job_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", job_id) for job_id in ids)
 
 
+def test_a_followed_log_yields_whole_lines_and_characters(home):
+    whole = "naïve 漢字 🙂\rsame line".encode()
+    with running(home / "jobs/a") as directory:
+
+        def write_slowly() -> None:
+            (directory / "logs").mkdir()
+            for byte in [*whole, *b"\n", *whole]:
+                with (directory / "logs/job.log").open("ab") as file:
+                    file.write(bytes([byte]))
+                time.sleep(0.02)
+            backend.write_json(directory / "state.json", {"status": "Completed"})
+
+        writer = threading.Thread(target=write_slowly)
+        writer.start()
+        lines = logs("a", follow=True)
+        assert [line.encode() for line in lines] == [whole, whole]
+        writer.join()
+
+
 # -- failing --------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_reason(home, text_file, tmp_path):
-    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
-    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:3:raise"})
-    assert ran.code == 1
+def test_a_killed_rank_fails_the_job_and_says_how_to_resume(home, text_file):
+    words = launching.launching(*TWO, data=text_file, **ENDLESS)
+    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
     job = Finished(home, ran.out.strip())
-    reason = "OSError: NANOGPT_FAULT asked for this error"
-    assert f"job {job.job_id} failed: {reason}" in ran.error
-    assert f"`sm-nanogpt logs {job.job_id}`" in ran.error
+    assert ran.code == 1
+    assert "rank 1 on algo-1 was killed by SIGKILL" in ran.error
+    goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
+    assert goes_on in ran.error
     told = launching.command("status", job.job_id, home=home)
     assert re.search(r"^state: +Failed$", told.out, re.MULTILINE)
-    assert re.search(rf"^reason: +{reason}$", told.out, re.MULTILINE)
-    assert told.err == f"it left no checkpoint; read its log: `sm-nanogpt logs {job.job_id}`\n"
-    failure = (job.directory / "hosts/algo-1/output/failure").read_text()
-    assert failure == reason
+    assert re.search(r"^reason: .*rank 1 on algo-1 was killed by SIGKILL", told.out, re.MULTILINE)
+    assert goes_on in told.err
     assert not launching.ranks_of(job.directory)
 
 
-def test_a_killed_rank_fails_the_job_in_seconds(home, text_file, cli):
-    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
-    launching.wait_for_step(job.directory)
-    os.kill(launching.ranks_of(job.directory)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    assert wait_for_end(job) == "Failed"
-    assert time.monotonic() - killed < 15
-    ran = cli("status", job.job_id)
-    assert "rank 1 on algo-1 was killed by SIGKILL" in ran.out
-    assert not launching.ranks_of(job.directory)
+# How train.py ends a run whose memory is too small: its name has to count as an error's.
+LESS_PLEASE = f"""
+    sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
+    import train
+    sys.exit(train.failure_report(train.TrainingError("less, please")))
+"""
+NO_LOG = """
+    (job / "logs/job.log").mkdir()
+    print("a line\\n" * 100_000)  # more than a pipe holds
+    sys.exit("OSError: no space")
+"""
 
 
-def test_a_killed_rank_with_a_checkpoint_says_how_to_resume(home, text_file, tmp_path):
-    words = launching.launching(data=text_file, **ENDLESS)
-    ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "0:60:kill"})
-    assert ran.code == 1
-    goes_on = f"`sm-nanogpt launch --resume {ran.out.strip()}`"
-    assert goes_on in ran.error
-    assert goes_on in launching.command("status", ran.out.strip(), home=home).err
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("pass", "ServiceError: train.py exited with code 0 but wrote no model"),
+        ("model.touch(); sys.exit(3)", "TrainingError: train.py ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "TrainingError: train.py was killed by SIGKILL"),
+        ("raise ValueError('x' * 2000)", f"ValueError: {'x' * 1024}"[:1024]),
+        ("be_stopped(); sys.exit('OSError: no space')", "OSError: no space"),
+        (LESS_PLEASE, "TrainingError: less, please"),
+        (NO_LOG, "OSError: no space"),
+    ],
+)
+def test_a_failed_script_gives_the_jobs_reason(tmp_path, script, reason):
+    state = run_job(tmp_path, script)
+    assert state["status"] == "Failed"
+    assert state["reason"].partition(" (")[0] == reason
 
 
-def test_a_job_that_leaves_no_model_has_failed(home, text_file, tmp_path):
-    copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + "    os._exit(0)\n"))
-    words = launching.launching("--entry-point", str(copy), data=text_file)
-    ran = launching.command(*words, home=home)
-    assert ran.code == 1
-    assert "wrote no model" in ran.error
+def test_a_full_disk_names_the_archive(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.local.runner.tarfile.open", Mock(side_effect=FULL))
+    reason = run_job(tmp_path, "model.touch()")["reason"]
+    assert reason.startswith("ServiceError: ")
+    assert "output/model.tar.gz: this machine's disk is full" in reason
 
 
-def test_a_ranks_child_process_does_not_delay_the_end(home, text_file, tmp_path):
-    # A child that keeps the rank's output open, for longer than the command may take.
-    sleep = f'    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "{runs.LIMIT + 10}")\n'
-    copy = launching.edited(tmp_path / "mine", (MAIN, MAIN + sleep))
-    words = launching.launching("--entry-point", str(copy), data=text_file)
-    ran = launching.command(*words, home=home)
-    assert ran.code == 0, ran.err
+def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier/metrics-00000001.jsonl").touch()
+    state = run_job(tmp_path / "job", "model.touch()", tmp_path / "earlier")
+    assert state["status"] == "Failed"
+    assert state["reason"].startswith("ServiceError: the checkpoints to resume from are missing: ")
 
 
-def test_missing_data_is_refused_before_anything_starts(home, cli):
-    ran = cli(*launching.launching(data=str(home / "nowhere.txt")))
+def test_a_ranks_child_process_does_not_delay_the_end(tmp_path):
+    script = """
+        model.touch()
+        child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+        (job / "child").write_text(str(child))
+    """
+    assert run_job(tmp_path, script)["status"] == "Completed"
+    # It lives, and keeps the rank's output open.
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"), [([], "nowhere.txt: no such file"), (["--dry-run"], "--dry-run shows")]
+)
+def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
+    ran = cli(*launching.launching(*words, data=str(home / "nowhere.txt")))
     assert ran.code == 2
+    assert named in ran.error
     assert not (home / "jobs").exists()
-    assert f"{home / 'nowhere.txt'}: no such file" in ran.error
 
 
 @pytest.mark.parametrize(
     "failing",
-    ["launcher.local.backend.write_json", "pathlib.Path.write_bytes", "subprocess.Popen"],
+    [
+        "launcher.local.backend.write_json",
+        "pathlib.Path.write_bytes",
+        "launcher.local.backend.subprocess.Popen",
+    ],
 )
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     words = launching.launching("--detach", data=text_file)
     assert cli(*words).code == 0  # so that the text is there, and the directories
-    before = list((home / "jobs").iterdir())
+    before = jobs_in(home)
     with monkeypatch.context() as context:
-        context.setattr(failing, full)
+        context.setattr(failing, Mock(side_effect=FULL))
         ran = cli(*words)
     assert (ran.code, ran.out) == (1, "")
     assert ran.error.startswith(f"{home / 'jobs'}")
     assert "No space left on device, so the job was not started; " in ran.error
-    assert list((home / "jobs").iterdir()) == before
-
-
-def test_a_full_disk_names_the_archive(tmp_path, text_file, monkeypatch):
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("launcher.local.runner.tarfile.open", Mock(side_effect=full))
-    reason = run_job(tmp_path, text_file, "model.touch()")["reason"]
-    assert reason.startswith("ServiceError: ")
-    assert "output/model.tar.gz: this machine's disk is full" in reason
+    assert jobs_in(home) == before
 
 
 @pytest.mark.parametrize("leftover", [False, True])
 def test_an_interrupted_start_leaves_no_job(leftover, home, text_file, monkeypatch):
     """Else no command would list or delete it. A killed launch may leave one; it is in no way."""
     job = TrainingJob(data=str(text_file), processes_per_instance=1)
-    backend, directory = LocalBackend(Settings(home=home)), home / "jobs" / "a-job"
+    directory = home / "jobs/a-job"
     if leftover:
         (directory / "code").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
         context.setattr("launcher.local.backend.write_json", Mock(side_effect=KeyboardInterrupt))
-        backend.submit("a-job", job, (1, 0))
+        backend.LocalBackend(Settings(home=home)).submit("a-job", job, (1, 0))
     assert not directory.exists()
 
 
-def test_an_out_of_memory_error_is_the_failure_reason(tmp_path, text_file):
-    """Its name has to be one that counts as an error's, though the rank ends like any other."""
-    script = f"""
-        sys.path.insert(0, {str(runs.SCRIPT.parent)!r})
-        import train
-        sys.exit(train.failure_report(train.TrainingError("less, please")))
-    """
-    state = run_job(tmp_path, text_file, script)
-    assert state["reason"] == "TrainingError: less, please"
+def test_a_failure_reason_is_written_though_the_disk_is_full(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    run = LocalRun(tmp_path)
+    run.update(secondary="Training")
+    monkeypatch.setattr("launcher.files.storage.replacing", Mock(side_effect=FULL))
+    for reason in ("a reason", ""):  # which is shorter
+        run.update(status="Failed", reason=reason)
+        told = json.loads((tmp_path / "state.json").read_text())
+        assert (told["status"], told["reason"]) == ("Failed", reason)
 
 
-# -- hung -----------------------------------------------------------------------------------------
-
-
-HANGS = {**ENDLESS, "hang_seconds": 3}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_hung_rank_fails_the_job_and_is_named(home, text_file, cli, rank):
-    """Rank 0 serves the store by which the ranks know of each other."""
-    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **HANGS)
-    launching.wait_for_step(job.directory)
-    os.kill(launching.ranks_of(job.directory)[rank], signal.SIGSTOP)
-    hung = time.monotonic()
-    assert wait_for_end(job) == "Failed"
-    assert time.monotonic() - hung < 30
-    reason = describe(job.job_id, launching.settings_of(home)).failure_reason or ""
-    assert reason.startswith(f"TrainingError: rank {rank} on algo-1")
-    assert not launching.ranks_of(job.directory)
-
-
-def test_a_second_ctrl_c_ends_a_hung_job(home, text_file):
-    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
-    with launching.started(*words, home=home) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        job = Finished(home, process.stdout.readline().strip())
-        launching.wait_for_step(job.directory)
-        os.kill(launching.ranks_of(job.directory)[1], signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-        runs.wait_for_line(process, "stopping the job", process.stderr)
-        process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        process.wait(timeout=30)
-    assert time.monotonic() - began < 10
-    assert state_of(job) == "Stopped"
-    assert not launching.ranks_of(job.directory)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-def test_a_job_listens_only_on_loopback(home, text_file, cli):
-    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
-    launching.wait_for_step(job.directory)
-    assert runs.listening(launching.processes_below(job.directory)) == {"127.0.0.1"}
-
-
-# -- killed ---------------------------------------------------------------------------------------
-
-
-def test_processes_are_found_and_killed_without_proc(tmp_path, monkeypatch):
-    def missing(path: Path) -> Any:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "iterdir", missing)
-    # Stands in for a runner: it starts a rank, and both wait.
-    code = (
-        "import subprocess, sys;"
-        "print(subprocess.Popen([sys.executable, '-c', 'input()', 'train' + '.py']).pid, flush=1);"
-        "input()"
-    )
-    words = ["launcher.local.runner", str(tmp_path / "job"), "5"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as runner:
-        assert runner.stdout is not None
-        rank = int(runner.stdout.readline())
-        assert launching.runner_of(tmp_path) == runner.pid
-        assert launching.ranks_of(tmp_path / "job") == [rank]
-        launching.kill_below(tmp_path)
-        assert runner.wait() == -signal.SIGKILL
-        launching.until(lambda: not launching.session_of(runner.pid))
-
-
-def test_a_killed_runner_ends_its_ranks_and_fails_the_job(home, text_file, cli):
-    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
-    launching.until(lambda: len(launching.ranks_of(job.directory)) == 2)
-    runner = launching.runner_of(job.directory)
-    os.kill(runner, signal.SIGKILL)
-    launching.until(lambda: state_of(job) == "Failed", 5)
-    assert GONE in cli("status", job.job_id).out
-    assert "Failed" in cli("jobs").out
-    # A rank that is still importing torch notices when it has done so.
-    launching.until(lambda: not launching.session_of(runner), 30)
-
-
-def test_a_job_whose_processes_were_all_killed_has_failed(home, text_file):
-    words = launching.launching(data=text_file, **ENDLESS)
-    with launching.started(*words, home=home) as process:
-        assert process.stdout is not None
-        job = Finished(home, process.stdout.readline().strip())
-        launching.wait_for_step(job.directory)
-        launching.kill_below(job.directory)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert GONE in err.splitlines()[-1]
-    assert f"--resume {job.job_id}" in err.splitlines()[-1]
-    assert state_of(job) == "Failed"
-
-
-def test_a_starting_job_is_shown_as_in_progress(home, text_file, cli, monkeypatch):
-    seen: list[str] = []
-
-    def write_and_look(path: Path, value: Any) -> None:
-        write_json(path, value)
-        seen.extend(d.status for d in jobs(launching.settings_of(home)))
-
-    monkeypatch.setattr("launcher.local.backend.write_json", write_and_look)
-    cli(*launching.launching("--detach", data=text_file))
-    assert seen == ["InProgress"]
-
-
-def test_a_checkpoint_that_vanishes_is_skipped(tmp_path):
-    (tmp_path / "checkpoint-00000010.safetensors").touch()
-    # A link to nowhere is listed, and then not there, as is a file deleted in between.
-    (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
-    assert own_checkpoint(tmp_path, given={}) == 10
-
-
-def test_a_clock_set_back_hides_no_checkpoint(job):
-    state = json.loads((job.directory / "state.json").read_text())
-    (job.directory / "state.json").write_text(json.dumps({**state, "started": 4e9}))
-    assert describe(job.job_id, launching.settings_of(job.home)).checkpoint_step == 10
-
-
-def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, text_file, job, tmp_path):
-    script = launching.edited(tmp_path / "mine", (STEP, STEP + "        raise OSError\n"))
-    words = ("--resume", job.job_id, "--set", "max_steps=20", "--entry-point", str(script))
-    ran = launching.command("launch", *words, home=home)
-    assert ran.code == 1
-    (resumed,) = {path.name for path in (home / "jobs").iterdir()} - {job.job_id}
-    given = home / "jobs" / resumed / "hosts/algo-1/checkpoints"
-    assert list(given.glob("checkpoint-*10.safetensors"))
-    assert describe(resumed, launching.settings_of(home)).checkpoint_step is None
-
-
-def test_a_partly_copied_checkpoint_is_not_the_jobs_own(tmp_path, text_file, job, monkeypatch):
-    """The runner is killed while it copies."""
-    write_job(tmp_path / "killed", text_file)
-    (tmp_path / "killed/code").mkdir()
-    run = LocalRun(tmp_path / "killed")
-    earlier = str(job.directory / "hosts/algo-1/checkpoints")
-    run.record = run.record.model_copy(update={"resume_from": earlier})
-
-    def copy_half(source: Path, target: Path) -> None:
-        (target / source.name if target.is_dir() else target).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "copy2", copy_half)
-    with pytest.raises(KeyboardInterrupt):
-        run.lay_out()
-    given = run.base / "checkpoints"
-    assert own_checkpoint(given, run.state["given"]) is None
-
-
-@pytest.mark.parametrize("between", [1, 5000])
-def test_the_newest_value_of_each_metric_is_found(tmp_path, between):
-    path, rows = tmp_path / "metrics.jsonl", 10_000
-    lines = []
-    for step in range(1, rows + 1):
-        row = {"step": step, "train_loss": 1.5, "learning_rate": 0.001}
-        lines.append(row if step % between else {**row, "val_loss": step / 4})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
-    newest = {"step": rows - 1, "train_loss": 1.5, "learning_rate": 0.001, "max_steps": rows}
-    val_loss = (rows - 1) // between * between / 4
-    assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
-    with path.open("a") as file:
-        file.write('{"step": 10000, "train')  # a line that is being written
-    assert last_metrics(path, rows) == {**newest, "val_loss": val_loss}
-
-
-def test_metrics_at_a_read_boundary_are_found(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for rows in range(735, 765):  # the row with val_loss comes into what is read, byte by byte
-        with path.open("w") as file:
-            for step in range(1, rows):
-                row = {"step": step, "train_loss": 1.5}
-                file.write(json.dumps(row if step != 250 else {**row, "val_loss": 1.25}) + "\n")
-        read = last_metrics(path, rows)
-        assert read is not None
-        assert read["val_loss"] == 1.25
-
-
-def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path):
-    row = {"step": 1, "train_loss": 1.5, "val_loss": 1.5}
-    lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    assert last_metrics(path, 1) == {**row, "max_steps": 1}
-
-
-def test_deleting_a_jobs_directory_ends_its_processes(text_file, home, cli):
-    job = detached(cli, home, "--processes-per-instance", "2", data=text_file, **ENDLESS)
-    launching.wait_for_step(job.directory)
-    runner = launching.runner_of(job.directory)
-    while job.directory.exists():  # until nothing is written in between
-        shutil.rmtree(job.directory, ignore_errors=True)
-    launching.until(lambda: not launching.session_of(runner), 30)
-    assert not job.directory.exists()
-
-
-def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path, text_file):
-    write_job(tmp_path / "job", text_file)
-    record = json.loads((tmp_path / "job/job.json").read_text())
-    (tmp_path / "job/code").mkdir()
-    (tmp_path / "earlier").mkdir()
-    (tmp_path / "earlier/metrics-00000001.jsonl").touch()
-    record["resume_from"] = str(tmp_path / "earlier")
-    write_json(tmp_path / "job/job.json", record)
-    LocalRun(tmp_path / "job").run()
-    state = json.loads((tmp_path / "job/state.json").read_text())
-    assert state["status"] == "Failed"
-    assert state["reason"].startswith("ServiceError: the checkpoints to resume from are missing: ")
-
-
-def test_a_failure_is_reported_though_no_log_can_be_written(tmp_path, text_file):
-    script = """
-    (job / "logs/job.log").mkdir()
-    print("a line\\n" * 100_000)  # more than a pipe holds
-    sys.exit("OSError: [Errno 28] No space left on device")
-    """
-    state = run_job(tmp_path, text_file, script)
-    assert state["status"] == "Failed"
-    assert state["reason"] == "OSError: [Errno 28] No space left on device"
-
-
-def test_a_log_says_where_lines_are_missing(tmp_path, text_file):
+def test_a_log_says_where_lines_are_missing(tmp_path):
     log = tmp_path / "logs/job.log"
 
     def output() -> Iterator[bytes]:
@@ -722,7 +528,7 @@ def test_a_log_says_where_lines_are_missing(tmp_path, text_file):
         yield b"three\n"
         yield b"four\n"
 
-    write_job(tmp_path, text_file)
+    write_job(tmp_path)
     process: Any = SimpleNamespace(stdout=output())
     LocalRun(tmp_path).keep_output(process)
     assert log.read_text().splitlines() == [
@@ -733,58 +539,137 @@ def test_a_log_says_where_lines_are_missing(tmp_path, text_file):
     ]
 
 
-def test_a_failure_reason_has_at_most_1024_characters(tmp_path, text_file):
-    state = run_job(tmp_path, text_file, "raise ValueError('x' * 2000)")
-    assert state["status"] == "Failed"
-    assert state["reason"] == f"ValueError: {'x' * 1024}"[:1024]
+# -- hung -----------------------------------------------------------------------------------------
 
 
-def test_a_failure_reason_is_written_though_the_disk_is_full(tmp_path, text_file, monkeypatch):
-    def full(path: Path) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    write_job(tmp_path, text_file)
-    run = LocalRun(tmp_path)
-    run.update(secondary="Training")
-    monkeypatch.setattr("launcher.files.storage.replacing", full)
-    run.update(status="Failed", reason="a reason")
-    told = json.loads((tmp_path / "state.json").read_text())
-    assert (told["status"], told["reason"]) == ("Failed", "a reason")
-    run.update(reason="")  # which is shorter
-    assert json.loads((tmp_path / "state.json").read_text())["reason"] == ""
+def test_a_hung_rank_fails_the_job_and_is_named(detach):
+    """Rank 0 serves the store by which the ranks know of each other."""
+    job = detach(*TWO, hang_seconds=5)
+    launching.wait_for_step(job.directory)
+    os.kill(launching.ranks_of(job.directory)[0], signal.SIGSTOP)
+    launching.until(lambda: state_of(job) == "Failed", 30)
+    reason = describe(job.job_id).failure_reason or ""
+    assert reason.startswith("TrainingError: rank 0 on algo-1")
+    assert not launching.ranks_of(job.directory)
 
 
-def test_wait_ends_when_the_job_is_deleted(home, text_file, cli, monkeypatch):
-    with running(home / "jobs/a", text_file) as directory:
-        monkeypatch.setattr(
-            "launcher.tracking.time.sleep",
-            lambda seconds: shutil.rmtree(directory, ignore_errors=True),
-        )
-        ran = cli("wait", "a")
+def test_a_second_ctrl_c_ends_a_hung_job(home, text_file):
+    with followed(home, text_file, *TWO) as (process, job):
+        os.kill(launching.ranks_of(job.directory)[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        runs.wait_for_line(process, "stopping the job", process.stderr)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=10)
+    assert state_of(job) == "Stopped"
+    assert not launching.ranks_of(job.directory)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
+def test_a_job_listens_only_on_loopback(detach):
+    job = detach(*TWO)
+    launching.wait_for_step(job.directory)
+    assert runs.listening(launching.processes_below(job.directory)) == {"127.0.0.1"}
+
+
+# -- killed ---------------------------------------------------------------------------------------
+
+
+def test_a_killed_runner_ends_its_ranks_and_fails_the_job(detach, cli):
+    job = detach(*TWO)
+    launching.until(lambda: len(launching.ranks_of(job.directory)) == 2)
+    runner = launching.runner_of(job.directory)
+    os.kill(runner, signal.SIGKILL)
+    launching.until(lambda: state_of(job) == "Failed", 5)
+    assert backend.GONE in cli("status", job.job_id).out
+    assert "Failed" in cli("jobs").out
+    # A rank that is still importing torch notices when it has done so.
+    launching.until(lambda: not launching.session_of(runner), 30)
+
+
+def test_a_job_whose_processes_were_all_killed_has_failed(home, text_file):
+    with followed(home, text_file) as (process, job):
+        launching.kill_below(job.directory)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert backend.GONE in err.splitlines()[-1]
+    assert f"--resume {job.job_id}" in err.splitlines()[-1]
+    assert state_of(job) == "Failed"
+
+
+def test_deleting_a_jobs_directory_ends_its_processes(detach):
+    job = detach(*TWO)
+    launching.wait_for_step(job.directory)
+    runner = launching.runner_of(job.directory)
+    while job.directory.exists():  # until nothing is written in between
+        shutil.rmtree(job.directory, ignore_errors=True)
+    launching.until(lambda: not launching.session_of(runner), 30)
+    assert not job.directory.exists()
+
+
+# -- what a job has made --------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_vanishes_is_skipped(tmp_path):
+    (tmp_path / "checkpoint-00000010.safetensors").touch()
+    # A link to nowhere is listed, and then not there, as is a file deleted in between.
+    (tmp_path / "checkpoint-00000005.safetensors").symlink_to(tmp_path / "nowhere")
+    assert backend.own_checkpoint(tmp_path, given={}) == 10
+
+
+def test_a_clock_set_back_hides_no_checkpoint(job):
+    change(job.directory / "state.json", started=4e9)
+    assert describe(job.job_id).checkpoint_step == 10
+
+
+def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, resume, tmp_path):
+    script = launching.edited(tmp_path / "mine", (STEP, STEP + "        raise OSError\n"))
+    ran = resume("--set", "max_steps=20", "--entry-point", str(script))
     assert ran.code == 1
-    assert ran.error == "job a was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
+    given = home / "jobs" / ran.out.strip() / "hosts/algo-1/checkpoints"
+    assert list(given.glob("checkpoint-*10.safetensors"))
+    assert describe(ran.out.strip()).checkpoint_step is None
 
 
-def test_a_followed_log_yields_whole_lines_and_characters(job):
-    log, whole = job.directory / "logs/job.log", "naïve 漢字 🙂\rsame line".encode()
-    log.write_bytes(b"")
-    state = json.loads((job.directory / "state.json").read_text())
-    with (job.directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as if it still ran
-        write_json(job.directory / "state.json", {**state, "status": "InProgress"})
-        lines = logs(job.job_id, follow=True, settings=launching.settings_of(job.home))
+def test_a_partly_copied_checkpoint_is_not_the_jobs_own(tmp_path, job, monkeypatch):
+    """The runner is killed while it copies."""
+    write_job(tmp_path / "killed", job.directory / "hosts/algo-1/checkpoints")
+    run = LocalRun(tmp_path / "killed")
 
-        def write_slowly() -> None:
-            for byte in [*whole, *b"\n", *whole]:
-                with log.open("ab") as file:
-                    file.write(bytes([byte]))
-                time.sleep(0.02)
-            write_json(job.directory / "state.json", state)
+    def copy_half(source: Path, target: Path) -> None:
+        (target / source.name if target.is_dir() else target).write_bytes(b"half")
+        raise KeyboardInterrupt
 
-        writer = threading.Thread(target=write_slowly)
-        writer.start()
-        assert [line.encode() for line in lines] == [whole, whole]
-        writer.join()
+    monkeypatch.setattr(shutil, "copy2", copy_half)
+    with pytest.raises(KeyboardInterrupt):
+        run.lay_out()
+    assert backend.own_checkpoint(run.base / "checkpoints", run.state["given"]) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "evaluated", "cut"),
+    [
+        (9999, range(1, 10_000), [1]),
+        (9999, [5000], [1]),
+        (740, [250], range(140, 210)),  # the row comes into what is read, byte by byte
+    ],
+)
+def test_the_newest_value_of_each_metric_is_found(tmp_path, rows, evaluated, cut):
+    path, curve = tmp_path / "metrics.jsonl", ""
+    for step in range(1, rows + 1):
+        row = {"step": step, "train_loss": 1.5}
+        curve += json.dumps(row if step not in evaluated else {**row, "val_loss": step / 4}) + "\n"
+    newest = {"step": rows, "train_loss": 1.5, "val_loss": max(evaluated) / 4, "max_steps": 10**4}
+    for length in cut:
+        path.write_text(curve + '{"sample": "' + "x" * length)  # a line that is being written
+        assert backend.last_metrics(path, 10**4) == newest
+
+
+def test_the_newest_metrics_are_read_from_the_end_of_the_file(tmp_path):
+    row = {"step": 1, "train_loss": 1.5, "val_loss": 1.5}
+    lines = [json.dumps({**row, "early": 1}), *[json.dumps(row)] * 2000]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    assert backend.last_metrics(path, 1) == {**row, "max_steps": 1}
 
 
 # -- stopping -------------------------------------------------------------------------------------
@@ -792,11 +677,7 @@ def test_a_followed_log_yields_whole_lines_and_characters(job):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_following_stops_the_job_cleanly(home, text_file, sign):
-    words = launching.launching("--processes-per-instance", "2", data=text_file, **ENDLESS)
-    with launching.started(*words, home=home) as process:
-        assert process.stdout is not None
-        job = Finished(home, process.stdout.readline().strip())
-        launching.wait_for_step(job.directory)
+    with followed(home, text_file, *TWO) as (process, job):
         os.killpg(process.pid, sign)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -811,12 +692,8 @@ def test_a_signal_while_following_stops_the_job_cleanly(home, text_file, sign):
 
 
 def test_a_followed_job_stops_when_its_log_has_no_reader(home, text_file):
-    words = launching.launching(data=text_file, **ENDLESS)
-    with launching.started(*words, home=home) as process:
-        assert process.stdout is not None
+    with followed(home, text_file) as (process, job):
         assert process.stderr is not None
-        job = Finished(home, process.stdout.readline().strip())
-        launching.wait_for_step(job.directory)
         process.stderr.close()  # as `2>&1 | head` does
         assert process.wait(timeout=60) == 1
     assert state_of(job) == "Stopped"
@@ -830,46 +707,29 @@ def test_a_launch_that_cannot_print_the_id_names_the_job(home, text_file):
         _, err = process.communicate(timeout=60)
     os.close(writer)
     assert process.returncode == 1
-    (job,) = (home / "jobs").iterdir()
-    assert err.splitlines()[-1] == (
-        f"error: Broken pipe: cannot print the job id, {job.name};"
-        f" `sm-nanogpt stop {job.name}` stops it"
-    )
-    wait(job.name, launching.settings_of(home))
+    (job_id,) = jobs_in(home)
+    last = err.splitlines()[-1]
+    assert last.startswith("error: Broken pipe: ")
+    assert f"`sm-nanogpt stop {job_id}`" in last
+    wait(job_id)
 
 
 def test_an_interrupted_launch_names_the_local_job(text_file, cli, home, monkeypatch):
-    start = subprocess.Popen
+    start = backend.subprocess.Popen
 
     def start_and_interrupt(*words: Any, **named: Any) -> Any:
         start(*words, **named)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as context:
-        context.setattr(subprocess, "Popen", start_and_interrupt)
-        ran = cli(*launching.launching(data=text_file, **ENDLESS))
+    monkeypatch.setattr(backend.subprocess, "Popen", start_and_interrupt)
+    ran = cli(*launching.launching(data=text_file, **ENDLESS))
     assert (ran.code, ran.out) == (1, "")
-    (directory,) = (home / "jobs").iterdir()
-    assert f"`sm-nanogpt stop {directory.name}`" in ran.err.splitlines()[-1]
+    (job_id,) = jobs_in(home)
+    assert f"`sm-nanogpt stop {job_id}`" in ran.err.splitlines()[-1]
 
 
-def test_ctrl_c_in_unfollowed_logs_does_not_mention_the_job(cli, monkeypatch):
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("launcher.tracking.logs", interrupted)
-    ran = cli("logs", "some-job")
-    assert (ran.code, ran.err) == (1, "interrupted\n")
-
-
-def test_a_local_dry_run_is_refused_before_reading_text(cli):
-    ran = cli(*launching.launching("--dry-run", data="missing.txt"))
-    assert ran.code == 2
-    assert ran.error.startswith("--dry-run shows the request to SageMaker")
-
-
-def test_ctrl_c_in_logs_does_not_stop_the_job(home, text_file, cli):
-    job = detached(cli, home, data=text_file, **ENDLESS)
+def test_ctrl_c_in_logs_keeps_the_job_and_stop_ends_it(home, detach, cli):
+    job = detach()
     with launching.started("logs", job.job_id, "--follow", home=home) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -877,10 +737,6 @@ def test_ctrl_c_in_logs_does_not_stop_the_job(home, text_file, cli):
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "the job keeps running\n")
     assert state_of(job) == "InProgress"
-
-
-def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(home, text_file, cli):
-    job = detached(cli, home, data=text_file, **ENDLESS)
     launching.wait_for_step(job.directory)
     ran = cli("stop", job.job_id)
     assert (ran.code, ran.out) == (0, "")
@@ -889,220 +745,135 @@ def test_stop_waits_for_the_checkpoint_and_says_how_to_resume(home, text_file, c
     assert "Stopped" in cli("status", job.job_id).out
 
 
-def test_a_job_stopped_before_its_first_step_has_no_checkpoint(home, text_file, cli):
+def test_a_job_stopped_before_its_first_step_has_no_checkpoint(home, detach, cli):
     script = launching.edited(
         home.parent / "train",
         ("    corpus = load_corpus(container, config, group)\n", "    time.sleep(1000)\n"),
     )
-    job = detached(cli, home, "--entry-point", str(script), data=text_file, **ENDLESS)
+    job = detach("--entry-point", str(script))
     assert cli("stop", job.job_id).code == 0
     assert state_of(job) == "Stopped"
-    ran = cli("fetch-and-sample", job.job_id)
-    assert ran.code == 1
-    assert "is Stopped; it left neither a model nor a checkpoint" in ran.error
-    resumed = cli("launch", "--instance", "local", "--resume", job.job_id)
-    assert resumed.code == 1
-    assert "no checkpoint to resume from" in resumed.error
+    for words in (("fetch-and-sample", job.job_id), ("launch", "--resume", job.job_id)):
+        ran = cli(*words)
+        assert ran.code == 1
+        assert re.search(rf"{job.job_id} .*Stopped.* left n.* checkpoint", ran.error)
+    assert jobs_in(home) == [job.job_id]
 
 
-def test_a_job_stopped_at_its_last_step_completes(tmp_path, text_file):
-    script = """
-        be_stopped()
-        model.touch()
-    """
-    assert run_job(tmp_path, text_file, script)["status"] == "Completed"
+def test_a_job_stopped_at_its_last_step_completes(tmp_path):
+    assert run_job(tmp_path, "be_stopped(); model.touch()")["status"] == "Completed"
     with tarfile.open(tmp_path / "output/model.tar.gz") as tar:
         assert tar.getnames() == ["model.safetensors"]
 
 
-def test_a_stopped_job_fails_if_its_checkpoint_fails(tmp_path, text_file):
-    script = """
-        be_stopped()
-        sys.exit("TrainingError: cannot write it: No space left on device")
-    """
-    state = run_job(tmp_path, text_file, script)
-    assert state["status"] == "Failed"
-    assert state["reason"] == "TrainingError: cannot write it: No space left on device"
+FAILED = {"status": "Failed", "reason": "OSError: why"}
 
 
-def test_stop_fails_if_the_job_fails(home, text_file, cli, monkeypatch):
-    with running(home / "jobs/a", text_file) as directory:
-        failed = {"status": "Failed", "reason": "TrainingError: no space"}
-        end = partial(write_json, directory / "state.json", failed)
-        monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
-        ran = cli("stop", "a")
-    assert ran.code == 1
-    assert ran.error.startswith("job a failed: TrainingError: no space; ")
+@pytest.mark.parametrize(
+    ("command", "state", "code", "said"),
+    [
+        ("stop", {"status": "Completed"}, 0, r"completed; next: sm-nanogpt fetch-and-sample a"),
+        ("stop", FAILED, 1, r"failed: OSError: why; .*`sm-nanogpt logs a`"),
+        ("wait", None, 1, r"was deleted .*`sm-nanogpt jobs`"),
+    ],
+)
+def test_stop_and_wait_tell_how_the_job_ended(home, cli, monkeypatch, command, state, code, said):
+    def end(seconds: float) -> None:
+        if state:
+            backend.write_json(directory / "state.json", state)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    with running(home / "jobs/a") as directory:
+        monkeypatch.setattr("launcher.tracking.time.sleep", end)
+        ran = cli(command, "a")
+    assert ran.code == code
+    assert re.match(rf"(error: )?job a {said}", ran.err.splitlines()[-1])
 
 
-def test_stop_says_if_the_job_completed_meanwhile(home, text_file, cli, monkeypatch):
-    with running(home / "jobs/a", text_file) as directory:
-        end = partial(write_json, directory / "state.json", {"status": "Completed"})
-        monkeypatch.setattr("launcher.tracking.time.sleep", lambda seconds: end())
-        ran = cli("stop", "a")
-    assert ran.code == 0
-    assert ran.err.splitlines()[-1] == "job a completed; next: sm-nanogpt fetch-and-sample a"
+def test_wait_gives_up_after_its_timeout(home):
+    with running(home / "jobs/a"), pytest.raises(ServiceError, match="InProgress"):
+        wait("a", timeout=0.1)
 
 
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def test_a_resumed_job_keeps_its_data_and_hyperparameters(job, cli):
-    words = ("--resume", job.job_id, "--set", "max_steps=15", "--processes-per-instance", "1")
-    ran = cli("launch", *words)
+def test_a_resumed_job_keeps_its_data_and_hyperparameters(job, resume):
+    ran = resume("--set", "max_steps=15", "--processes-per-instance", "1")
     assert ran.code == 0, ran.err
     assert "resumed from the checkpoint of step 10" in ran.err
     assert "step=15/15" in ran.err
-    before, after = (
-        describe(job_id, launching.settings_of(job.home))
-        for job_id in (job.job_id, ran.out.strip())
-    )
+    before, after = describe(job.job_id), describe(ran.out.strip())
     assert after.data == before.data
     assert after.hyperparameters == {**before.hyperparameters, "max_steps": 15}
-    checkpoints = job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints"
-    rows = (checkpoints / "metrics-00000001.jsonl").read_text()
-    steps = [json.loads(row)["step"] for row in rows.splitlines()]
-    assert steps == [5, 10, 15]
+    rows = runs.metrics(job.home / "jobs" / after.job_id / "hosts/algo-1/checkpoints")
+    assert [row["step"] for row in rows] == [5, 10, 15]
     assert (job.directory / "hosts/algo-1/checkpoints/checkpoint-00000010.safetensors").exists()
 
 
-def taken_over(asked: Request, settings: Settings) -> tuple[Request, TrainingJob]:
-    earlier = find_earlier(asked, settings)
-    assert earlier is not None
-    return resumed(asked, earlier, settings)
-
-
-def test_a_resumed_job_keeps_the_defaults_of_its_launch(job):
+def taken_over(job: Finished, earlier: dict[str, Any], **asked: Any) -> dict[str, Any]:
+    """The hyperparameters that resume a job, which was launched with other ones."""
     file = job.directory / "job.json"
-    record = json.loads(file.read_text())
-    record["hyperparameters"]["momentum"] = 0.5
-    file.write_text(json.dumps(record))
-    asked = Request(instance="local", resume=job.job_id)
-    settings = launching.settings_of(job.home)
-    taken, _ = taken_over(asked, settings)
-    assert taken.hyperparameters["momentum"] == 0.5
+    sent = json.loads(file.read_text())["hyperparameters"]
+    change(file, hyperparameters={**sent, **earlier})
+    request, settings = Request(resume=job.job_id, **asked), launching.settings_of(job.home)
+    found = find_earlier(request, settings)
+    assert found is not None
+    return resumed(request, found, settings)[0].hyperparameters
 
 
-def test_a_preset_keeps_a_resumed_adamw_jobs_learning_rate(job):
-    file = job.directory / "job.json"
-    record = json.loads(file.read_text())
-    record["hyperparameters"].update(optimizer="adamw", learning_rate=0.002)
-    file.write_text(json.dumps(record))
-    asked = Request(instance="local", resume=job.job_id, preset="baby")
-    settings = launching.settings_of(job.home)
-    taken, _ = taken_over(asked, settings)
-    assert taken.hyperparameters["learning_rate"] == 0.002
-
-
-def test_resuming_drops_unknown_hyperparameters_and_says_so(caplog, job):
-    file = job.directory / "job.json"
-    record = json.loads(file.read_text())
-    record["hyperparameters"]["gone"] = 1
-    file.write_text(json.dumps(record))
+def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
+    assert taken_over(job, {"momentum": 0.5})["momentum"] == 0.5
+    adamw = {"optimizer": "adamw", "learning_rate": 0.002}
+    assert taken_over(job, adamw, preset="baby")["learning_rate"] == 0.002
     caplog.set_level("INFO", "launcher")
-    asked = Request(resume=job.job_id, hyperparameters={"max_steps": 15})
-    settings = launching.settings_of(job.home)
-    taken_over(asked, settings)
+    assert "gone" not in taken_over(job, {"gone": 1}, hyperparameters={"max_steps": 15})
     (line,) = caplog.messages
     assert "has no gone;" in line
 
 
-def test_resuming_keeps_processes_validation_and_script(pair):
-    words = ("launch", "--instance", "local", "--resume", pair.job_id)
-    ran = launching.command(*words, *launching.sets(max_steps=12), home=pair.home)
-    assert ran.code == 0, ran.err
-    resumed = Finished(pair.home, ran.out.strip())
-    assert (resumed.directory / "hosts/algo-1/output/data/rank-1.json").exists()
-    assert (resumed.directory / "hosts/algo-1/input/data/validation/input.txt").exists()
-
-
-def test_resuming_with_another_model_size_names_the_difference(job, cli):
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "n_embd=64")
-    assert ran.code == 2
-    assert "n_embd was 32 and is 64" in ran.error
-
-
-def test_resuming_with_fewer_steps_than_made_is_refused(job, cli):
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, "--set", "max_steps=5")
-    assert ran.code == 2
-    assert ran.error == (
-        "max_steps=5: the earlier job has already reached step 10; to train further, add"
-        " `--set max_steps=N` with N above 10"
-    )
-
-
-def test_resuming_a_completed_job_requires_more_steps(job, cli):
-    words = ("launch", "--instance", "local", "--resume", job.job_id)
-    ran = cli(*words)
-    assert ran.code == 2
-    assert "max_steps=10: " in ran.error
-    assert "--set max_steps=" in ran.error
-    assert len(list((job.home / "jobs").iterdir())) == 1
-
-
-def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, cli):
-    file = job.directory / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "status": "Failed"}))
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
-    assert ran.code == 0, ran.err
-    resumed = Finished(job.home, ran.out.strip())
-    assert (resumed.directory / "output/model.tar.gz").exists()
-
-
-def test_a_running_job_cannot_be_resumed(home, text_file, cli):
-    job = detached(cli, home, data=text_file, **ENDLESS)
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
-    assert ran.code == 1
-    assert f"`sm-nanogpt stop {job.job_id}`" in ran.error
-    assert len(list((home / "jobs").iterdir())) == 1
-
-
-def test_a_local_job_cannot_be_resumed_on_sagemaker(job, cli):
-    ran = cli("launch", "--resume", job.job_id, "--instance", "ml.g5.xlarge")
-    assert ran.code == 2
-    assert ran.error.startswith(f"job {job.job_id} ran on local, and ")
-
-
-def test_a_job_without_checkpoints_cannot_be_resumed(job, cli):
-    shutil.rmtree(job.directory / "hosts/algo-1/checkpoints")
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
-    assert ran.code == 1
-    assert "left no checkpoint" in ran.error
-    assert len(list((job.home / "jobs").iterdir())) == 1
-
-
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "code", "named"),
     [
-        (["--set", "n_layr=1"], "did you mean n_layer?"),
-        (["--preset", "babby"], "did you mean baby?"),
-        (["--preset", "auto"], "--preset auto is for a new run; leave it out with --resume"),
-        (["--set", "batch_size=3", "--processes-per-instance", "2"], "batch_size=2 or 4"),
+        ("", 2, "max_steps=10: "),
+        ("--set max_steps=5", 2, "`--set max_steps=N` with N above 10"),
+        ("--set n_embd=64", 2, "n_embd was 32 and is 64"),
+        ("--set n_layr=1", 2, "did you mean n_layer?"),
+        ("--set batch_size=3 --processes-per-instance 2", 2, "batch_size=2 or 4"),
+        ("--preset auto", 2, "--preset auto is for a new run"),
+        ("--instance ml.g5.xlarge", 2, "ran on local, and --instance ml.g5.xlarge"),
+        ("--resume nope", 1, "`sm-nanogpt jobs`"),
     ],
 )
-def test_resuming_with_invalid_options_starts_nothing(job, cli, words, named):
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
-    assert ran.code == 2
+def test_resuming_with_unfit_options_starts_nothing(job, resume, words, code, named):
+    ran = resume(*words.split())
+    assert ran.code == code
     assert named in ran.error
-    assert len(list((job.home / "jobs").iterdir())) == 1
+    assert jobs_in(job.home) == [job.job_id]
 
 
-@pytest.mark.parametrize(
-    "changed", [{"field_of_tomorrow": 1}, {"instance_count": "many"}, {"resume": 5}]
-)
-def test_a_job_with_a_damaged_record_cannot_be_resumed(job, cli, changed):
-    record = json.loads((job.directory / "job.json").read_text())
-    record["job"].update(changed)
-    (job.directory / "job.json").write_text(json.dumps(record))
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id)
+def test_a_running_job_cannot_be_resumed(home, cli):
+    with running(home / "jobs/a"):
+        ran = cli("launch", "--instance", "local", "--resume", "a")
     assert ran.code == 1
-    assert ran.error.startswith(f"{job.directory / 'job.json'} is damaged, or of another version")
+    assert "`sm-nanogpt stop a`" in ran.error
+    assert jobs_in(home) == ["a"]
 
 
-def test_an_unknown_job_cannot_be_resumed(cli):
-    ran = cli("launch", "--instance", "local", "--resume", "nope")
+def test_a_job_with_a_damaged_record_cannot_be_resumed(job, resume):
+    file = job.directory / "job.json"
+    change(file, job={**json.loads(file.read_text())["job"], "field_of_tomorrow": 1})
+    ran = resume()
     assert ran.code == 1
-    assert "`sm-nanogpt jobs`" in ran.error
+    assert ran.error.startswith(f"{file} is damaged")
+
+
+def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, resume):
+    change(job.directory / "state.json", status="Failed")
+    ran = resume()
+    assert ran.code == 0, ran.err
+    assert (job.home / "jobs" / ran.out.strip() / "output/model.tar.gz").exists()
 
 
 # -- devices --------------------------------------------------------------------------------------
@@ -1120,26 +891,17 @@ def test_an_unknown_job_cannot_be_resumed(cli):
     ],
 )
 def test_each_gpu_gets_one_process(monkeypatch, words, gpus, expected):
-    from launcher.local.backend import plan_processes
-
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     monkeypatch.setattr("launcher.machines.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert plan_processes(TrainingJob(data="/data", **words)) == expected
+    assert backend.plan_processes(TrainingJob(data="/data", **words)) == expected
 
 
 def test_a_job_that_would_leave_gpus_idle_is_refused(monkeypatch):
-    from launcher import InputError
-    from launcher.local.backend import plan_processes
-
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(InputError, match="device=cpu"):
-        plan_processes(TrainingJob(data="/data", processes_per_instance=2))
-
-
-def test_a_job_runs_the_folder_of_this_package(finished):
-    assert Source.read(finished.directory / "hosts/algo-1/code").is_packaged
+        backend.plan_processes(TrainingJob(data="/data", processes_per_instance=2))
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,17 @@ from unittest.mock import Mock
 
 import launching
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import lively, tokenizer_of
 
-from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher import fetch_model, sample, stream_samples
 from launcher.cli.models import converse
 from launcher.views.play import Player, Token, listen, make_server, until
 
 LETTERS = "\nabcdefghi "  # as many as the small models have
-TWENTY = "the prompt has characters that the model has never seen: " + ", ".join(
-    repr(chr(code)) for code in range(1000, 1020)
-)
+TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020))
 WISH: dict[str, Any] = dict(
     prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
 )
@@ -68,7 +67,7 @@ def site():
     models = [lively() for _ in range(3)]
     models[1].embed.weight.data.neg_()
     models[2].__class__ = Edited
-    players = [Player(f"model-{n}", model, letters()) for n, model in enumerate(models)]
+    players = [Player(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)]
     listener = listen(0)
     port = listener.getsockname()[1]
     server = make_server(players, port, "secret")
@@ -77,10 +76,6 @@ def site():
     yield Site(port, players)
     server.should_exit = True
     thread.join()
-
-
-def letters() -> Tokenizer:
-    return tokenizer_of(LETTERS)
 
 
 def expected(player: Player, temperature: float = 0.8) -> str:
@@ -98,13 +93,18 @@ def test_a_request_without_the_token_is_refused(site, path, token):
     assert site.connect(path, token=token).status == 403
 
 
-@pytest.mark.parametrize("host", ["example.com:{port}", "127.0.0.1", "127.0.0.1:1", "localhost"])
-def test_a_request_to_another_host_is_refused(site, host):
-    assert site.connect("/", host=host.format(port=site.port)).status == 400
-
-
-def test_localhost_is_this_host(site):
-    assert site.connect("/", host=f"localhost:{site.port}").status == 200
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:{port}", 200),
+        ("localhost", 400),
+        ("127.0.0.1", 400),
+        ("127.0.0.1:1", 400),
+        ("example.com:{port}", 400),
+    ],
+)
+def test_a_request_to_another_host_is_refused(site, host, status):
+    assert site.connect("/", host=host.format(port=site.port)).status == status
 
 
 def test_the_page_runs_its_own_script_alone(site):
@@ -126,76 +126,68 @@ def test_every_input_of_the_page_has_a_label(site):
     assert set(named) == set(re.findall(r'<label for="(\w+)">', page))
 
 
-def test_the_page_knows_its_models(site):
-    models = json.loads(site.connect("/models").read())
-    assert [model["name"] for model in models] == ["model-0", "model-1", "model-2"]
-    assert [model["edited"] for model in models] == [False, False, True]
-
-
 # -- generations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_the_text_is_that_of_the_library(site, temperature):
-    assert site.text(temperature=temperature) == expected(site.players[0], temperature)
-
-
-def test_each_model_generates_its_own_text(site):
+def test_each_model_generates_the_text_of_the_library(site):
+    models = json.loads(site.connect("/models").read())
+    assert [model["name"] for model in models] == ["model-0", "model-1", "model-2"]
+    assert [model["edited"] for model in models] == [False, False, True]
     texts = [site.text(number) for number in range(3)]
     assert texts == [expected(player) for player in site.players]
     assert texts[0] != texts[1]
+    assert site.text(temperature=0) == expected(site.players[0], 0)
 
 
-def test_an_empty_prompt_starts_a_new_text(site):
-    assert site.text(prompt="", temperature=0) == site.text(prompt="\n", temperature=0)
+@pytest.mark.parametrize(
+    ("wish", "same"),
+    [
+        ({"prompt": ""}, {"prompt": "\n"}),
+        ({"temperature": "0.8", "seed": "7"}, {}),  # as in a form
+    ],
+)
+def test_two_forms_of_a_wish_give_one_text(site, wish, same):
+    assert site.text(**wish) == site.text(**same)
 
 
-def test_numbers_may_be_words_as_in_a_form(site):
-    assert site.text(temperature="0.8", seed="7") == site.text()
-
-
-def test_the_most_likely_tokens_come_in_order(site):
-    for token in site.tokens()[:-1]:
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_most_likely_tokens_come_in_order(site, number):
+    *tokens, end = site.tokens(number)
+    assert end == {"text": "", "likely": [], "chosen": 0}
+    for token in tokens:
         probabilities = [probability for _, probability in token["likely"]]
         assert len(probabilities) in (5, 6)
         assert sum(probabilities) <= 1 + 1e-6
         assert probabilities == sorted(probabilities, reverse=True)
 
 
-def test_the_greedy_token_is_the_most_likely(site):
-    for token in site.tokens(temperature=0)[:-1]:
-        assert token["chosen"] == 0
-        assert token["likely"][0][0] == token["text"]
-
-
-def test_a_token_that_is_not_likely_is_listed_too(site):
-    *tokens, end = site.tokens(temperature=1000)
-    assert all(token["likely"][token["chosen"]][0] == token["text"] for token in tokens)
-    assert {len(token["likely"]) for token in tokens} == {5, 6}
-    assert end == {"text": "", "likely": [], "chosen": 0}
-
-
-def test_an_edited_model_gives_probabilities_too(site):
-    *tokens, _ = site.tokens(2)
-    assert tokens and all(token["likely"] for token in tokens)
+def test_the_chosen_token_is_listed_however_unlikely(site):
+    *greedy, _ = site.tokens(temperature=0)
+    assert {token["chosen"] for token in greedy} == {0}
+    *hot, _ = site.tokens(temperature=1000)
+    assert {len(token["likely"]) for token in hot} == {5, 6}
+    for token in [*greedy, *hot]:
+        assert token["likely"][token["chosen"]][0] == token["text"]
 
 
 @pytest.mark.parametrize(
-    ("wish", "error"),
+    ("wish", "named"),
     [
-        ({"temperature": "hot"}, "temperature: must be a valid number"),
-        ({"temperature": -1}, "temperature=-1.0: must be a number, at least 0"),
-        ({"temperature": "inf"}, "temperature: must be a finite number"),
-        ({"max_new_tokens": ""}, "max_new_tokens: must be a valid integer"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ({"temperature": "hot"}, "temperature: "),
+        ({"temperature": -1}, "temperature=-1.0: "),
+        ({"temperature": "inf"}, "temperature: "),
+        ({"max_new_tokens": ""}, "max_new_tokens: "),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: "),
         ({"top_p": 2}, "top_p=2.0: must be over 0 and at most 1"),
         ({"prompt": "".join(map(chr, range(1000, 9000)))}, TWENTY),
-        ({"prompt": "A"}, "the prompt has characters that the model has never seen: 'A'"),
+        ({"prompt": "A"}, ": 'A'"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_line(site, wish, error):
+def test_a_wrong_setting_is_refused_by_name(site, wish, named):
     answer = site.connect("/generate/0", {**WISH, **wish})
-    assert (answer.status, answer.read().decode()) == (422, error)
+    said = answer.read().decode()
+    assert (answer.status, "\n" in said) == (422, False)
+    assert said.startswith(named) or said.endswith(named)
 
 
 def test_a_stop_string_ends_the_text(site):
@@ -204,25 +196,17 @@ def test_a_stop_string_ends_the_text(site):
     assert site.text(stop=stop) == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "before"),
-    [
-        ("a,b,STOP,c", "a,b"),
-        ("a,bS,TO,Pc", "a,b"),
-        ("a,S,TO,b,S", "a,S,TO,b,S"),
-        ("SS,TOP", "S"),
-        ("STOSTOP", "STO"),
-        ("STOP", ""),
-    ],
-)
-def test_a_stop_string_may_lie_in_several_tokens(pieces, before):
-    tokens = until(iter([Token(piece) for piece in pieces.split(",")]), "STOP")
-    assert ",".join(token.text for token in tokens) == before
+@settings(derandomize=True, deadline=None, database=None)
+@given(st.lists(st.text("abc", min_size=1, max_size=4)))
+def test_a_stop_string_may_lie_in_several_tokens(pieces):
+    kept = [token.text for token in until(map(Token, pieces), "aab")]
+    assert "".join(kept) == "".join(pieces).partition("aab")[0]
+    assert kept[:-1] == pieces[: max(0, len(kept) - 1)]
 
 
 def test_what_cannot_begin_a_stop_string_is_not_held_back():
     pieces = iter(["a", "S", "b", "c"])
-    tokens = until((Token(piece) for piece in pieces), "STOP")
+    tokens = until(map(Token, pieces), "STOP")
     assert [next(tokens).text for _ in range(3)] == ["a", "S", "b"]
     assert list(pieces) == ["c"]
 
@@ -234,16 +218,13 @@ def test_a_reader_that_leaves_ends_the_generation(site):
     assert len(site.text()) == 40  # it would wait for the other one
 
 
-def test_a_reader_that_reads_nothing_blocks_no_other(site, monkeypatch):
+def test_an_open_generation_blocks_no_other(site, monkeypatch):
+    with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}) as answer:
+        assert site.text(1) == expected(site.players[1])  # another model, at the same time
+        assert answer.readline()
     monkeypatch.setattr("launcher.views.play.UNREAD", 0.5)
     with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}, waits=True):
         assert len(site.text()) == 40
-
-
-def test_two_models_generate_at_the_same_time(site):
-    with site.connect("/generate/0", {**WISH, "max_new_tokens": 10**9}) as answer:
-        assert site.text(1) == expected(site.players[1])
-        assert answer.readline()
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -263,9 +244,8 @@ def test_a_job_is_played_until_ctrl_c(job):
         for number in range(2):
             answer = site.connect(f"/generate/{number}", wish, token=found[2])
             texts += ["".join(json.loads(line)["text"] for line in answer)]
-        assert [f"The {text}" for text in texts] == sample(
-            job.job_id, "The ", 40, temperature=0
-        ) * 2
+        (text,) = sample(job.job_id, "The ", 40, temperature=0)
+        assert [f"The {each}" for each in texts] == [text, text]
         endless = {**WISH, "prompt": "The ", "max_new_tokens": 10**9}
         with (
             site.connect("/generate/0", endless, token=found[2]) as answer,
@@ -280,13 +260,10 @@ def test_a_job_is_played_until_ctrl_c(job):
         assert told.splitlines()[-1] == "ended"
 
 
-def test_a_model_that_is_not_there_is_told(cli):
+def test_a_missing_model_or_a_taken_port_is_refused(cli):
     ran = cli("play", "./nothing")
     assert (ran.code, ran.error) == (2, "./nothing: no such directory")
     assert cli("play", "sm-nanogpt-nothing").code == 1
-
-
-def test_a_port_that_is_taken_is_told(cli):
     with listen(0) as taken:
         port = taken.getsockname()[1]
         ran = cli("play", "some-job", "--port", str(port))
@@ -306,11 +283,11 @@ def test_prompts_are_answered_until_they_end(job, cli, monkeypatch):
     assert (ran.code, ran.out) == (0, f"{first}---\n{second}")
 
 
-def test_a_prompt_that_cannot_be_is_told_and_the_next_answered(job, cli, monkeypatch):
+def test_a_bad_prompt_does_not_end_the_session(job, cli, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
     ran = cli("fetch-and-sample", job.job_id, "--interactive", "--max-new-tokens", "5")
     assert (ran.code, len(ran.out)) == (0, len("---\n") + 6)
-    assert ran.error.endswith(r"never seen: '\x07'")
+    assert ran.error.endswith(r": '\x07'")
 
 
 def test_ctrl_c_stops_a_text_and_not_the_prompts(capsys, monkeypatch):
@@ -340,12 +317,3 @@ def test_options_that_do_not_go_with_prompts_are_refused(job, cli, words):
     ran = cli("fetch-and-sample", job.job_id, "--interactive", *words.split())
     assert (ran.code, ran.out) == (2, "")
     assert words.split()[0] in ran.error
-
-
-def test_a_models_directory_is_an_argument(job, tmp_path):
-    """Its name may hold anything, since it is a path."""
-    from launcher.cli.models import load
-
-    directory = fetch_model(job.job_id).rename(tmp_path / "my model")
-    model, _ = load(str(directory), launching.settings_of(job.home), None)
-    assert model.config.n_embd == launching.TINY["n_embd"]
