@@ -1,0 +1,363 @@
+"""Errors of AWS and what to do about them: credentials, lost answers, outages and unknown jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import launching
+import pytest
+from access import ACCOUNT, Refusal
+from botocore import exceptions
+from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ClientError, EndpointConnectionError
+from botocore.httpsession import URLLib3Session
+
+from launcher import ServiceError, Settings, wait
+from launcher.aws import service_errors, why
+from launcher.sagemaker.backend import SageMakerBackend
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+PAGE = b"<html><body>Sign in to the network of this house</body></html>"
+
+
+@pytest.fixture
+def launch(cloud, cli, text_file):
+    """Launches a job whose script writes a log; returns its id."""
+
+    def start(**script: Any) -> str:
+        cloud.sagemaker.next_script = script
+        ran = cli(*LAUNCH, "--data", str(text_file))
+        assert ran.code == 0, ran.err
+        return str(ran.out.strip())
+
+    return start
+
+
+# -- what to do about an error ---------------------------------------------------------------------
+
+
+def answer(code: str, message: str = "no") -> ClientError:
+    return ClientError({"Error": {"Code": code, "Message": message}}, "GetObject")
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (answer("RequestTimeTooSkewed"), "the clock"),
+        (answer("InvalidSignatureException", "Signature expired: 1 is now earlier"), "the clock"),
+        (answer("SignatureDoesNotMatch", "Signature not yet current: 2"), "the clock"),
+        (answer("InvalidSignatureException", "The signature we calculated"), "AWS_PROFILE or"),
+        (answer("ThrottlingException"), "wait a minute"),
+        (answer("AccessDeniedException"), "not allowed"),
+        (answer("CapacityError"), "--instance TYPE,TYPE"),
+        (answer("ValidationException", "Something else"), "Something else (ValidationException)"),
+        (exceptions.UnauthorizedSSOTokenError(), "expired"),
+        (exceptions.LoginRefreshRequired(), "expired"),
+        (exceptions.LoginError(), "renew them with `aws login`"),
+        (exceptions.LoginInsufficientPermissions(), "signin:CreateOAuth2Token"),
+        (exceptions.NoCredentialsError(), "`aws login`"),
+    ],
+)
+def test_each_error_of_aws_names_its_remedy(error, remedy):
+    assert remedy in why(error)
+
+
+def test_sso_in_a_host_name_does_not_mean_expired_credentials():
+    said = why(EndpointConnectionError(endpoint_url="https://lessons.s3.amazonaws.com/"))
+    assert "the network" in said
+    assert "expired" not in said
+
+
+def test_a_bug_is_not_blamed_on_the_network():
+    answered: dict[str, Any] = {}
+    with pytest.raises(KeyError), service_errors("DescribeTrainingJob"):
+        answered["ResourceConfig"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "fact"),
+    [
+        ("EXPIRED", (), "have expired"),
+        ("WRONG", (), "AWS_PROFILE or the keys"),
+        ("testing", ("--instance", "ml.g6.48xlarge"), "training job usage' is 0: request"),
+    ],
+)
+def test_a_launch_refused_by_aws_says_what_to_do(
+    cloud, cli, text_file, monkeypatch, key, words, fact
+):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+    ran = cli(*LAUNCH, *words, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    assert fact in ran.error
+    assert not cloud.sagemaker.jobs
+
+
+@pytest.mark.parametrize("attempts", ["", "0"])
+def test_an_invalid_aws_max_attempts_is_refused_by_name(
+    cloud, cli, text_file, monkeypatch, attempts
+):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
+    for words in (("jobs",), ("upload-data", str(text_file))):
+        ran = cli(*words)
+        assert ran.code == 2
+        assert ran.error.startswith(f"AWS_MAX_ATTEMPTS={attempts!r}")
+
+
+# -- the credentials of `aws login` ----------------------------------------------------------------
+
+
+@pytest.fixture
+def login(cloud, home, monkeypatch):
+    """A machine with `aws login` whose token is gone."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    config = home.parent / ".aws/config"
+    config.parent.mkdir()
+    config.write_text(f"[default]\nlogin_session = arn:aws:iam::{ACCOUNT}:user/me\n")
+
+
+@pytest.mark.parametrize(
+    ("crypto", "fact"), [(None, "awscrt is missing"), (object(), "renew them with `aws login`")]
+)
+def test_an_unusable_login_says_what_to_do(login, cli, text_file, monkeypatch, crypto, fact):
+    for module in ("botocore", "aiobotocore"):  # of boto3 and of s3fs
+        monkeypatch.setattr(f"{module}.credentials.EC", crypto)
+    for words in (("jobs",), ("upload-data", str(text_file))):
+        ran = cli(*words)
+        assert ran.code == 1
+        assert fact in ran.error
+
+
+def test_a_dry_run_ignores_an_expired_login(login, home, text_file):
+    words = ("--region", "us-east-1", "--store", "s3://bucket", *LAUNCH, "--dry-run")
+    ran = launching.command(*words, "--data", str(text_file), home=home)  # which imports the SDK
+    assert ran.code == 0
+    assert "login" not in ran.err
+
+
+# -- lost and unusable answers ---------------------------------------------------------------------
+
+
+def error_of(code: str) -> bytes:
+    return json.dumps({"__type": code, "message": "not now"}).encode()
+
+
+DENIED = (400, error_of("AccessDeniedException"))
+
+
+class Outage:
+    """A network that loses requests of an operation, or has an answer of its own to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begin(0)
+        send = URLLib3Session.send
+
+        def lose(session: Any, request: Any) -> Any:
+            if self.operation in request.headers.get("X-Amz-Target", b""):
+                self.before -= 1
+                if self.before < 0 and self.lost < self.length:
+                    self.lost += 1
+                    if self.answer is None:
+                        raise EndpointConnectionError(endpoint_url="https://api.sagemaker")
+                    status, body = self.answer
+                    raw = io.BytesIO(body)
+                    raw.stream = lambda: iter([body])  # type: ignore[attr-defined]
+                    return AWSResponse(request.url, status, {}, raw)
+            return send(session, request)
+
+        monkeypatch.setattr(URLLib3Session, "send", lose)
+
+    def begin(
+        self,
+        length: int,
+        operation: bytes = b"Training",
+        after: int = 0,
+        answer: tuple[int, bytes] | None = None,
+    ) -> None:
+        """Loses `length` requests for an operation, after some that still get through."""
+        self.operation, self.before, self.length, self.lost = operation, after, length, 0
+        self.answer = answer
+
+
+@pytest.fixture
+def outage(cloud, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("launcher.aws.AGAIN_SECONDS", 0.1)
+    return Outage(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "operation", "lost"),
+    [
+        ("wait {}", b"DescribeTrainingJob", None),
+        ("logs {} --follow --raw", b"DescribeTrainingJob", None),
+        ("logs {} --follow --raw", b"DescribeLogStreams", None),
+        ("logs {} --follow --raw", b"GetLogEvents", None),
+        ("logs {} --follow --raw", b"DescribeTrainingJob", (400, error_of("ThrottlingException"))),
+        ("logs {} --follow --raw", b"DescribeTrainingJob", (500, error_of("InternalFailure"))),
+        ("logs {} --follow --raw", b"DescribeTrainingJob", (404, b"no such page")),
+        ("logs {} --follow --raw", b"GetLogEvents", (200, PAGE)),
+    ],
+)
+def test_following_survives_an_outage_and_misses_no_line(
+    cli, launch, outage, words, operation, lost
+):
+    lines = [(0.1 * i, "algo-1", f"line {i}") for i in range(10)]
+    job_id = launch(log=lines)
+    outage.begin(3, operation, after=1, answer=lost)
+    ran = cli(*words.format(job_id).split())
+    assert ran.code == 0, ran.err
+    assert outage.lost == 3
+    assert ran.err.count("; retrying") == 1
+    if words.startswith("logs"):
+        assert ran.out.splitlines() == [f"{host}: {line}" for _, host, line in lines]
+
+
+@pytest.mark.parametrize(
+    ("lost", "fact"),
+    [
+        (None, "Could not connect"),
+        ((400, error_of("ExpiredTokenException")), "credentials have expired"),
+        (DENIED, "not allowed"),
+    ],
+)
+def test_a_refusal_or_a_long_outage_ends_only_the_following(
+    cloud, cli, launch, outage, monkeypatch, lost, fact
+):
+    monkeypatch.setattr("launcher.aws.PATIENCE_SECONDS", 0.3)
+    job_id = launch()
+    for words in (("wait", job_id), ("logs", job_id, "--follow")):
+        outage.begin(1000, b"DescribeTrainingJob", after=1, answer=lost)
+        ran = cli(*words)
+        assert ran.code == 1
+        assert fact in ran.error
+        assert "continues and is billed" in ran.error
+        assert f"`sm-nanogpt logs {job_id} --follow`" in ran.error
+        assert (outage.lost == 1) == (lost is not None)  # what AWS refuses is not asked again
+    assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
+
+
+@pytest.mark.parametrize(("lost", "fact"), [(None, "the network"), (DENIED, "not allowed")])
+def test_a_first_request_that_fails_is_not_repeated(cli, launch, outage, lost, fact):
+    job_id = launch()
+    for words in ("status {}", "logs {}", "stop {}", "wait {}", "logs {} --follow"):
+        outage.begin(1000, answer=lost)
+        ran = cli(*words.format(job_id).split())
+        assert ran.code == 1
+        assert ran.err.count("\n") == 1
+        assert fact in ran.error
+        assert outage.lost == 1
+
+
+def test_the_timeout_of_wait_holds_during_an_outage(launch, outage):
+    job_id = launch()
+    outage.begin(1000, after=1)
+    began = time.monotonic()
+    with pytest.raises(ServiceError, match="Could not connect"):
+        wait(job_id, timeout=0.5)
+    assert time.monotonic() - began < 10
+
+
+def test_the_last_lines_arrive_if_a_job_ends_in_an_outage(monkeypatch):
+    backend, now = SageMakerBackend(Settings()), [0.0]
+    # The module's own, as the service of other tests lives in threads of this process.
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr("launcher.sagemaker.backend.time", clock)
+    polls = iter(range(1000))
+
+    def news(job_id: str, seen: dict[str, str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
+        poll = next(polls)
+        if poll == 1:
+            now[0] += 100  # the outage
+        raw = {"TrainingJobStatus": "Completed" if poll else "InProgress"}
+        late = [(0, "algo-1", "the end")] if poll == 2 else []
+        return {**raw, "ResourceConfig": {"InstanceCount": 1}}, late, seen
+
+    monkeypatch.setattr(backend, "news", news)
+    assert list(backend.stream_lines("job", True)) == [("algo-1", "the end")]
+
+
+# -- launches whose answer is lost -----------------------------------------------------------------
+
+
+def test_a_launch_is_retried_when_the_first_answer_is_lost(cloud, cli, text_file, monkeypatch):
+    create = cloud.sagemaker.CreateTrainingJob
+    asked: list[str] = []
+
+    def lose_the_first_answer(body: dict[str, Any]) -> Any:
+        asked.append(body["TrainingJobName"])
+        answered = create(body)
+        if len(asked) == 1:
+            raise Refusal("InternalFailure", "no answer", 503)
+        return answered
+
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", lose_the_first_answer)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert ran.code == 0, ran.err
+    assert asked == [ran.out.strip()] * 2
+    assert list(cloud.sagemaker.jobs) == [ran.out.strip()]
+
+
+@pytest.mark.parametrize("lost", [None, (503, error_of("InternalFailure"))])
+def test_a_launch_without_an_answer_names_the_job(cli, text_file, outage, lost):
+    outage.begin(1000, b"CreateTrainingJob", answer=lost)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    assert re.search(r"`sm-nanogpt status sm-nanogpt-[\w-]+`", ran.error)
+
+
+def test_an_interrupted_launch_names_the_job_that_may_run(cloud, cli, text_file, monkeypatch):
+    send = URLLib3Session.send
+
+    def send_and_interrupt(session: Any, request: Any) -> Any:
+        answered = send(session, request)
+        if b"CreateTrainingJob" in request.headers.get("X-Amz-Target", b""):
+            raise KeyboardInterrupt
+        return answered
+
+    monkeypatch.setattr(URLLib3Session, "send", send_and_interrupt)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out) == (1, "")
+    (job_id,) = cloud.sagemaker.jobs
+    told = ran.err.splitlines()[-1]
+    assert told.startswith("interrupted: ")
+    assert f"`sm-nanogpt status {job_id}`" in told
+    assert f"`sm-nanogpt stop {job_id}`" in told
+
+
+# -- unknown jobs and regions ----------------------------------------------------------------------
+
+
+def test_an_unknown_job_in_a_region_is_an_error(cloud, cli):
+    ran = cli("status", "nope")
+    assert ran.code == 1
+    assert ran.error.startswith("there is no job 'nope' on this machine or in us-east-1: ")
+
+
+def test_an_unknown_job_error_says_what_was_not_asked(home, cli):
+    ran = cli("status", "nope")
+    assert ran.code == 1
+    assert "SageMaker was not asked: set --region" in ran.error
+
+
+def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
+    (home / "aws-config").write_text("[default]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws-config"))
+    ran = cli("jobs")
+    assert ran.code == 2  # as where a region is misspelt
+    assert job.job_id in ran.out
+    assert ran.error.startswith("no region: ")
+    assert ran.error.endswith("; jobs on SageMaker are not listed")
+    unknown = cli("status", "nope")
+    assert unknown.code == 2
+    assert "no region: set --region" in unknown.error
+    launched = cli("launch")
+    assert launched.code == 2
+    assert launched.error.startswith("no region: `sm-nanogpt launch --instance local` ")

@@ -1,0 +1,430 @@
+"""The request for a job on SageMaker: dry runs, refusals before anything is sent, and the SDK."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from entry_point.config import metric_definitions
+from launcher import InputError, Request, Settings, machines
+from launcher.launching.launch import prepare
+from launcher.machines import DEFAULT_VERSION, IMAGES, find_image
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.estimator import quiet_sdk
+from launcher.settings import load_settings
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+REGISTRY = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+GPU_IMAGE, CPU_IMAGE = (find_image(DEFAULT_VERSION).name(gpu) for gpu in (True, False))
+NO_TRAINING = "no SageMaker training image"
+
+
+@pytest.fixture
+def rehearse(home, cli, text_file):
+    """A dry run, in an environment without credentials or network."""
+    place = ("--region", "us-east-1", "--store", "s3://bucket/some/prefix")
+    return lambda *words: cli(*place, *LAUNCH, "--data", str(text_file), "--dry-run", *words)
+
+
+@pytest.fixture
+def dry(rehearse):
+    """The request that a dry run shows."""
+
+    def request(*words: str) -> Any:
+        ran = rehearse(*words)
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return request
+
+
+def part(request: Any, path: str) -> Any:
+    """The part of a request at a path with dots, or None."""
+    for name in path.split("."):
+        request = request[int(name)] if isinstance(request, list) else request.get(name)
+    return request
+
+
+def tags_of(request: Mapping[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+
+
+# -- what a request holds --------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_the_request_without_credentials(dry):
+    request = dry()
+    values = request["HyperParameters"]
+    assert values["sagemaker_distributed_dataparallel_enabled"] == "true"
+    assert json.loads(values["n_embd"]) == 384  # a GPU gets the baby preset
+    assert request["AlgorithmSpecification"]["TrainingImage"] == f"{REGISTRY}/{GPU_IMAGE}"
+    assert request["AlgorithmSpecification"]["MetricDefinitions"] == metric_definitions()
+    # S3 knows no directories: without the slash, GROUP-1 would begin GROUP-10.
+    place = f"s3://bucket/some/prefix/checkpoints/{request['TrainingJobName']}/"
+    assert request["CheckpointConfig"]["S3Uri"] == place
+    assert request["ProfilerConfig"] == {"DisableProfiler": True}
+    assert "DebugHookConfig" not in request
+    assert "ROLE-NOT-KNOWN-YET" in request["RoleArn"]
+    places = re.findall(r"s3://[^\"\\]+", json.dumps(request))
+    assert len(places) == 4  # data, source, checkpoints, output
+    assert all(place.startswith("s3://bucket/some/prefix/") for place in places), places
+    assert re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", request["TrainingJobName"])
+
+
+def test_a_dry_run_shows_the_request_that_a_launch_sends(cloud, cli, text_file):
+    words = (*LAUNCH, "--data", str(text_file), "--instance-count", "2", "--spot")
+    shown = json.loads(cli(*words, "--dry-run").out)
+    assert not cloud.calls
+    assert cli(*words).code == 0
+    ((operation, sent),) = cloud.calls
+    assert operation == "CreateTrainingJob"
+    one, other = (
+        re.sub(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}", "JOB", json.dumps(request, sort_keys=True))
+        for request in (sent, shown)
+    )
+    assert one == other
+
+
+NETWORK = {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+TWO_TAGS = [{"Key": "sm-nanogpt", "Value": "job"}, {"Key": "team", "Value": "a"}]
+FIVE = [f"ml.g5.{size}" for size in ("16xlarge", "8xlarge", "4xlarge", "2xlarge", "xlarge")]
+SEVERAL = f"--instance '{', '.join(FIVE)}'"
+PREFERENCES = [{"InstanceType": name} for name in FIVE]
+MPI = "HyperParameters.sagemaker_distributed_dataparallel_custom_mpi_options"
+IMAGE = "AlgorithmSpecification.TrainingImage"
+VOLUME_KEY = "ResourceConfig.VolumeKmsKeyId"
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        ("", "StoppingCondition.MaxPendingTimeInSeconds", 86_400),
+        ("", MPI, '"--NCCL_DEBUG WARN"'),
+        ("--environment NCCL_DEBUG=INFO", MPI, '"--NCCL_DEBUG INFO"'),
+        ("--environment A=b=c", "Environment.A", "b=c"),
+        ("--launcher torchrun", "HyperParameters.sagemaker_torch_distributed_enabled", "true"),
+        ("--preset quick --set device=cpu", "HyperParameters.device", '"cpu"'),
+        ("--preset quick --instance ml.m5.large", "HyperParameters.device", '"cpu"'),
+        ("--instance ml.m5.large", IMAGE, f"{REGISTRY}/{CPU_IMAGE}"),
+        ("--instance ml.g6f.xlarge", IMAGE, f"{REGISTRY}/{GPU_IMAGE}"),  # unknown to boto3
+        ("--image-uri mine:1", IMAGE, "mine:1"),
+        ("--max-run 3600", "StoppingCondition.MaxRuntimeInSeconds", 3600),
+        ("--spot", "EnableManagedSpotTraining", True),
+        ("--spot --max-run 60", "StoppingCondition.MaxWaitTimeInSeconds", 120),
+        ("--spot --max-run 2419200", "StoppingCondition.MaxWaitTimeInSeconds", 2_419_200),
+        ("--keep-alive 600", "ResourceConfig.KeepAlivePeriodInSeconds", 600),
+        ("--instance ml.m5.xlarge --volume-size 99", "ResourceConfig.VolumeSizeInGB", 99),
+        ("--kms-key key", "OutputDataConfig.KmsKeyId", "key"),
+        ("--kms-key key", VOLUME_KEY, None),  # AWS refuses it for local disks
+        ("--kms-key key --instance ml.g5.12xlarge,ml.g6.12xlarge", VOLUME_KEY, None),
+        ("--kms-key key --instance ml.m5.xlarge,ml.c5.xlarge", VOLUME_KEY, "key"),
+        ("--kms-key key --instance ml.p3.8xlarge --pytorch-version 2.8.0", VOLUME_KEY, "key"),
+        ("--input-mode FastFile", "InputDataConfig.0.InputMode", "FastFile"),
+        ("--network-isolation", "EnableNetworkIsolation", True),
+        ("--encrypt-traffic", "EnableInterContainerTrafficEncryption", True),
+        ("--subnet subnet-1 --security-group sg-1", "VpcConfig", NETWORK),
+        ("--tag team=a", "Tags", TWO_TAGS),
+        (SEVERAL, "ResourceConfig.InstancePreferences", PREFERENCES),
+        (SEVERAL, "ResourceConfig.InstanceType", None),
+        (SEVERAL, "ResourceConfig.InstanceCount", 1),
+        # The toolkit would take it for the type that was chosen.
+        (SEVERAL, "HyperParameters.sagemaker_instance_type", None),
+        (f"{SEVERAL} --launcher torchrun", "HyperParameters.sagemaker_instance_type", None),
+        (SEVERAL, "HyperParameters.n_embd", "384"),
+        (SEVERAL, IMAGE, f"{REGISTRY}/{GPU_IMAGE}"),
+    ],
+)
+def test_each_option_is_in_the_request(dry, words, path, expected):
+    assert part(dry(*shlex.split(words)), path) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "started"),
+    [("pytorchddp", "distributed_dataparallel"), ("torchrun", "torch_distributed")],
+)
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.version)
+def test_each_image_is_requested_for_each_launcher(dry, image, launcher, started):
+    request = dry("--pytorch-version", image.version, "--launcher", launcher)
+    assert part(request, IMAGE).endswith(f"/{image.name(gpu=True)}")
+    assert request["HyperParameters"][f"sagemaker_{started}_enabled"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--pytorch-version 2.8.0", "stopped patching pytorch-training:2.8.0-gpu-py312 on 2026-08"),
+        ("--instance ml.p5.48xlarge", "launcher: torchrun"),
+        ("--launcher torchrun --environment NCCL_DEBUG=INFO", "warning: --environment NCCL_DEBUG"),
+        ("--instance ml.g6f.xlarge", "boto3 knows no training instance ml.g6f.xlarge"),
+    ],
+)
+def test_a_launch_warns_of_what_it_had_to_choose(rehearse, words, note):
+    ran = rehearse(*words.split())
+    assert ran.code == 0, ran.err
+    assert note in ran.err
+    usual = rehearse("--instance", "ml.p5.4xlarge", "--environment", "NCCL_DEBUG=INFO")
+    assert note not in usual.err
+
+
+def test_either_region_variable_of_aws_sets_the_region(home, cli, text_file, monkeypatch):
+    words = ("--store", "s3://bucket/x", *LAUNCH, "--data", str(text_file), "--dry-run")
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "eu-west-1")
+            assert ".eu-west-1." in cli(*words).out
+
+
+# -- what the configuration prescribes -------------------------------------------------------------
+
+
+def test_options_override_what_the_configuration_prescribes(
+    home, rehearse, dry, text_file, monkeypatch
+):
+    home.mkdir()
+    (home / "config.toml").write_text("""\
+subnets = ["subnet-1"]
+security_group_ids = ["sg-1"]
+network_isolation = true
+encrypt_traffic = true
+tags = {team = "a", cost-center = "7"}
+""")
+    ran = rehearse()
+    assert "configured: encrypt_traffic, network_isolation, security_group_ids, " in ran.err
+    request = json.loads(ran.out)
+    assert request["VpcConfig"] == NETWORK
+    assert request["EnableNetworkIsolation"]
+    assert request["EnableInterContainerTrafficEncryption"]
+    assert tags_of(request) == {"sm-nanogpt": "job", "team": "a", "cost-center": "7"}
+    own = ("--subnet", "subnet-2", "--security-group", "sg-2", "--no-encrypt-traffic")
+    request = dry(*own, "--no-network-isolation", "--tag", "team=b")
+    assert request["VpcConfig"] == {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
+    assert not request.get("EnableNetworkIsolation")
+    assert not request.get("EnableInterContainerTrafficEncryption")
+    assert tags_of(request) == {"sm-nanogpt": "job", "team": "b", "cost-center": "7"}
+    local = prepare(Request(data=str(text_file)), load_settings(), "a-job").job
+    assert not local.network_isolation
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
+    assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]
+    monkeypatch.setenv("SM_NANOGPT_SUBNETS", "subnet-3")
+    refused = rehearse()
+    assert refused.code == 2
+    assert refused.error.startswith("SM_NANOGPT_SUBNETS: must be JSON")
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ('subnets = ["subnet-1"]', "--subnet and --security-group"),
+        ('subnets = "subnet-1"', "config.toml: subnets='subnet-1': "),
+        ("tags = {sm-nanogpt = 'x'}", "from the settings: --tag sm-nanogpt"),
+    ],
+)
+def test_an_invalid_prescribed_value_names_its_source(home, rehearse, config, fact):
+    home.mkdir()
+    (home / "config.toml").write_text(config)
+    ran = rehearse()
+    assert ran.code == 2
+    assert fact in ran.error
+
+
+# -- refusals before anything is sent --------------------------------------------------------------
+
+
+def many(option: str, n: int) -> str:
+    return " ".join(f"{option} A{i}=x" for i in range(n))
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("--max-wait 100", "--max-wait is for --spot"),
+        ("--spot --max-wait 100", "--max-wait 100 must be at least --max-run 3600"),
+        ("--spot --max-wait 9999999", "max_wait=9999999: "),
+        ("--spot --keep-alive 60", "--keep-alive and --spot"),
+        ("--keep-alive 3601", "keep_alive=3601: must be at most 3600"),
+        ("--max-run 1", "max_run=1: must be at least 60"),
+        ("--subnet subnet-1", "--subnet and --security-group"),
+        (f"--environment A={'x' * 513}", "Environment.A: 'x"),
+        ("--environment a-b=c", "Environment.a-b: "),
+        ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
+        (many("--environment", 101), "Environment: "),
+        (many("--tag", 50), "Tags: "),
+        ("--tag aws:a=b", "--tag aws:a"),
+        ("--tag sm-nanogpt=x", "--tag sm-nanogpt"),
+        ("--tag 'a=b\tc'", "Tags.2.Value: 'b\\tc'"),
+        ("--kms-key 'my key!'", "OutputDataConfig.KmsKeyId: 'my key!'"),
+        (f"--image-uri {REGISTRY}/pytorch-inference:2.6.0-gpu-py312", NO_TRAINING),
+        ("--image-uri pytorch-training:2.9.0-gpu-py312-ubuntu22.04-ec2", NO_TRAINING),
+        ("--image-uri pytorch-training:2.9.0-cpu-py312", f"{NO_TRAINING} for"),
+        (f"--image-uri {REGISTRY.replace('east', 'west')}/mine:1", "only from us-east-1"),
+        ("--image-uri mine:1 --pytorch-version 2.8.0", "not both"),
+        ("--processes-per-instance 2", "--processes-per-instance is for --instance local"),
+        ("--set batch_size=12 --instance ml.g5.xlarge,ml.g5.48xlarge", "8 processes"),
+        ("--volume-size 500", "ml.g5.12xlarge has local disks"),
+        ("--volume-size 9 --instance ml.m5.xlarge,ml.r5d.large", "ml.r5d.large has local disks"),
+        ("--kms-key k --instance ml.m5d.large,ml.r5d.large,ml.r5.large", "only types without"),
+        ("--instance ml.p6e-gb200.36xlarge", "Arm"),
+        ("--instance ml.g5.12xlrge", "did you mean ml.g5.12xlarge"),
+        ("--instance ml.g5.13xlarge", "or ml.g5.12xlarge or"),
+        ("--instance ml.g5.xlarge,ml.g6.xlarge --spot", "--spot takes one --instance type"),
+        ("--instance ml.g5.xlarge,ml.g5.xlarge", "ml.g5.xlarge is given twice"),
+        (f"--instance {','.join(FIVE)},ml.g6.xlarge", "6 types, and SageMaker allows 5"),
+        ("--instance ml.g5.xlarge,local", "local cannot be combined"),
+        ("--instance ml.g5.xlarge,ml.m5.xlarge", "with and without GPUs"),
+        ("--instance ml.g5.xlarge,ml.trn1.2xlarge", "Neuron"),
+        ("--instance ml.g5.xlarge,ml.p3.8xlarge", "the V100 of ml.p3.8xlarge"),
+        ("--preset quick", "`--set device=auto`"),
+        ("--preset auto --data s3://bucket/some --dry-run", "--preset auto needs"),
+    ],
+)
+def test_a_request_aws_would_refuse_is_not_sent(cloud, s3, cli, text_file, words, fact):
+    ran = cli(*LAUNCH, "--data", str(text_file), *shlex.split(words))
+    assert (ran.code, ran.out) == (2, "")
+    assert fact in ran.error
+    assert not cloud.calls
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
+
+
+def test_a_missing_region_role_or_store_names_the_option(cloud, cli, text_file, monkeypatch):
+    words = (*LAUNCH, "--data", str(text_file))
+    monkeypatch.delenv("SM_NANOGPT_ROLE")
+    assert "--role" in cli(*words).error
+    assert "ARN" in cli("--role", "mine", *words).error
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert "--region" in cli(*words).error
+    monkeypatch.delenv("SM_NANOGPT_STORE")
+    assert "--store" in cli("--region", "us-east-1", *words, "--dry-run").error
+    ran = cli(*words, "--dry-run")
+    assert ran.code == 2
+    assert "--store" in ran.error
+    assert "--region" in ran.error
+
+
+# -- the tables of machines and images -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        ("g4dn g5 g6 g6e g6f g7 g7e p3dn p4d p4de p5 p5e p5en p6-b200 p6-b300", True),
+        ("m5d m6gd m8id r5d", True),
+        ("p2 p3 t3 m5 c5 c5n r5 m6i m7i-flex c8i m8i r8i r8i-flex", False),
+    ],
+)
+def test_the_instances_with_local_disks_are_known(families, expected):
+    for family in families.split():
+        assert machines.has_local_storage(f"ml.{family}.48xlarge") == expected, family
+
+
+def test_each_type_is_known_to_have_gpus_or_not():
+    assert machines.describe_instance("ml.g5.12xlarge") == "ml.g5.12xlarge: 4 A10G"
+    assert machines.describe_instance("ml.c8i.96xlarge") == "ml.c8i.96xlarge: no GPU"
+    assert set(machines.GPUS) <= set(machines.sagemaker_types())
+    for name in machines.sagemaker_types():
+        try:
+            machines.check_instance(name)
+        except InputError:
+            assert name.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200."))
+        else:
+            assert machines.looks_like_gpu(name) == bool(machines.gpus_of(name)), name
+
+
+@pytest.mark.parametrize(
+    ("region", "registry"),
+    [
+        ("us-east-1", "763104351884.dkr.ecr.us-east-1.amazonaws.com"),
+        ("ap-southeast-7", "590183813437.dkr.ecr.ap-southeast-7.amazonaws.com"),
+        ("cn-north-1", "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+def test_images_come_from_the_registry_of_the_region(region, registry):
+    for image in IMAGES:
+        uri = machines.training_image(region, image.version, True)
+        assert uri == f"{registry}/{image.name(gpu=True)}"
+    with pytest.raises(InputError, match="region eu-nowhere-1"):
+        machines.training_image("eu-nowhere-1", DEFAULT_VERSION, True)
+
+
+@pytest.mark.parametrize(
+    ("region", "host"),
+    [
+        ("eu-west-1", "https://eu-west-1.console.aws.amazon.com/"),
+        ("us-gov-west-1", "https://us-gov-west-1.console.amazonaws-us-gov.com/"),
+        ("cn-north-1", "https://cn-north-1.console.amazonaws.cn/"),
+        ("us-iso-east-1", None),
+    ],
+)
+def test_the_console_link_matches_the_partition(home, region, host):
+    link = SageMakerBackend(Settings(home=home, region=region)).console_link("job")
+    assert link == (host and f"{host}sagemaker/home?region={region}#/jobs/job")
+
+
+# -- the SDK, which is the caller's too ------------------------------------------------------------
+
+
+def test_a_launch_does_not_change_the_callers_sdk(home, dry, monkeypatch, caplog):
+    dry()  # imports the SDK without a word of its own
+    from sagemaker import utils
+
+    def mine(config: Any) -> None:
+        raise AssertionError("our own config is not validated")
+
+    monkeypatch.setattr(utils, "validate_sagemaker_config", mine)
+    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", "mine.yaml")
+    monkeypatch.delenv("SAGEMAKER_SUPPRESS_V2_WARNING", raising=False)
+    loggers = [logging.getLogger(name) for name in (None, "sagemaker", "sagemaker.config")]
+    for logger in loggers:
+        caplog.set_level(logging.DEBUG, logger.name)
+    before, written = dict(os.environ), (home / "sagemaker-sdk.yaml").stat()
+    dry()
+    assert dict(os.environ) == before
+    assert (home / "sagemaker-sdk.yaml").stat().st_mtime_ns == written.st_mtime_ns  # once
+    assert [logger.level for logger in loggers] == [logging.DEBUG] * 3
+    assert utils.validate_sagemaker_config is mine
+
+
+def test_launches_in_threads_do_not_change_the_process(home):
+    """Another would take for the process's own what the first has set."""
+    home.mkdir()
+    before = dict(os.environ)
+
+    def launch(n: int) -> None:
+        with quiet_sdk(home):
+            time.sleep(0.1)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(launch, range(4)))
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"])
+def test_a_named_profile_overrides_a_missing_one(dry, tmp_path, monkeypatch, name):
+    (tmp_path / "config").write_text("[profile me]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("SM_NANOGPT_PROFILE", "me")
+    monkeypatch.setenv(name, "gone")
+    assert dry()
+    assert os.environ[name] == "gone"
+
+
+@pytest.mark.parametrize("name", ["ADMIN", "USER"])
+def test_the_sdks_configuration_does_not_change_the_request(dry, tmp_path, monkeypatch, name):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "SchemaVersion: '1.0'\n"
+        "SageMaker:\n  TrainingJob:\n    EnableNetworkIsolation: true\n"
+        "    VpcConfig: {Subnets: [subnet-1], SecurityGroupIds: [sg-1]}\n"
+    )
+    monkeypatch.setenv(f"SAGEMAKER_{name}_CONFIG_OVERRIDE", str(config))
+    request = dry()
+    assert "VpcConfig" not in request
+    assert not request.get("EnableNetworkIsolation")

@@ -1,0 +1,258 @@
+"""Resuming jobs on SageMaker, what launches leave in the store, and models fetched from there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import launching
+import pytest
+from access import Refusal
+
+from launcher import InputError, Request, launch
+from launcher.files import storage
+from launcher.machines import find_image
+from launcher.sagemaker.request import source_archive
+from launcher.source import Source
+
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
+TWO = "--instance ml.g5.12xlarge,ml.g6.12xlarge"
+OLD_IMAGE = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{find_image('2.8').name(gpu=True)}"
+CHECKPOINT = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
+
+
+@pytest.fixture
+def stopped(cloud, s3, cli, text_file):
+    """Launches a job and stops it; it has a checkpoint."""
+
+    def start(*words: str) -> str:
+        ran = cli(*LAUNCH, "--data", str(text_file), *words)
+        assert ran.code == 0, ran.err
+        job_id = str(ran.out.strip())
+        s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
+        assert cli("stop", job_id).code == 0
+        return job_id
+
+    return start
+
+
+@pytest.fixture
+def resume(cli):
+    """The request that a dry run of a resumed job shows."""
+
+    def shown(job_id: str, *words: str) -> Any:
+        ran = cli("launch", "--resume", job_id, "--dry-run", *words)
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return shown
+
+
+def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, stopped):
+    earlier = stopped()
+    other = ("--store", f"s3://{s3.bucket}/other")  # than that of the earlier job
+    for place, prefix in (((), "some/prefix"), (other, "other")):
+        ran = cli(*place, *LAUNCH, "--resume", earlier, "--set", "max_steps=6000")
+        assert ran.code == 0, ran.err
+        resumed = ran.out.strip()
+        key = CHECKPOINT.format(resumed).replace("some/prefix", prefix)
+        assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
+        before, after = (cloud.sagemaker.jobs[name].request for name in (earlier, resumed))
+        assert after["InputDataConfig"] == before["InputDataConfig"]
+        assert after["HyperParameters"]["max_steps"] == "6000"
+        assert after["HyperParameters"]["n_embd"] == before["HyperParameters"]["n_embd"]
+    running = cli("launch", "--resume", resumed)
+    assert running.code == 1
+    assert f"`sm-nanogpt stop {resumed}`" in running.error
+
+
+IMAGE = "AlgorithmSpecification.TrainingImage"
+KEEP_ALIVE = "ResourceConfig.KeepAlivePeriodInSeconds"
+LARGE = "--instance ml.m5.xlarge --volume-size 500"
+MERGED = {"A": "1", "B": "2"}
+TAGS = [{"Key": k, "Value": v} for k, v in {"sm-nanogpt": "job", **MERGED}.items()]
+PREFERENCES = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "path", "expected"),
+    [
+        ("--spot --max-wait 90000", "", "EnableManagedSpotTraining", True),
+        ("--spot --max-wait 90000", "--on-demand", "EnableManagedSpotTraining", None),
+        ("--network-isolation", "", "EnableNetworkIsolation", True),
+        ("--network-isolation", "--no-network-isolation", "EnableNetworkIsolation", None),
+        ("--image-uri mine:1", "--pytorch-version 2.8.0", IMAGE, OLD_IMAGE),
+        ("--pytorch-version 2.8.0", "--image-uri mine:1", IMAGE, "mine:1"),
+        ("--keep-alive 600", "", KEEP_ALIVE, 600),
+        ("--keep-alive 600", "--spot", KEEP_ALIVE, None),
+        (LARGE, "", "ResourceConfig.VolumeSizeInGB", 500),
+        (LARGE, "--instance ml.g5.xlarge", "ResourceConfig.VolumeSizeInGB", 50),
+        ("--environment A=1 --environment B=1", "--environment B=2", "Environment", MERGED),
+        ("--tag A=1 --tag B=1", "--tag B=2", "Tags", TAGS),
+        (TWO, "", "ResourceConfig.InstancePreferences", PREFERENCES),
+        (TWO, "--instance ml.g6.xlarge --spot", "ResourceConfig.InstanceType", "ml.g6.xlarge"),
+    ],
+)
+def test_a_resumed_job_keeps_the_options_that_still_fit(
+    stopped, resume, before, after, path, expected
+):
+    value = resume(stopped(*before.split()), *after.split())
+    for name in path.split("."):
+        value = value.get(name)
+    assert value == expected
+
+
+def test_a_resumed_job_gets_later_changes_of_the_config_file(home, stopped, resume):
+    earlier = stopped("--tag", "team=b")
+    (home / "config.toml").write_text("""\
+subnets = ["subnet-1"]
+security_group_ids = ["sg-1"]
+tags = {team = "a", cost = "7"}
+""")
+    request = resume(earlier)
+    assert request["VpcConfig"]["Subnets"] == ["subnet-1"]
+    tags = {tag["Key"]: tag["Value"] for tag in request["Tags"]}
+    assert tags == {"sm-nanogpt": "job", "team": "b", "cost": "7"}
+
+
+def test_resuming_refuses_options_that_the_job_cannot_have(cli, stopped, job):
+    refused = cli("launch", "--resume", stopped(*TWO.split()), "--spot")
+    assert refused.code == 2
+    assert "--spot takes one --instance type" in refused.error
+    with pytest.raises(InputError, match="--spot is for SageMaker"):
+        launch(Request(resume=job.job_id, hyperparameters={"max_steps": 12}, spot=True))
+    assert len(list((job.home / "jobs").iterdir())) == 1
+
+
+def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(s3, cli, stopped):
+    job_id = stopped("--instance", "ml.m5.xlarge", "--preset", "quick")
+    refused = cli(*LAUNCH, "--resume", job_id)
+    assert refused.code == 2
+    assert "`--set device=auto`" in refused.error
+    for device in ("auto", "cpu"):
+        ran = cli(*LAUNCH, "--resume", job_id, "--set", f"device={device}")
+        assert ran.code == 0, ran.err
+    again = ran.out.strip()  # on a GPU instance, where the CPU was asked for
+    s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(again), Body=b"x")
+    assert cli("stop", again).code == 0
+    assert cli("launch", "--resume", again).code == 0
+
+
+# -- what the store says, which others may write ---------------------------------------------------
+
+
+def test_a_resumed_job_runs_the_script_of_its_launch_by_default(s3, home, cli, stopped, tmp_path):
+    def archive(job_id: str) -> dict[str, str]:
+        return dict(Bucket=s3.bucket, Key=f"some/prefix/jobs/{job_id}/source/sourcedir.tar.gz")
+
+    mine = launching.edited(tmp_path / "mine", ("of initial weights", "of mine"))
+    first = stopped("--entry-point", str(mine))
+    shutil.rmtree(mine)
+    ran = cli("launch", "--resume", first)
+    assert ran.code == 0, ran.err
+    sent = [s3.get_object(**archive(name))["Body"].read() for name in (first, ran.out.strip())]
+    assert sent[0] == sent[1]
+    shutil.rmtree(home / "sources")  # as on another machine
+    ran = cli("launch", "--resume", first)
+    assert ran.code == 2
+    assert "--entry-point DIR" in ran.error
+    other = launching.edited(tmp_path / "other", ("of initial weights", "of another"))
+    s3.delete_object(**archive(first))
+    assert cli("launch", "--resume", first, "--entry-point", str(other)).code == 0
+
+
+def test_code_from_the_store_does_not_run_on_this_machine(s3, cli, stopped, tmp_path):
+    mine = launching.edited(tmp_path / "mine")
+    first = stopped("--entry-point", str(mine))
+    evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n".encode()
+    key = f"some/prefix/jobs/{first}/source/sourcedir.tar.gz"
+    archive = source_archive(Source(tmp_path, {"train.py": evil}), "torchrun")
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=archive)
+    (tmp_path / "fetched.py").write_bytes(evil)  # a path from the store is not taken either
+    places = {"data": "s3://bucket/text", "entry_point": str(tmp_path / "fetched.py")}
+    record = json.dumps({"instance": "ml.g5.12xlarge", **places})
+    s3.put_object(Bucket=s3.bucket, Key=f"some/prefix/jobs/{first}/job.json", Body=record.encode())
+    assert cli("launch", "--resume", first).code == 2
+    assert cli("launch", "--resume", first, "--dry-run").code == 2
+    assert not (tmp_path / "executed").exists()
+
+
+def test_machines_and_ceilings_are_not_read_from_the_store(s3, cli, stopped, resume, monkeypatch):
+    monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "10")
+    earlier = stopped("--image-uri", "mine:1", "--environment", "A=1")
+    record = f"s3://{s3.bucket}/some/prefix/jobs/{earlier}/job.json"
+    content = json.loads(storage.read_bytes(record) or b"")
+    assert content["image_uri"] == "mine:1"
+    evil: dict[str, Any] = {"image_uri": "evil:1", "environment": {"LD_PRELOAD": "evil"}}
+    evil |= {"instance": "ml.p5.48xlarge", "instance_count": 8}
+    storage.write_json(record, {**content, **evil, "max_cost": 1e6, "max_run": 7200})
+    request = resume(earlier)
+    assert request["AlgorithmSpecification"]["TrainingImage"] == "mine:1"
+    assert request["Environment"] == {"A": "1"}
+    resources = request["ResourceConfig"]
+    assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.12xlarge", 1)
+    ran = cli("launch", "--resume", earlier)
+    assert (ran.code, ran.error.partition(",")[0]) == (2, "this may cost 15.56 USD")
+
+
+# -- what a refused launch leaves ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
+def test_a_refused_launch_names_no_job_and_leaves_no_files(cloud, s3, cli, stopped, code):
+    earlier = stopped()
+    before = storage.list_files(f"s3://{s3.bucket}")
+    cloud.refuse["CreateTrainingJob"] = (code, "no such luck")
+    ran = cli("launch", "--resume", earlier)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.error.endswith(f"no such luck ({code})")
+    left = storage.list_files(f"s3://{s3.bucket}").keys() - before.keys()
+    assert bool(left) == (code == "ResourceInUse")  # they belong to the job of that name
+    assert cli("stop", "latest").error.startswith(f"job {earlier} has already ended")
+
+
+def test_a_launch_refused_after_a_retry_leaves_no_files(cloud, s3, cli, text_file, monkeypatch):
+    answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
+
+    def refuse(body: dict[str, Any]) -> Any:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", refuse)
+    ran = cli(*LAUNCH, "--data", str(text_file))
+    assert (ran.code, ran.out, answers) == (1, "", [])
+    assert "no quota" in ran.error
+    left = storage.list_files(f"s3://{s3.bucket}/some/prefix")
+    assert not [name for name in left if not name.startswith("data/")]
+
+
+def test_a_resumed_job_without_checkpoints_leaves_no_files(s3, cli, stopped, monkeypatch):
+    earlier = stopped()
+    before = storage.list_files(f"s3://{s3.bucket}")
+    monkeypatch.setattr(storage, "copy", lambda *_: 0)
+    ran = cli("launch", "--resume", earlier)
+    assert ran.code == 1
+    assert f"job {earlier} has no checkpoints" in ran.error
+    assert storage.list_files(f"s3://{s3.bucket}") == before
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, text_file, finished):
+    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+    archive = finished.directory / "output" / "model.tar.gz"
+    key = f"some/prefix/jobs/{job_id}/output/model.tar.gz"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
+    early = cli("fetch-and-sample", job_id)
+    assert early.code == 1
+    assert "still InProgress" in early.error
+    assert cli("wait", job_id).code == 0
+    before = len(cloud.calls)
+    first = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
+    assert first.code == 0, first.err
+    assert [operation for operation, _ in cloud.calls[before:]] == ["DescribeTrainingJob"]
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=b"another")
+    other = cli("fetch-and-sample", job_id)
+    assert other.code == 1
+    assert "damaged" in other.error
