@@ -48,6 +48,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if slow and config.getoption("--quick") else None
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Short names of cases, the same in every worker: compressed bytes hold the time."""
+    if isinstance(val, bytes):
+        return f"{len(val)} bytes"
+    return f"{val[:40]}..." if isinstance(val, str) and len(val) > 60 else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick(pytestconfig):
     """With --quick, skips a test when it starts a process, directly or through a fixture.

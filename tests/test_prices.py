@@ -70,7 +70,7 @@ def test_the_higher_of_old_price_and_table_counts(service, home, asked, region, 
     service.refuse["GetProducts"] = ("AccessDeniedException", "no")
     day = keep(home, old, 80, region)
     found = prices(region, "new" if asked else None).of("ml.g5.12xlarge")
-    assert found == known or Price(old, f"AWS's price list of {day}")
+    assert found == (known or Price(old, f"AWS's price list of {day}"))
 
 
 def test_a_type_without_a_price_is_requested_once_a_day(service, home):
