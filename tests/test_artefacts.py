@@ -394,7 +394,8 @@ def test_a_job_without_a_checkpoint_gives_its_state(job, cli, state, said):
     shutil.rmtree(end_as(job, **state))
     error = refused(job, cli)
     assert f"is {said}" in error
-    assert f"`sm-nanogpt logs {job.job_id}`" in error
+    for told in (error, cli("status", job.job_id).err):
+        assert f"`sm-nanogpt logs {job.job_id}`" in told
 
 
 def test_a_damaged_checkpoint_is_skipped_or_refused(job, cli):

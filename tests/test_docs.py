@@ -188,6 +188,8 @@ def imports_of(module: str, files: dict[str, Path]) -> set[str]:
             continue
         if isinstance(node, ast.ImportFrom):
             assert not node.level or module.startswith("entry_point."), f"{module}: relative import"
+            sdk = "launcher.sagemaker.estimator"
+            assert module == sdk or (node.module or "").partition(".")[0] != "sagemaker", module
             name = f"entry_point.{node.module}" if node.level else node.module or ""
             found |= {name, *(f"{name}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Import):

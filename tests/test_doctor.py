@@ -240,7 +240,11 @@ def test_a_check_that_raises_does_not_stop_the_others(home, cli, monkeypatch):
 def test_what_is_not_known_is_a_warning(examined, money):
     money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
     found = examined("--instance", "ml.g6f.xlarge")
-    for check, fact in (("instance", "did you mean ml.g6"), ("data", "upload-data"), ("quota", "")):
+    for check, fact in (
+        ("instance", "did you mean ml.g6"),
+        ("data", "upload-data"),
+        ("quota", "not allowed"),
+    ):
         result, said = found[check]
         assert (result, fact in said) == (WARNING, True), said
 

@@ -32,6 +32,19 @@ FIELD = "    dropout: float = hyperparameter("
 EDITS: dict[str, list[tuple[str, str]]] = {
     "activation": [("self.activation(gate) * up", "F.relu(gate) ** 2 * up")],
     "no QK-norm": [("        qk = norm(qk)\n", "")],
+    "learned positions": [  # which change as the context slides
+        ("rotate(qk, cos, sin)", "qk"),
+        (
+            "        self.blocks = ",
+            "        self.positions = nn.Embedding(config.block_size, config.n_embd)\n"
+            "        self.blocks = ",
+        ),
+        (
+            "x = self.embed(idx).to(self.compute_dtype)",
+            "x = self.embed(idx) + self.positions.weight[: idx.size(1)]\n"
+            "        x = x.to(self.compute_dtype)",
+        ),
+    ],
     "more weights": [
         ("n_out * n_fused, bias=False)", "n_out * n_fused, bias=True)"),
         (

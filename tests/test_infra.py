@@ -111,12 +111,15 @@ def test_without_a_terminal_yes_is_needed(account, deployed, cli, command):
     assert cli("infra", "show").code == 0
 
 
-@pytest.mark.parametrize("answer", [[False], click.Abort, KeyboardInterrupt])
-def test_a_declined_deployment_leaves_nothing(account, cli, question, answer):
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [([False], "not confirmed"), (click.Abort, "interrupted"), (KeyboardInterrupt, "interrupted")],
+)
+def test_a_declined_deployment_leaves_nothing(account, cli, question, answer, told):
     question.side_effect = answer
     ran = cli("infra", "deploy")
     assert ran.code == 1
-    assert ran.err.splitlines()[-1].startswith(("not confirmed", "interrupted"))
+    assert ran.err.splitlines()[-1].startswith(told)
     assert stacks() == []
 
 

@@ -95,7 +95,7 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
         ("--max-run 7200", {"ask_above": ""}, "--yes, --max-cost"),
         (P4D, {"ask_above": ""}, "--yes, --max-cost"),
         ("--sweep n_layer=2,4", {"ask_above": ""}, "--yes, --max-cost"),
-        ("--max-cost 1", {}, "1.00 USD (--max-cost), 60 s, 1.30 USD"),
+        ("--max-cost 1", {}, "1.00 USD (--max-cost), of 60 s, 1.30 USD"),
         ("--max-cost 6", {"max_cost": "5"}, "--max-cost, 6.00 USD, 5.00 USD"),
         ("--max-run 7200", {"max_cost": "5"}, "15.37 USD, 5.00 USD, --max-run 1938"),
         (f"{P4D} --max-cost 100", {}, UNPRICED),

@@ -152,6 +152,8 @@ def test_an_interrupted_write_keeps_the_old_file(store, tmp_path):
     assert storage.list_files(store) == {"broken.bin": 3}
     assert storage.read_bytes(uri) == b"old"
     if (directory := storage.local_path(store)) is not None:  # not even a hidden file is left
+        with pytest.raises(KeyboardInterrupt):
+            storage.write_file(source, uri, Mock(side_effect=KeyboardInterrupt))
         assert launching.tree(directory) == {"broken.bin"}
 
 

@@ -16,6 +16,9 @@ from botocore import exceptions
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.httpsession import URLLib3Session
+from botocore.utils import generate_login_cache_key
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from launcher import ServiceError, Settings, wait
 from launcher.aws import service_errors, why
@@ -113,12 +116,16 @@ def test_an_invalid_aws_max_attempts_is_refused_by_name(
 
 @pytest.fixture
 def login(cloud, home, monkeypatch):
-    """A machine with `aws login` whose token is gone."""
+    """A machine with `aws login` whose token is gone; where it is kept."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     config = home.parent / ".aws/config"
     config.parent.mkdir()
-    config.write_text(f"[default]\nlogin_session = arn:aws:iam::{ACCOUNT}:user/me\n")
+    session = f"arn:aws:iam::{ACCOUNT}:user/me"
+    config.write_text(f"[default]\nlogin_session = {session}\n")
+    token = config.parent / f"login/cache/{generate_login_cache_key(session)}.json"
+    token.parent.mkdir(parents=True)
+    return token
 
 
 @pytest.mark.parametrize(
@@ -131,6 +138,23 @@ def test_an_unusable_login_says_what_to_do(login, cli, text_file, monkeypatch, c
         ran = cli(*words)
         assert ran.code == 1
         assert fact in ran.error
+
+
+@pytest.mark.parametrize("command", ["jobs", "upload-data"])
+def test_an_expired_login_is_renewed(cloud, login, cli, text_file, monkeypatch, command):
+    """By boto3 and by s3fs, which need awscrt of versions that know how."""
+    keys = {"accessKeyId": "testing", "secretAccessKey": "testing", "sessionToken": "testing"}
+    expired = {**keys, "accountId": ACCOUNT, "expiresAt": "2026-01-01T00:00:00Z"}
+    key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()
+    )
+    said = {"dpopKey": key.decode(), "clientId": "cli", "refreshToken": "r"}
+    login.write_text(json.dumps({"accessToken": expired, **said}))
+    answer = {"accessToken": keys, "tokenType": "t", "expiresIn": 900, "refreshToken": "r"}
+    monkeypatch.setitem(cloud.credentials, "/v1/token", lambda: answer)
+    ran = cli(command, *[str(text_file)] * (command == "upload-data"))
+    assert ran.code == 0, ran.err
+    assert json.loads(login.read_text())["accessToken"]["expiresAt"] > "2026-11"
 
 
 def test_a_dry_run_ignores_an_expired_login(login, home, text_file):

@@ -121,6 +121,8 @@ VOLUME_KEY = "ResourceConfig.VolumeKmsKeyId"
         ("--spot", "EnableManagedSpotTraining", True),
         ("--spot --max-run 60", "StoppingCondition.MaxWaitTimeInSeconds", 120),
         ("--spot --max-run 2419200", "StoppingCondition.MaxWaitTimeInSeconds", 2_419_200),
+        ("--instance ml.m5.large", "StoppingCondition.MaxPendingTimeInSeconds", None),
+        ("--spot", "StoppingCondition.MaxPendingTimeInSeconds", None),
         ("--keep-alive 600", "ResourceConfig.KeepAlivePeriodInSeconds", 600),
         ("--instance ml.m5.xlarge --volume-size 99", "ResourceConfig.VolumeSizeInGB", 99),
         ("--kms-key key", "OutputDataConfig.KmsKeyId", "key"),
@@ -253,6 +255,10 @@ def many(option: str, n: int) -> str:
         ("--keep-alive 3601", "keep_alive=3601: must be at most 3600"),
         ("--max-run 1", "max_run=1: must be at least 60"),
         ("--subnet subnet-1", "--subnet and --security-group"),
+        ("--subnet 'a b' --security-group sg", "VpcConfig.Subnets.1: 'a b'"),
+        (f"{'--subnet a ' * 17} --security-group sg", "VpcConfig.Subnets: "),
+        (f"--subnet a {'--security-group b ' * 6}", "VpcConfig.SecurityGroupIds: "),
+        (f"--image-uri {'x' * 256}", "AlgorithmSpecification.TrainingImage: "),
         (f"--environment A={'x' * 513}", "Environment.A: 'x"),
         ("--environment a-b=c", "Environment.a-b: "),
         ("--environment SM_HOSTS=[]", "--environment SM_HOSTS: "),
@@ -395,14 +401,17 @@ def test_a_launch_does_not_change_the_callers_sdk(home, dry, monkeypatch, caplog
 def test_launches_in_threads_do_not_change_the_process(home):
     """Another would take for the process's own what the first has set."""
     home.mkdir()
-    before = dict(os.environ)
+    before, seen = dict(os.environ), list[str]()
 
     def launch(n: int) -> None:
         with quiet_sdk(home):
-            time.sleep(0.1)
+            seen.append("enters")
+            time.sleep(0.02)
+            seen.append("leaves")
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(launch, range(4)))
+    assert seen == ["enters", "leaves"] * 4
     assert dict(os.environ) == before
 
 

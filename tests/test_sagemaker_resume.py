@@ -139,6 +139,28 @@ def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(s3, cli, stopped):
     assert cli("launch", "--resume", again).code == 0
 
 
+def test_resuming_a_completed_job_requires_more_steps(cloud, s3, cli, text_file):
+    """It would be billed for its start and its upload, and make the same model."""
+    words = (*LAUNCH, "--data", str(text_file), "--set", "max_steps=10")
+    job_id = cli(*words).out.strip()
+    s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
+    assert cli("wait", job_id).code == 0
+    refused = cli("launch", "--resume", job_id)
+    assert refused.code == 2
+    assert "--set max_steps=N" in refused.error
+    assert list(cloud.sagemaker.jobs) == [job_id]
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"instance": "ml.g5.12xlarge", "more": 1}'])
+def test_a_damaged_record_in_the_store_is_named(s3, cli, stopped, content):
+    earlier = stopped()
+    key = f"some/prefix/jobs/{earlier}/job.json"
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
+    ran = cli("launch", "--resume", earlier)
+    assert ran.code == 1
+    assert ran.error.startswith(f"s3://{s3.bucket}/{key} is damaged")
+
+
 # -- what the store says, which others may write ---------------------------------------------------
 
 

@@ -476,7 +476,7 @@ def test_a_rank_may_pause_but_not_hang(running):
     os.kill(rank, signal.SIGSTOP)
     time.sleep(3)
     os.kill(rank, signal.SIGCONT)
-    time.sleep(3)
+    time.sleep(5)
     assert process.poll() is None
     os.kill(rank, signal.SIGSTOP)
     end = ended(process)

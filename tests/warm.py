@@ -53,6 +53,7 @@ class Process(subprocess.Popen[Any]):
         # As in Python 3.11 to 3.14: files to keep, directory, environment, and ours and the child's
         # ends of pipes.
         kept, cwd, env, pipes = rest[3], rest[4], rest[5], rest[9:15]
+        assert rest[-2], "the server gives each a session of its own: start_new_session"
         request = {
             "argv": list(map(os.fspath, args)),
             "cwd": str(Path(cwd).absolute()),
@@ -83,7 +84,8 @@ class Fork(subprocess.Popen[Any]):
         cwd, env, pipes = rest[4], rest[5], rest[9:15]
         self.pid = os.fork()
         if self.pid == 0:
-            os.setpgid(0, 0)
+            if rest[-1] >= 0:  # process_group
+                os.setpgid(0, rest[-1])
             become(args, os.fspath(cwd), env, streams_of(pipes), ())
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]

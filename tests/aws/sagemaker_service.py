@@ -465,7 +465,9 @@ def scripted(job: Job) -> None:
                 job.enter(stage)
             fails = stage == "Training" and "reason" in job.script
             end = time.time() + (FAILING_SECONDS if fails else seconds)
-            while time.time() < end and job.looks < LOOKS and not job.stopping.wait(0.02):
+            while time.time() < end and (job.looks < LOOKS or job.unwritten):
+                if job.stopping.wait(0.02):
+                    break
                 write_script(job)
             if job.stopping.is_set():
                 time.sleep(STOPPING_SECONDS)
