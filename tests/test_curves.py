@@ -31,6 +31,12 @@ def test_metrics_are_the_rows_of_the_file(job, cli):
     assert ran.err.startswith("source: ")
 
 
+def test_the_tail_of_a_local_log_is_printed(job, cli):
+    lines = cli("logs", job.job_id).out.splitlines()
+    assert cli("logs", job.job_id, "--tail", "2").out.splitlines() == lines[-2:]
+    assert cli("logs", job.job_id, "--tail", "2", "--follow").code == 2
+
+
 def test_csv_has_a_column_for_each_value(job, cli):
     table = list(csv.DictReader(io.StringIO(cli("metrics", job.job_id, "--csv").out)))
     assert [float(row["val_loss"]) for row in table] == [r["val_loss"] for r in file_rows(job)]

@@ -564,6 +564,18 @@ def test_a_second_ctrl_c_ends_a_hung_job(home, text_file):
     assert not launching.ranks_of(job.directory)
 
 
+def test_a_second_stop_ends_a_hung_job_at_once(detach, home, cli):
+    job = detach(*TWO)
+    launching.wait_for_step(job.directory)
+    os.kill(launching.ranks_of(job.directory)[1], signal.SIGSTOP)
+    with launching.started("stop", job.job_id, home=home) as first:
+        launching.until(lambda: (job.directory / "stop").exists())
+        again = cli("stop", job.job_id)
+        assert (again.code, first.wait(timeout=30)) == (0, 0), again.err
+    assert state_of(job) == "Stopped"
+    assert not launching.ranks_of(job.directory)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
 def test_a_job_listens_only_on_loopback(detach):
     job = detach(*TWO)

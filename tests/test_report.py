@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import html
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from test_curves import file_rows
 
 from launcher.curve import Curve, Row
 from launcher.job import JobDescription, TrainingJob
-from launcher.views.page import page
+from launcher.views.page import page, thinned
 from launcher.views.report import Report, Run, compare
 
 
@@ -52,6 +53,26 @@ def sibling(job: Finished, number: int, loss: float, **hyperparameters: Any) -> 
     curve = directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
     curve.write_text("\n".join(rows) + "\n")
     return directory.name
+
+
+def test_a_curve_is_thinned_evenly_and_keeps_its_end():
+    rows: Any = [{"step": step} for step in range(10_000)]
+    kept = [row["step"] for row in thinned(rows, 4000)]
+    assert len(kept) <= 4000
+    assert kept[-1] == 9999
+    assert {b - a for a, b in itertools.pairwise(kept)} == {3}
+    assert thinned(rows, 10_000) == rows
+
+
+def test_a_report_replaces_the_one_before_and_opens(job, cli, monkeypatch):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    Path("a.html").write_text("old")
+    assert cli("report", job.job_id, "-o", "a.html").code == 0
+    assert opened == []
+    assert cli("report", job.job_id, "-o", "a.html", "--open").code == 0
+    assert opened == [Path("a.html").absolute().as_uri()]
+    assert job.job_id in Path("a.html").read_text()
 
 
 def made_up(job_id: str, unit: str, val_loss: float, bits: float, **config: Any) -> Run:

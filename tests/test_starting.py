@@ -20,6 +20,7 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
+from launcher.launching.start import files_of
 from launcher.text import tokens
 from launcher.text.corpus import find_text
 
@@ -371,3 +372,11 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, text_file, cli, tmp_p
     ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
     assert ran.code == 2
     assert f"s3://{s3.bucket}/models: no config.json" in ran.error
+
+
+def test_only_files_that_a_run_reads_are_sent(tmp_path):
+    read = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*read, "README.md", "pytorch_model.bin", "SHA256SUMS"):
+        (tmp_path / name).touch()
+    (tmp_path / "more.safetensors").mkdir()
+    assert [path.name for path in files_of(tmp_path)] == read
