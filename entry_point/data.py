@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .config import Config, derive_seed
 from .container import Container
+from .conversations import END_OF_TURN, IGNORED, Packed, pack
 from .errors import DataError, counted
 
 if TYPE_CHECKING:
@@ -27,15 +28,21 @@ class Batches:
 
     Each epoch starts at a random offset, splits the text into adjacent windows, and visits them in
     random order. The few tokens that an epoch leaves out at either end are seen in other epochs.
+    Packed conversations are visited row by row.
     """
 
-    def __init__(self, tokens: Tensor | Shards, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, tokens: Tensor | Shards | Packed, config: Config, device: torch.device
+    ) -> None:
         self.tokens, self.device = tokens, device
         self.block_size, self.batch_size = config.block_size, config.batch_size
         self.seed = config.seed
+        self.stride = stride(tokens, config)
         n = len(tokens) - 1  # the last character is only ever a target
         self.windows_per_epoch = max(1, (n - self.block_size + 1) // self.block_size)
         self.offsets = min(self.block_size, n - self.windows_per_epoch * self.block_size + 1)
+        if isinstance(tokens, Packed):
+            self.windows_per_epoch, self.offsets = len(tokens) // self.stride, 1
         self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
 
     def window_starts(self, step: int) -> Tensor:
@@ -47,7 +54,7 @@ class Batches:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
                 offset = torch.randint(self.offsets, (), generator=generator)
                 order = torch.randperm(self.windows_per_epoch, generator=generator)
-                self.epoch, self.starts = epoch, order.mul_(self.block_size).add_(offset)
+                self.epoch, self.starts = epoch, order.mul_(self.stride).add_(offset)
             parts.append(self.starts[place : place + end - index])
             index += len(parts[-1])
         return torch.cat(parts)
@@ -59,13 +66,21 @@ class Batches:
         return gather_windows(self.tokens, starts, self.block_size, self.device)
 
 
+def stride(tokens: Tensor | Shards | Packed, config: Config) -> int:
+    """From one window to the next. Those of a text share a token, a target of the one."""
+    return config.block_size + isinstance(tokens, Packed)
+
+
 def gather_windows(
-    tokens: Tensor | Shards, starts: Tensor, block_size: int, device: torch.device
+    tokens: Tensor | Shards | Packed, starts: Tensor, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of the windows at `starts` [n]: int64 [n, block_size] on the device."""
     windows = tokens[starts[:, None] + torch.arange(block_size + 1)]
     pinned = device.type == "cuda"  # then the host does not wait for the copy
     windows = (windows.pin_memory() if pinned else windows).to(device, non_blocking=pinned)
+    if isinstance(tokens, Packed):
+        ids = torch.where(windows < 0, ~windows, windows).long()
+        return ids[:, :-1], ids.masked_fill(windows < 0, IGNORED)[:, 1:]
     windows = unsigned(windows)
     return windows[:, :-1], windows[:, 1:]
 
@@ -75,40 +90,48 @@ def unsigned(ids: Tensor) -> Tensor:
     return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
 
 
-def eval_windows(val: Tensor | Shards, config: Config) -> tuple[Tensor, ...]:
+def eval_windows(val: Tensor | Shards | Packed, config: Config) -> tuple[Tensor, ...]:
     """Where the windows of an evaluation begin, in chunks. They are spread evenly, not overlapping.
 
     The chunks do not depend on the number of ranks.
     """
-    available = (len(val) - 1) // config.block_size
+    step = stride(val, config)
+    available = (len(val) - (step == config.block_size)) // step
     count = min(config.eval_windows or available, available)
-    starts = torch.arange(count) * available // count * config.block_size
+    starts = torch.arange(count) * available // count * step
     return starts.split(max(1, 8192 // config.block_size))
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, val: Tensor | Shards, config: Config, group: Group, end: int | None = None
+    model: nn.Module,
+    val: Tensor | Shards | Packed,
+    config: Config,
+    group: Group,
+    end: int | None = None,
 ) -> float:
-    """Mean loss in nats per token over the windows of eval_windows; end is as in GPT.forward.
+    """Mean loss in nats per learned token over eval_windows; end is as in GPT.forward.
 
     Each chunk is computed by one rank, and the chunks are added up in order, so any number of
     ranks gets the same loss from the same weights.
     """
     chunks = eval_windows(val, config)
-    count = sum(map(len, chunks))
+    if isinstance(val, Packed):
+        counts = [int(val.learned[chunk // stride(val, config)].sum()) for chunk in chunks]
+    else:
+        counts = [len(chunk) for chunk in chunks]
     losses = torch.zeros(len(chunks), dtype=torch.float32, device=group.device)
     model.eval()
     for index in range(group.rank, len(chunks), group.world_size):
         x, y = gather_windows(val, chunks[index], config.block_size, group.device)
-        losses[index] = model(x, y, end=end)
+        losses[index] = model(x, y, end=end, chats=isinstance(val, Packed))
     model.train()
     per_chunk = group.sum_(losses).tolist()
-    return sum(loss * len(chunk) for loss, chunk in zip(per_chunk, chunks, strict=True)) / count
+    return sum(loss * n for loss, n in zip(per_chunk, counts, strict=True)) / sum(counts)
 
 
 def bytes_per_token(corpus: Corpus, config: Config) -> float:
-    """The mean number of UTF-8 bytes per token that an evaluation predicts.
+    """The mean number of UTF-8 bytes per token that an evaluation predicts and that is learned.
 
     End-of-document tokens count zero bytes, but their loss still counts.
     """
@@ -116,6 +139,9 @@ def bytes_per_token(corpus: Corpus, config: Config) -> float:
     chunks = eval_windows(corpus.val, config)
     cpu = torch.device("cpu")
     targets = (gather_windows(corpus.val, c, config.block_size, cpu)[1] for c in chunks)
+    if isinstance(corpus.val, Packed):
+        learned = torch.cat([lengths[ids[ids >= 0]] for ids in targets])
+        return learned.double().mean().item()
     means = [(lengths[ids].double().mean().item(), len(ids)) for ids in targets]
     return sum(mean * n for mean, n in means) / sum(n for _, n in means)
 
@@ -127,14 +153,16 @@ class Tokenizer:
     """A tokenizer.json (huggingface.co/docs/tokenizers) of characters, or of BPE over bytes.
 
     words holds the bytes of each id. end_of_text is the token that ends a document, and `end` its
-    id; text of characters has neither.
+    id; text of characters has neither. `chats`: the model has learned from conversations.
 
     Raises:
         DataError: it is of another type.
     """
 
-    def __init__(self, document: Mapping[str, Any], end_of_text: str | None = None) -> None:
-        self.document, self.end_of_text = document, end_of_text
+    def __init__(
+        self, document: Mapping[str, Any], end_of_text: str | None = None, chats: bool = False
+    ) -> None:
+        self.document, self.end_of_text, self.chats = document, end_of_text, chats
         try:
             vocab, added = document["model"]["vocab"], document["added_tokens"]
             special = {token["id"]: token["content"] for token in added if token["special"]}
@@ -157,6 +185,8 @@ class Tokenizer:
         if end_of_text is not None and not ends:
             raise DataError(f"tokenizer.json has no special token {end_of_text!r}")
         self.end = ends[0] if ends else None
+        self.special = {content: id for id, content in special.items()}
+        self.ends = {self.end, self.special.get(END_OF_TURN) if chats else None}  # of a text
         first = self.words.index(b"\n") if b"\n" in self.words else 0
         self.start = first if self.end is None else self.end
 
@@ -262,9 +292,13 @@ class Corpus:
     """The text as ids: train and val are 1-D, of the smallest type that holds the vocabulary."""
 
     tokenizer: Tokenizer
-    train: Tensor | Shards
-    val: Tensor | Shards
+    train: Tensor | Shards | Packed
+    val: Tensor | Shards | Packed
     sha256: str
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.train, Packed)
 
 
 def text_files(path: Path) -> list[Path]:
@@ -355,7 +389,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
         raise DataError(
             f"the initial model was trained on subword tokens, and this is text; {ENCODE_AGAIN}"
         )
-    corpus = read_tokens(container) if tokens else read_text(container, config, start)
+    corpus = read_tokens(container, config) if tokens else read_text(container, config, start)
     if start is not None and corpus.tokenizer.words != start.words:
         raise DataError(f"the tokens are not those of the initial model; {ENCODE_AGAIN}")
     if corpus.sha256 != group.broadcast(corpus.sha256):
@@ -380,7 +414,7 @@ def load_corpus(container: Container, config: Config, group: Group) -> Corpus:
     return corpus
 
 
-def read_tokens(container: Container) -> Corpus:
+def read_tokens(container: Container, config: Config) -> Corpus:
     """Maps the shards that `upload-data --tokenizer` wrote; meta.json describes them."""
     directory = container.training
     assert directory is not None
@@ -389,7 +423,8 @@ def read_tokens(container: Container) -> Corpus:
     try:
         meta = read_json(directory / "meta.json")
         tokenizer = Tokenizer(read_json(directory / "tokenizer.json"), meta["end_of_text"])
-        dtype = {"uint16": torch.int16, "uint32": torch.int32}[meta["dtype"]]
+        dtypes = {"uint16": torch.int16, "uint32": torch.int32, "int32": torch.int32}
+        dtype, chats = dtypes[meta["dtype"]], meta["dtype"] == "int32"
         parts = []
         for name in ("train", "val"):
             shards = []
@@ -399,9 +434,11 @@ def read_tokens(container: Container) -> Corpus:
                 if not len(shards[-1]) <= len(shards[0]) == len(shards[max(0, len(shards) - 2)]):
                     raise DataError(f"{path}: only the last shard may be shorter than the others")
                 # All of a large shard would have to come over the network.
-                if int(unsigned(shards[-1][: 1 << 20]).max()) >= len(tokenizer):
+                some = unsigned(shards[-1][: 1 << 20])
+                if int((some ^ (some >> 63)).max()) >= len(tokenizer):
                     raise DataError(f"{path} has ids beyond the {len(tokenizer)} of the tokenizer")
-            parts.append(Shards(shards))
+            ends = tokenizer.end, tokenizer.special.get(END_OF_TURN)
+            parts.append(pack(name, torch.cat(shards), *ends, config) if chats else Shards(shards))
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .checkpoint import read_safetensors, replacing, write_safetensors
 from .config import Config, parse_value
+from .conversations import CHAT_TEMPLATE, END_OF_TURN
 from .data import Tokenizer, plain_name, read_json
 from .errors import ConfigError, FormatError, TrainingError, is_out_of_memory
 from .model import GPT, NORM_EPS, activation_name
@@ -26,6 +27,7 @@ MODEL_FILES = (
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    "generation_config.json",
     "training.json",
 )
 
@@ -171,9 +173,15 @@ EDITED = "sm-nanogpt-edited"
 
 
 def write_artefact(
-    directory: Path, model: GPT, tokenizer: Tokenizer, training: Mapping[str, Any]
+    directory: Path,
+    model: GPT,
+    tokenizer: Tokenizer,
+    training: Mapping[str, Any],
+    chats: bool = False,
 ) -> str:
     """Writes the model (CPU, float32, evaluating) as a directory; SHA256SUMS comes last.
+
+    One that has learned from conversations, `chats`, gets the template that they are encoded by.
 
     An edited script's model may not be Qwen3's any more. Its weights are then written under its own
     names, and config.json has a `model_type` that no other tool takes for one it knows.
@@ -201,6 +209,9 @@ def write_artefact(
             "vocab_size": len(tokenizer),
         }
     write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    ends = [] if tokenizer.end is None else [tokenizer.end]
+    if chats:
+        ends.insert(0, tokenizer.special[END_OF_TURN])
     documents = {
         "tokenizer.json": tokenizer.document,
         "tokenizer_config.json": {
@@ -208,7 +219,9 @@ def write_artefact(
             "clean_up_tokenization_spaces": False,
             "model_max_length": config.block_size,
             "eos_token": tokenizer.end_of_text,
+            **({"chat_template": CHAT_TEMPLATE} if chats else {}),
         },
+        "generation_config.json": {"eos_token_id": ends} if ends else {},
         "training.json": {
             "config": dataclasses.asdict(config),
             "model_sha256": MODEL_SHA256,

@@ -5,6 +5,7 @@ RMSNorm, rotary positions, QK-norm, a gated MLP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,9 +132,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None 
     return torch.cat(rows, dim=1).view(B, H, T, D)
 
 
-def within_documents(idx: Tensor, end: int) -> Tensor:
-    """Where a query may look, bool [B, 1, T, T]: not beyond the last `end` before it."""
-    documents = (idx == end).cumsum(dim=1)
+def within_documents(idx: Tensor, end: int, alone: bool = False) -> Tensor:
+    """Where a query may look, bool [B, 1, T, T]: not beyond the last `end` before it.
+
+    `alone`: nor at that `end`, which then belongs to the document that it ends.
+    """
+    ends = idx == end
+    documents = ends.cumsum(dim=1) - ends.long() * alone
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 
@@ -214,33 +219,42 @@ class ChunkedLoss(torch.autograd.Function):
     """The mean cross-entropy of head(x); the whole logits are never in memory.
 
     Each chunk of rows is turned into its gradients at once (Liger Kernel, arXiv:2410.10989, section
-    3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N].
+    3.2), so nothing is computed twice. Inputs: x [N, C], the head's weight [V, C], targets [N];
+    `some_ignored`: negative ones are not learned, and do not count.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, some_ignored: bool = False
+    ) -> Tensor:
         learns = any(ctx.needs_input_grad)
         total = x.new_zeros((), dtype=torch.float32)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
         cast, rows = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
+        counts = targets >= 0
+        ctx.count = counts.sum() if some_ignored else len(x)
         for begin in range(0, len(x), rows):
             some, wanted = x[begin : begin + rows], targets[begin : begin + rows, None]
             logs = (some @ cast.mT).float()
             logs -= logs.logsumexp(dim=-1, keepdim=True)
-            total -= logs.gather(1, wanted).sum()
+            if some_ignored:
+                wanted, count = wanted.clamp_min(0), counts[begin : begin + rows, None]
+                total -= (logs.gather(1, wanted) * count).sum()
+            else:
+                total -= logs.gather(1, wanted).sum()
             if dw is not None:  # not yet divided by N, which float16 would round to 0
                 d = logs.exp_().scatter_add_(1, wanted, logs.new_full(wanted.shape, -1.0))
-                d = d.to(x.dtype)
+                d = (d * count if some_ignored else d).to(x.dtype)
                 dx[begin : begin + rows] = d @ cast
                 dw += d.mT @ some
         ctx.save_for_backward(dx, dw)
-        return total / len(x)
+        return total / ctx.count
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
-        scale = dy / len(dx)
-        return dx * scale, dw * scale, None
+        scale = dy / ctx.count
+        return dx * scale, dw * scale, None, None
 
 
 class GPT(nn.Module):
@@ -298,13 +312,15 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         angles: tuple[Tensor, Tensor] | None = None,
         end: int | None = None,
+        chats: bool = False,
     ) -> Tensor:
         """Logits, float32 [B, T, V], of ids [B, T]; with targets [B, T], the mean loss.
 
         angles are self.angles(T), computed once for many steps, since a compiled graph would
-        compute them again in every layer. Attention does not cross the id `end`.
+        compute them again in every layer. Attention does not cross the id `end`. `chats`: nor does
+        it see the one before, and negative targets are not learned.
         """
-        mask = None if end is None else within_documents(idx, end)
+        mask = None if end is None else within_documents(idx, end, chats)
         cos, sin = angles or self.angles(idx.size(1))
         x = self.embed(idx).to(self.compute_dtype)
         x = F.dropout(x, self.config.dropout, self.training)
@@ -316,7 +332,7 @@ class GPT(nn.Module):
         if targets is not None and targets.numel() * len(head.weight) > most:
             # A Function is told that a parameter needs a gradient even where none is computed.
             weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
-            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten())
+            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), chats)
             return loss
         logits = F.linear(x, head.weight.to(x.dtype)).float()
         if targets is None:
@@ -325,17 +341,19 @@ class GPT(nn.Module):
 
 
 @torch.inference_mode()
-def sample(model: GPT, start: int, length: int, seed: int = 1337) -> list[int]:
-    """`length` ids after the id `start`, each drawn after a forward pass over those before it.
+def sample(model: GPT, start: Sequence[int], length: int, seed: int = 1337) -> list[int]:
+    """`length` ids after the ids `start`, each drawn after a forward pass over those before it.
 
     Each window has the same length, since some GPU kernels need 20 ms or more to plan for a new
     length. Its end is padding, which attention never reads: no position looks ahead.
     """
-    size, device = min(model.config.block_size, length), model.embed.weight.device
+    known, device = len(start), model.embed.weight.device
+    size = min(model.config.block_size, known + length - 1)
     generator = torch.Generator(device).manual_seed(seed)
-    ids = torch.full((1, length + 1), start, device=device)
-    for n in range(1, length + 1):  # ids there are
+    ids = torch.zeros((1, known + length), dtype=torch.long, device=device)
+    ids[0, :known] = torch.tensor(start)
+    for n in range(known, known + length):  # ids there are
         begin = max(0, n - size)
         logits = model(ids[:, begin : begin + size])[0, n - begin - 1]
         ids[0, n] = logits.softmax(dim=-1).multinomial(1, generator=generator)
-    return ids[0, 1:].tolist()
+    return ids[0, known:].tolist()

@@ -20,6 +20,7 @@ To change                                                   open
     the learning rate schedule, the optimizers              optim.py
     what a batch is, evaluation, how text is read           data.py
     the loop, what a log line says                          trainer.py
+    what is learned of conversations                        conversations.py
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py
 

@@ -23,6 +23,7 @@ from . import huggingface
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed, duration, metric_line
 from .container import Container, Ranks, choose_precision, compiling_pays, machine_line, memory_line
+from .conversations import END_OF_TURN, Packed
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, log
@@ -58,7 +59,8 @@ class Trainer:
         self.batches = Batches(corpus.train, config, group.device)
         self.checkpoints = Checkpoints(container.checkpoint_dir)
         self.bytes_per_token = bytes_per_token(corpus, config)
-        self.end = corpus.tokenizer.end if config.mask_documents else None
+        masks = config.mask_documents or corpus.is_chat
+        self.end = corpus.tokenizer.end if masks else None
         self.stop_signal = 0  # the first signal that asked to stop
         self.step = 0  # steps that are done
         self.kept_step: int | None = None  # of the newest checkpoint
@@ -117,6 +119,9 @@ class Trainer:
             f"{self.n_parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to"
             f" train on, {len(corpus.val):,} to validate on, vocabulary {len(corpus.tokenizer):,}"
         )
+        for name, part in (("train", corpus.train), ("val", corpus.val)):
+            if isinstance(part, Packed):
+                log(f"{name}: {part.summary()}")
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -143,6 +148,7 @@ class Trainer:
             "script_sha256": huggingface.SCRIPT_SHA256,
             "tokenizer": self.corpus.tokenizer.document,
             "end_of_text": self.corpus.tokenizer.end_of_text,
+            "chats": self.corpus.is_chat,
             "corpus_sha256": self.corpus.sha256,
             "data": str(self.container.training),
             "validation": str(self.container.validation or ""),
@@ -225,8 +231,16 @@ class Trainer:
         x, y = self.batches.rows(step, group.rank, group.world_size)
         length = window_length(step, config)
         x, y = x.reshape(-1, length), y.reshape(-1, length)
-        angles = self.cached_angles(length)
         passes = config.passes(group.world_size)
+        weights = [1.0] * passes
+        if isinstance(self.corpus.train, Packed):
+            starts = self.batches.window_starts(step)
+            weights = self.corpus.train.weights(starts, group.rank, group.world_size, passes)
+        options = {
+            "angles": self.cached_angles(length),
+            "end": self.end,
+            "chats": self.corpus.is_chat,
+        }
         total = torch.zeros((), device=group.device)
         for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
             if config.dropout:
@@ -234,7 +248,9 @@ class Trainer:
             # Only the last pass has to average gradients over the ranks.
             alone = group.world_size > 1 and index < passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys, angles=angles, end=self.end) / passes
+                loss = self.ddp(xs, ys, **options) / passes
+                if weights[index] != 1.0:
+                    loss = loss * weights[index]
                 group.heartbeat()  # what follows waits for the others, in DDP
                 self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -408,10 +424,15 @@ class Trainer:
         )
 
     def log_sample(self, when: str, length: int) -> None:
-        """Logs a text of `length` tokens from the start of a document, or of a line."""
+        """Logs `length` tokens from the start of a document, or of a line, or an answer."""
         tokenizer = self.corpus.tokenizer
         self.model.eval()
-        text = tokenizer.decode(sample(self.model, tokenizer.start, length))
+        val = self.corpus.val
+        question = val.question() if isinstance(val, Packed) else []
+        ids = sample(self.model, question or [tokenizer.start], length)
+        if isinstance(val, Packed) and tokenizer.special[END_OF_TURN] in ids:
+            ids = ids[: ids.index(tokenizer.special[END_OF_TURN])]
+        text = tokenizer.decode([*question, *ids])
         self.model.train()
         # The bars distinguish a sample from lines of the log.
         log("\n".join([f"--- sample {when} ---", *(f"| {line}" for line in text.split("\n"))]))
@@ -432,7 +453,9 @@ class Trainer:
         }
         model_dir, output_dir = self.container.model_dir, self.container.output_dir
         with self.checkpoints.writing(model_dir):
-            why = huggingface.write_artefact(model_dir, best, self.corpus.tokenizer, training)
+            why = huggingface.write_artefact(
+                model_dir, best, self.corpus.tokenizer, training, self.corpus.is_chat
+            )
         with self.checkpoints.writing(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.checkpoints.curve, output_dir / "metrics.jsonl")

@@ -221,7 +221,7 @@ def test_bf16_is_close_to_float32():
 
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
 def test_a_padded_window_draws_what_a_growing_one_does(length):
-    drawn = sample(lively(), 3, length, seed=5)
+    drawn = sample(lively(), [3], length, seed=5)
     plain = engine.generate_plainly(lively(), torch.tensor([[3]]), length, seed=5)
     assert drawn == [int(id) for id in plain]
 
@@ -230,7 +230,7 @@ def test_all_windows_of_a_sample_have_one_shape():
     model = lively()
     seen = set()
     model.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape))
-    sample(model, 3, 30)
+    sample(model, [3], 30)
     assert seen == {(1, 8)}
 
 

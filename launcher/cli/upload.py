@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.options import JSON, Command, settings_of
 from launcher.cli.show import byte_progress, note, print_json
 from launcher.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command("upload-data", cls=Command)
@@ -41,7 +37,8 @@ def upload_data_command(
     """Upload text to the store and print its URI.
 
     PATH is a text file or a directory of *.txt files. With --tokenizer, it may also be *.jsonl with
-    a document in the field `text` of each line, and end in .gz or .zst. Without PATH, download tiny
+    a document in the field `text` of each line, or a conversation in `messages`, and end in .gz or
+    .zst. Without PATH, download tiny
     Shakespeare. A file that is in the store is not sent again.
 
     \b
@@ -78,8 +75,9 @@ def upload_data_command(
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
     characters = f"{upload.characters:,} characters"
     if tokens := upload.train_tokens + upload.val_tokens:
+        kind = "conversation" if upload.chats else "document"
         note(
-            f"{upload.documents:,} document{'s' * (upload.documents > 1)}, {characters},"
+            f"{upload.documents:,} {kind}{'s' * (upload.documents > 1)}, {characters},"
             f" {tokens:,} tokens ({upload.characters / tokens:.2f} characters each), vocabulary"
             f" {upload.vocabulary_size:,}"
         )

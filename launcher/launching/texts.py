@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import check_regular
 from launcher.settings import Settings
 from launcher.text import corpus
-
-if TYPE_CHECKING:  # it imports torch
-    pass
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,10 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
                 f"{channel.named}: it has {channel.upload.vocabulary_size} different {unit}, more"
                 f" than vocab_size={config.vocab_size}"
             )
+        if channel.upload.chats and getattr(config, "short_windows", False):
+            raise InputError(
+                f"{channel.named}: short_windows would cut conversations; add --set short_windows=0"
+            )
         n = channel.upload.characters
         if channel.upload.train_tokens:
             parts += [(channel, "training", channel.upload.train_tokens)]
@@ -120,7 +121,7 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
     for channel, part, length in parts:
         assert channel.upload is not None
         unit = "tokens" if channel.upload.train_tokens else "characters"
-        if length < config.block_size + 1:
+        if length < config.block_size + 1 and not channel.upload.chats:
             raise InputError(
                 f"{channel.named}: the {part} text has {length} {unit}, and one window of"
                 f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"

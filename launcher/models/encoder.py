@@ -28,6 +28,9 @@ PATTERNS = (
 )
 
 
+LONGEST = 1 << 18  # characters of a piece for tiktoken, which panics at a million spaces
+
+
 def load_words(content: str) -> Tokenizer:
     """The library's tokenizer, which encodes special tokens in a text as ordinary text.
 
@@ -124,7 +127,7 @@ class Encoder:
             InputError: they stand for another text.
         """
         pieces = [self.same(piece) for piece in pieces]
-        if self.fast:
+        if self.fast and max(map(len, pieces), default=0) <= LONGEST:
             found = self.fast.encode_ordinary_batch(pieces, num_threads=cores())
         else:
             found = self.ask(pieces)

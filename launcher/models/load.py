@@ -22,12 +22,27 @@ from torch import Tensor
 
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, make_config
-from entry_point.data import Tokenizer
+from entry_point.conversations import END_OF_TURN, TURN
+from entry_point.data import Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
-from entry_point.huggingface import MODEL_FILES, hugging_face_config
+from entry_point.huggingface import (
+    MODEL_FILES,
+    hugging_face_config,
+    load_pretrained,
+    starting_values,
+)
 from entry_point.model import GPT, activation_name
 from launcher.errors import InputError
-from launcher.files.documents import Count, Damaged, Document, Scalar, open_file, parse, read_file
+from launcher.files.documents import (
+    Count,
+    Damaged,
+    Document,
+    Scalar,
+    check_regular,
+    open_file,
+    parse,
+    read_file,
+)
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
@@ -42,6 +57,7 @@ class TokenizerConfig(Document):
     """tokenizer_config.json."""
 
     eos_token: str | None = None
+    chat_template: str | None = None
 
 
 class Training(Document):
@@ -58,6 +74,7 @@ class Saved(Training):
     step: Count
     tokenizer: dict[str, JsonValue]
     end_of_text: str | None
+    chats: bool
 
 
 def is_shaped_as(
@@ -92,12 +109,15 @@ def load_artefact(
         InputError: the model needs the folder that trained it, and that is not here.
     """
     settings = settings or load_settings()
+    if not (directory / "SHA256SUMS").exists() and not (directory / "training.json").exists():
+        return load_published(directory)
     try:
         check_sums(directory)
         found = read(directory, "config", dict[str, JsonValue])
         content = read_file(directory / "tokenizer.json", LARGEST_TOKENIZER)
-        end = read(directory, "tokenizer_config", TokenizerConfig).eos_token
-        tokenizer = Tokenizer(parse(content, dict[str, Any], "tokenizer.json"), end)
+        words = read(directory, "tokenizer_config", TokenizerConfig)
+        document = parse(content, dict[str, Any], "tokenizer.json")
+        tokenizer = Tokenizer(document, words.eos_token, words.chat_template is not None)
         training = read(directory, "training", Training)
         sha256 = training.script_sha256
         tensors, _ = read_safetensors(directory / "model.safetensors", largest=LARGEST_HEADER)
@@ -134,6 +154,37 @@ def load_artefact(
             config = source.module("config").make_config(training.config)
         edited = found["model_type"] != "qwen3"
         return build_model(source, config, tensors, edited, len(tokenizer)), tokenizer
+
+
+LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow with more
+
+
+def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
+    """Load a model of Qwen3's architecture that another tool wrote.
+
+    Raises:
+        FormatError: it is no such model, or is damaged.
+    """
+    try:
+        check_regular(directory)
+        values = starting_values(directory, {})
+        longest = read_json(directory / "config.json")["max_position_embeddings"]
+        config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
+        words = read_json(directory / "tokenizer_config.json")
+        template = words.get("chat_template") or (directory / "chat_template.jinja").exists()
+        plain = read_tokenizer(directory)
+        chats = bool(template) and {TURN, END_OF_TURN} <= plain.special.keys()
+        tokenizer = Tokenizer(plain.document, plain.end_of_text, chats)
+        if (directory / "generation_config.json").exists():
+            ends = read_json(directory / "generation_config.json").get("eos_token_id") or []
+            tokenizer.ends |= {*ends} if isinstance(ends, list) else {ends}
+        model = GPT(config, len(tokenizer))
+        load_pretrained(model, directory)
+        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+            raise ValueError("its weights hold numbers that are not finite")
+    except (TrainingError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"not a model of sm-nanogpt, nor another of Qwen3's: {error}") from None
+    return model.eval(), tokenizer
 
 
 @lru_cache  # once, though a model is checked and then loaded
@@ -249,5 +300,5 @@ def export_checkpoint(
         config = source.module("config").make_config(saved.config)
         tokenizer = source.module("data").Tokenizer(saved.tokenizer, saved.end_of_text)
         model = export.with_weights(config, len(tokenizer), weights)
-        export.write_artefact(model_dir, model, tokenizer, training)
+        export.write_artefact(model_dir, model, tokenizer, training, saved.chats)
     return saved.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ def is_edited(model: GPT) -> bool:
 def stream_samples(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: str | None = None,
+    prompt: str | Sequence[int] | None = None,
     max_new_tokens: int = 500,
     num_samples: int = 1,
     temperature: float = 0.8,
@@ -65,11 +65,12 @@ def stream_samples(
 ) -> Iterator[list[str]]:
     """Yield the next piece of text of every sample, token by token.
 
-    A piece holds whole characters, so it is empty where a token ends inside of one. The prompt
-    (default: the start of a document, or a newline) is not repeated. A sample ends with its
-    document, or after max_new_tokens. The same arguments give the same text. temperature 0 takes
-    the most likely token; top_k 0 and top_p 1 allow all. watch is called with the logits, float32
-    [num_samples, V], and the ids, int64 [num_samples], of each step, before its pieces are yielded.
+    A piece holds whole characters, so it is empty where a token ends inside of one. The prompt, a
+    text or ids (default: the start of a document, or a newline), is not repeated. A sample ends
+    with its document or turn, or after max_new_tokens. The same arguments give the same text.
+    temperature 0 takes the most likely token; top_k 0 and top_p 1 allow all. watch is called with
+    the logits, float32 [num_samples, V], and the ids, int64 [num_samples], of each step, before its
+    pieces are yielded.
 
     Raises:
         InputError: the prompt is empty or has characters that are not in the vocabulary, or a
@@ -85,7 +86,9 @@ def stream_samples(
     ):
         if not good:
             raise InputError(f"{name}={value}: must be {allowed}")
-    ids = torch.tensor([[tokenizer.start] if prompt is None else encode(tokenizer, prompt)])
+    if prompt is None:
+        prompt = [tokenizer.start]
+    ids = torch.tensor([encode(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]])
     generate = engine.generate_plainly if is_edited(model) else engine.generate
     steps = generate(
         model,
@@ -128,7 +131,7 @@ def pieces(
     try:
         for step in steps:
             ids = step.tolist()
-            ended = [was or id == tokenizer.end for was, id in zip(ended, ids, strict=True)]
+            ended = [was or id in tokenizer.ends for was, id in zip(ended, ids, strict=True)]
             words = [b"" if end else tokenizer.word(id) for end, id in zip(ended, ids, strict=True)]
             yield [
                 decoder.decode(word, final=end)

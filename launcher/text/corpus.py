@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 VOCAB_SIZE = 16384
 NO_UPLOAD = "run `sm-nanogpt upload-data FILE`, or name the text with --data"
-TOKENS_VERSION = 1  # of what launcher.text.tokens writes
+TOKENS_VERSION = 2  # of what launcher.text.tokens writes
 
 # The shortest context of any preset. Shorter text cannot fill one window for training and one in
 # its last tenth for validation. A launch checks against the context of its job.
@@ -56,6 +56,7 @@ class Upload:
     train_tokens: Count = 0  # 0: the data set is text, which a run takes by characters
     val_tokens: Count = 0
     documents: Count = 0  # that were encoded as tokens
+    chats: bool = False  # whether they are conversations
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
@@ -218,6 +219,7 @@ def send_tokens(
             train_tokens=made.train,
             val_tokens=made.val,
             documents=source.documents,
+            chats=source.chats > 0,
             tokenizer=fingerprint(words.tokenizer),
         )
         send(upload, paths, settings, progress)

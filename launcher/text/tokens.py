@@ -3,7 +3,8 @@
 A data set of tokens is a directory:
 
     tokenizer.json          for the `tokenizers` library, with tokenizer_config.json
-    train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token
+    train-00000.bin, ...    ids, uint16 or uint32, each document ended by the end-of-text token;
+                            of conversations int32, as launcher/models/chat.py says
     val-00000.bin, ...      whole documents, which are not in train
     meta.json               what there is; its SHA-256 stands for the data set
 
@@ -30,11 +31,14 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
+from entry_point.conversations import END_OF_TURN, TURN
 from launcher.errors import InputError
 from launcher.files.documents import read_text
 from launcher.files.storage import Progress, expect
+from launcher.models.chat import ChatEncoder
 from launcher.models.encoder import Encoder
-from launcher.text.tokenizer import END_OF_TEXT, Words, check_characters
+from launcher.text.chats import turns_of
+from launcher.text.tokenizer import END_OF_TEXT, KNOWN_ENDS, Words, check_characters
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -65,6 +69,7 @@ class Source:
     """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
 
     documents: int = 0
+    chats: int = 0  # of the documents, those that are conversations
     characters: int = 0
     size: int = 0
     sha256: str = ""
@@ -73,26 +78,34 @@ class Source:
 def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iterator[str]]:
     """Each document, as pieces of at most PIECE characters. Fills in `found` on the way.
 
-    A file is a document, or of *.jsonl each line, in its field `text`. Empty ones are left out.
+    A file is a document, or of *.jsonl each line, in its field `text`; empty ones are left out. The
+    pieces of a conversation, in the field `messages`, are its turns.
 
     Raises:
-        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON.
+        InputError: a file cannot be read, or is not UTF-8, or a line is no such JSON, or only some
+            are conversations.
     """
     digest = hashlib.sha256()
     for name, path in files:
         digest.update(f"{name}\0".encode())
-        for document in lines_of(path) if ".jsonl" in path.name.lower() else [pieces_of(path)]:
+        lines = ".jsonl" in path.name.lower()
+        for chats, document in lines_of(path) if lines else [(False, pieces_of(path))]:
             if (first := next(document, None)) is None:
                 continue
             found.documents += 1
-            yield counted(chain([first], document), digest, found)
+            found.chats += chats
+            if found.chats not in (0, found.documents):
+                raise InputError(f"{path}: {MIXED}")
+            yield counted(chain([first], document), digest, found, chats)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
 
 
-def counted(pieces: Iterator[str], digest: Any, found: Source) -> Iterator[str]:
+def counted(pieces: Iterator[str], digest: Any, found: Source, chats: bool) -> Iterator[str]:
     for piece in pieces:
         content = piece.encode()
+        if chats:  # where a turn ends counts too
+            digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
         found.characters += len(piece)
         found.size += len(content)
@@ -127,7 +140,9 @@ def pieces_of(path: Path) -> Iterator[str]:
         yield text
 
 
-def lines_of(path: Path) -> Iterator[Iterator[str]]:
+def lines_of(path: Path) -> Iterator[tuple[bool, Iterator[str]]]:
+    """Whether each line is a conversation, and its turns or the pieces of its text."""
+    chats = texts = False  # what there was before
     with opened(path) as file:
         for number in count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -137,28 +152,49 @@ def lines_of(path: Path) -> Iterator[Iterator[str]]:
                 raise InputError(f"{path}:{number}: the line is longer than 64 MiB; split it")
             if line.isspace():
                 continue
-            text = text_of(line.rstrip(), f"{path}:{number}")
-            yield (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+            found, name = object_of(line.rstrip(), f"{path}:{number}"), f"{path}:{number}"
+            chats = chats or "messages" in found
+            if chats != ("messages" in found) or (chats and texts):
+                raise InputError(f"{name}: {MIXED}")
+            texts = not chats
+            if chats:
+                yield True, iter(turns_of(found, name))
+                continue
+            text = text_of(found, name)
+            yield False, (text[i : i + PIECE] for i in range(0, len(text), PIECE))
 
 
-def text_of(line: bytes, name: str) -> str:
-    """The document in a line of *.jsonl. Raises InputError; its message starts with `name`."""
+MIXED = "some documents are conversations, and others are text"
+EXAMPLE = 'a line must be like {"text": "..."} or {"messages": [...]}'
+
+
+def object_of(line: bytes, name: str) -> dict[str, Any]:
+    """The object in a line of *.jsonl. Raises InputError; its message starts with `name`."""
     for _ in read_text(io.BytesIO(line), name, len(line)):  # raises if it is not UTF-8
         pass
     try:
-        text: str = json.loads(line)["text"]
-        text.encode()
+        found = json.loads(line)
     except json.JSONDecodeError as error:
         problem = f"not JSON at column {error.pos + 1} ({error.msg})"
-    except UnicodeEncodeError:
-        problem = "half of a surrogate pair in `text`"
-    except (KeyError, TypeError, AttributeError):
-        problem = "no string in the field `text`"
     except (ValueError, RecursionError) as error:
         problem = f"not JSON ({error})"
     else:
-        return text
-    raise InputError(f'{name}: {problem}; a line must be like {{"text": "..."}}')
+        if isinstance(found, dict):
+            return found
+        problem = "no JSON object"
+    raise InputError(f"{name}: {problem}; {EXAMPLE}")
+
+
+def text_of(found: dict[str, Any], name: str) -> str:
+    """The text of a document. Raises InputError; its message starts with `name`."""
+    text = found.get("text")
+    if not isinstance(text, str):
+        raise InputError(f"{name}: no string in the field `text`; {EXAMPLE}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}: half of a surrogate pair in `text`; {EXAMPLE}") from None
+    return text
 
 
 def survey(files: Sequence[tuple[str, Path]]) -> Source:
@@ -180,7 +216,7 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, TURN, END_OF_TURN],  # of turns, for conversations later
         show_progress=False,
     )
     read = Source()
@@ -218,10 +254,13 @@ def encode(
         InputError: the text has changed since it was surveyed, or does not come back from the
             tokenizer.
     """
+    words = separated(words) if source.chats else words
     size = len(words.tokenizer)
-    code = "H" if size <= 1 << 16 else "I"
+    code = "i" if source.chats else "H" if size <= 1 << 16 else "I"
     again = Source()
     whole = documents(files, again)
+    if source.chats == 1:
+        raise InputError("one conversation is too little to train and validate on")
     if source.documents == 1:
         cut = int(source.characters * (1 - VALIDATION_FRACTION))
         whole = (part for document in whole for part in halves(document, cut))
@@ -233,7 +272,7 @@ def encode(
         raise InputError("the text changed while it was read; upload it again")
     parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
     meta: dict[str, Any] = {
-        "dtype": {"H": "uint16", "I": "uint32"}[code],
+        "dtype": {"H": "uint16", "I": "uint32", "i": "int32"}[code],
         "end_of_text": words.end_of_text,
         "vocabulary_size": size,
         "documents": source.documents,
@@ -255,6 +294,21 @@ def encode(
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     names = sorted(path.name for path in directory.iterdir())
     return Tokens(tuple(names), meta["train"]["tokens"], meta["val"]["tokens"], size)
+
+
+def separated(words: Words) -> Words:
+    """The tokenizer with an end of text that does not end a turn, as Qwen's own does.
+
+    Raises:
+        InputError: it has no other token.
+    """
+    if words.end_of_text != END_OF_TURN:
+        return words
+    known = words.tokenizer.special
+    for name in KNOWN_ENDS:
+        if name in known:
+            return Words(words.content, name)
+    raise InputError(f"the tokenizer has no token but {END_OF_TURN} that ends a text")
 
 
 def split(ends: array[int]) -> dict[str, list[int]]:
@@ -303,14 +357,16 @@ def write_documents(
     progress: Progress,
 ) -> array[int]:
     """Write the ids of each document and of its end; returns where each ends, counted in ids."""
-    end = array(code, [] if words.tokenizer.end is None else [words.tokenizer.end])
-    encoder = Encoder(words.content, words.tokenizer.words, code)
+    tokenizer = words.tokenizer
+    encoder = Encoder(words.content, tokenizer.words, code)
+    chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
+    end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
     ends, position = array("Q"), 0
     for batch in batches(whole):
         pieces = [piece for piece in batch if piece is not None]
-        if words.tokenizer.unit == "characters":
+        if tokenizer.unit == "characters":
             check_characters(words, pieces)
-        each = iter(encoder.encode(pieces))
+        each = iter(chat.encode(pieces) if chat else encoder.encode(pieces))
         for piece in batch:
             ids = end.tobytes() if piece is None else next(each)
             position += len(ids) // end.itemsize

@@ -1,0 +1,99 @@
+"""Conversations: only what the assistant says is learned, and each sees itself alone.
+
+An id that is not learned is stored as ~id, which is negative, and each conversation is followed by
+~end. The place of such an id among the targets is IGNORED.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .errors import DataError
+
+CUT = "short_windows would cut conversations: set short_windows=0"
+IGNORED = -100  # as cross_entropy and transformers have it
+# ChatML, as Qwen3 has it without tools; launcher/models/chat.py encodes conversations so.
+TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class Packed:
+    """Conversations in rows of block_size + 1 ids, which hold as many whole ones as fit in turn.
+
+    What is left of a row is filled with `end`, not learned. A conversation that is longer than a
+    row ends with the last answer that fits; without one, it is left out. rows is int32 [n, T + 1],
+    learned, int64 [n], counts the targets of each row that are learned.
+    """
+
+    def __init__(self, ids: Tensor, end: int, block_size: int) -> None:
+        self.cut = self.dropped = 0
+        kept: list[tuple[int, int, int]] = []  # where it begins, its length, its place in the rows
+        begin, row, place = 0, 0, 0
+        learned, width = ids >= 0, block_size + 1
+        for stop in (ids == ~end).nonzero().flatten().tolist():
+            length = stop - begin
+            if length > width:
+                last = learned[begin : begin + width] & ~learned[begin + 1 : begin + width + 1]
+                length = max(last.nonzero().flatten().tolist(), default=-1) + 1
+                self.cut, self.dropped = self.cut + 1, self.dropped + (not length)
+            if length:
+                if place + length > width:
+                    row, place = row + 1, 0
+                kept.append((begin, length, row * width + place))
+                place += length + 1
+            begin = stop + 1
+        self.count = len(kept)
+        self.rows = torch.full((row + 1 if kept else 0, width), ~end, dtype=torch.int32)
+        for begin, length, place in kept:
+            self.rows.view(-1)[place : place + length] = ids[begin : begin + length]
+        self.learned = (self.rows[:, 1:] >= 0).sum(dim=1)
+
+    def weights(self, starts: Tensor, rank: int, world_size: int, passes: int) -> list[float]:
+        """What the mean loss of each pass of this rank over the batch at `starts` counts.
+
+        The mean over passes and ranks is then that over the learned targets of the batch.
+        """
+        counts = self.learned[starts // self.rows.size(1)]
+        own = counts.chunk(world_size)[rank].chunk(passes)
+        return [float(n.sum()) * world_size * passes / float(counts.sum()) for n in own]
+
+    def question(self) -> list[int]:
+        """The ids of the first conversation up to its first answer."""
+        ids: list[int] = self.rows[0].tolist()
+        return [~id for id in ids[: next(n for n, id in enumerate(ids) if id >= 0)]]
+
+    def summary(self) -> str:
+        told = f"{self.count:,} conversations in {len(self.rows):,} rows"
+        told += f", {int(self.learned.sum()):,} tokens of answers"
+        if self.cut:
+            told += f"; {self.cut:,} are longer than block_size and end with the last answer that"
+            told += f" fits, {self.dropped:,} of them have none and are left out"
+        return told
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def __getitem__(self, places: Tensor) -> Tensor:
+        return self.rows.view(-1)[places]
+
+
+def pack(
+    name: str, ids: Tensor, end: int | None, end_of_turn: int | None, config: Config
+) -> Packed:
+    """The conversations of train or val. Raises DataError if none of them fits."""
+    if config.short_windows:
+        raise DataError(CUT)
+    if end is None or end == end_of_turn:
+        raise DataError("these conversations have no end of their own; upload them again")
+    packed = Packed(ids, end, config.block_size)
+    if not len(packed):
+        raise DataError(
+            f"no conversation in {name} has an answer within block_size={config.block_size} tokens"
+        )
+    return packed
