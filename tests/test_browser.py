@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Page, sync_playwright
+from test_chat import directory, tuned
 from test_curves import file_rows
-from test_play import site
+from test_play import served, site
 from test_report import sibling
 
-__all__ = ["site"]  # a fixture
+from launcher import load_model
+from launcher.models.chat import Message
+from launcher.views.play import Player
+
+__all__ = ["directory", "site", "tuned"]  # fixtures
 
 Visit = Callable[..., Page]
 
@@ -211,6 +216,26 @@ def test_arrow_keys_show_what_was_likely(play):
     play.keyboard.press("ArrowRight")
     assert play.locator("#likely").is_visible()
     assert play.locator("#likely .chosen").count() == 1
+
+
+def test_the_page_keeps_a_conversation_until_a_new_one(directory, visit):
+    with served([Player("mine", *load_model(directory))]) as site:
+        page = visit(f"http://127.0.0.1:{site.port}/?token=secret", within="http://127.0.0.1:.*")
+        page.wait_for_selector("#anew")
+        page.fill("#temperature", "0")
+        answers = []
+        for question in ("What is 3 + 3?", "And 4 + 4?"):
+            page.fill("#prompt", question)
+            page.click("#generate")
+            ended(page)
+            answers.append(page.locator(".asked + div").last.text_content())
+        said = [Message("user", "What is 3 + 3?"), Message("assistant", answers[0])]
+        said.append(Message("user", "And 4 + 4?"))
+        chat = site.players[0].chat
+        assert answers[1] == "".join(chat.answer(chat.ids(said), 500, 0, 0, 1.0, 0))
+        assert page.locator(".asked").count() == 2
+        page.click("#anew")
+        assert page.locator(".out").text_content() == ""
 
 
 def test_the_page_of_play_fits_a_phone(play):

@@ -74,6 +74,14 @@ def test_the_notebook_of_the_tutorials_shows_tables_and_plots(tmp_path, environm
     assert len([data for data in shown if "image/png" in data]) == 2
 
 
+def test_the_example_of_conversations_asks_before_and_after(tmp_path, environment):
+    few = ("--base-steps", "5", "--steps", "5", "--ask", "2")
+    script = ROOT / "examples" / "conversations.py"
+    out = run([sys.executable, script, "--text", environment["TEXT"], *few], tmp_path, environment)
+    rows = [line.split("|")[2].strip() for line in out.splitlines()[2:]]
+    assert rows == ["sum", "larger", "spelling"]
+
+
 def test_committed_notebooks_hold_no_output():
     for path in (ROOT / "examples").rglob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells

@@ -23,7 +23,7 @@ PAGES = (
 )
 # AWS, servers, compilers, and models of gigabytes have tests of their own.
 ELSEWHERE = {
-    *("doctor", "infra", "ml.m5.xlarge", "ml.g5.12xlarge", "play", "--interactive"),
+    *("doctor", "infra", "ml.m5.xlarge", "ml.g5.12xlarge", "play", "chat"),
     *("compile=on", "./Qwen3-0.6B"),
 }
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import http.client
-import io
 import json
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import Mock
 
 import launching
 import pytest
@@ -22,7 +20,6 @@ from models import lively, tokenizer_of
 
 from entry_point.model import GPT
 from launcher import fetch_model, sample, stream_samples
-from launcher.cli.models import converse
 from launcher.views.play import Player, Token, listen, make_server, until
 
 LETTERS = "\nabcdefghi "  # as many as the small models have
@@ -61,13 +58,8 @@ class Site:
         return "".join(token["text"] for token in self.tokens(number, **wish))
 
 
-@pytest.fixture(scope="module")
-def site():
-    """A page with a model, another one of other weights, and that of an edited script."""
-    models = [lively() for _ in range(3)]
-    models[1].embed.weight.data.neg_()
-    models[2].__class__ = Edited
-    players = [Player(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)]
+@contextmanager
+def served(players: list[Player]) -> Iterator[Site]:
     listener = listen(0)
     port = listener.getsockname()[1]
     server = make_server(players, port, "secret")
@@ -76,6 +68,17 @@ def site():
     yield Site(port, players)
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def site():
+    """A page with a model, another one of other weights, and that of an edited script."""
+    models = [lively() for _ in range(3)]
+    models[1].embed.weight.data.neg_()
+    models[2].__class__ = Edited
+    players = [Player(f"model-{n}", model, tokenizer_of(LETTERS)) for n, model in enumerate(models)]
+    with served(players) as site:
+        yield site
 
 
 def expected(player: Player, temperature: float = 0.8) -> str:
@@ -269,51 +272,3 @@ def test_a_missing_model_or_a_taken_port_is_refused(cli):
         ran = cli("play", "some-job", "--port", str(port))
     assert (ran.code, ran.out) == (2, "")
     assert ran.error.startswith(f"--port {port}: ")
-
-
-# -- prompts in the terminal -----------------------------------------------------------------------
-
-
-def test_prompts_are_answered_until_they_end(job, cli, monkeypatch):
-    words = ("fetch-and-sample", job.job_id, "--max-new-tokens", "30")
-    monkeypatch.setattr("sys.stdin", io.StringIO("The \nA\\\nclass"))
-    ran = cli(*words, "--interactive", "--seed", "5")
-    first = cli(*words, "--prompt", "The ", "--seed", "5").out
-    second = cli(*words, "--prompt", "A\nclass", "--seed", "6").out
-    assert (ran.code, ran.out) == (0, f"{first}---\n{second}")
-
-
-def test_a_bad_prompt_does_not_end_the_session(job, cli, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
-    ran = cli("fetch-and-sample", job.job_id, "--interactive", "--max-new-tokens", "5")
-    assert (ran.code, len(ran.out)) == (0, len("---\n") + 6)
-    assert ran.error.endswith(r": '\x07'")
-
-
-def test_ctrl_c_stops_a_text_and_not_the_prompts(capsys, monkeypatch):
-    def stream(prompt: str | None, n: int) -> Iterator[list[str]]:
-        yield ["1"]
-        if n == 0:
-            signal.raise_signal(signal.SIGINT)
-        yield ["2"]
-        yield ["3"]
-
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-    converse(stream)
-    assert capsys.readouterr().out == "a12\n---\nb123\n"
-
-
-def test_ctrl_c_at_a_prompt_drops_the_line(capsys, monkeypatch):
-    typed = Mock(side_effect=[KeyboardInterrupt, "b", EOFError])
-    monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    converse(lambda prompt, n: iter([["1"]]))
-    assert capsys.readouterr().out == "\nb1\n\n"
-
-
-@pytest.mark.parametrize("words", ["--prompt a", "--num-samples 2", "--json"])
-def test_options_that_do_not_go_with_prompts_are_refused(job, cli, words):
-    ran = cli("fetch-and-sample", job.job_id, "--interactive", *words.split())
-    assert (ran.code, ran.out) == (2, "")
-    assert words.split()[0] in ran.error

@@ -21,6 +21,7 @@ from typing import NoReturn
 import click
 
 from launcher.cli.account import doctor_command, infra_group
+from launcher.cli.chat import chat_command
 from launcher.cli.delete import delete_command
 from launcher.cli.jobs import (
     jobs_command,
@@ -54,7 +55,7 @@ COMMANDS = {
         stop_command,
         delete_command,
     ],
-    "Models": [fetch_and_sample_command, play_command],
+    "Models": [fetch_and_sample_command, chat_command, play_command],
     "Reports": [report_command, track_command],
     "AWS account": [infra_group, doctor_command],
 }

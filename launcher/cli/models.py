@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +23,39 @@ ENTRY_POINT = click.option(
     metavar="DIR",
     type=click.Path(exists=True, path_type=Path),
     help="The edited folder that trained the model (default: the copy kept at launch).",
+)
+
+TEMPERATURE = click.option(
+    "--temperature",
+    metavar="T",
+    type=click.FloatRange(min=0),
+    callback=finite,
+    default=0.8,
+    show_default=True,
+    help="Randomness; 0 always takes the most likely token.",
+)
+TOP_K = click.option(
+    "--top-k",
+    metavar="K",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Sample from the K most likely tokens (default: all).",
+)
+TOP_P = click.option(
+    "--top-p",
+    metavar="P",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=finite,
+    default=1.0,
+    help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
+)
+SEED = click.option(
+    "--seed",
+    metavar="S",
+    type=click.IntRange(min=0, max=2**63 - 1),
+    default=1337,
+    show_default=True,
+    help="Random seed; the same seed gives the same text.",
 )
 
 
@@ -50,44 +80,11 @@ ENTRY_POINT = click.option(
     show_default=True,
     help="Number of texts to generate.",
 )
-@click.option(
-    "--temperature",
-    metavar="T",
-    type=click.FloatRange(min=0),
-    callback=finite,
-    default=0.8,
-    show_default=True,
-    help="Randomness; 0 always takes the most likely token.",
-)
-@click.option(
-    "--top-k",
-    metavar="K",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Sample from the K most likely tokens (default: all).",
-)
-@click.option(
-    "--top-p",
-    metavar="P",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    callback=finite,
-    default=1.0,
-    help="Nucleus sampling: keep the most likely tokens whose probabilities sum to P (default: 1).",
-)
-@click.option(
-    "--seed",
-    metavar="S",
-    type=click.IntRange(min=0, max=2**63 - 1),
-    default=1337,
-    show_default=True,
-    help="Random seed; the same seed gives the same text.",
-)
+@TEMPERATURE
+@TOP_K
+@TOP_P
+@SEED
 @ENTRY_POINT
-@click.option(
-    "--interactive",
-    is_flag=True,
-    help="Read prompts from stdin, and print a text for each, with the next seed.",
-)
 @JSON
 @click.pass_context
 def fetch_and_sample_command(
@@ -101,7 +98,6 @@ def fetch_and_sample_command(
     top_p: float,
     seed: int,
     entry_point: Path | None,
-    interactive: bool,
     as_json: bool,
 ) -> None:
     """Download a job's model and print text from it. `sample` is short for this command.
@@ -111,20 +107,10 @@ def fetch_and_sample_command(
     \b
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
-      sm-nanogpt fetch-and-sample JOB-ID --interactive
     """
-    if interactive and (prompt is not None or num_samples > 1 or as_json):
-        raise InputError("--interactive cannot be combined with --prompt, --num-samples or --json")
     loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.models.sample import stream_samples
 
-    if interactive:
-        converse(
-            lambda prompt, n: stream_samples(
-                loaded, tokenizer, prompt, max_new_tokens, 1, temperature, top_k, top_p, seed + n
-            )
-        )
-        return
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
@@ -178,53 +164,6 @@ def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, 
     return model, tokenizer
 
 
-def converse(stream: Callable[[str | None, int], Iterator[list[str]]]) -> None:
-    """Print a text for each prompt from stdin, until it ends. Ctrl-C stops a text.
-
-    A line that ends with a backslash continues on the next; an empty prompt starts a new text.
-    """
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        import readline  # noqa: F401  (gives `input` a history)
-
-        note("type a prompt, then Enter; end a line with a backslash to continue it; Ctrl-D quits")
-    for n in itertools.count():
-        try:
-            prompt = input("> " * terminal)
-            while prompt.endswith("\\"):
-                prompt = prompt[:-1] + "\n" + input(". " * terminal)
-        except EOFError:
-            click.echo(nl=terminal)
-            return
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            click.echo()  # drops the line that was typed
-            continue
-        with ctrl_c_noted() as stopped:
-            try:
-                columns = stream(prompt or None, n)
-                click.echo("---\n" * (n > 0 and not terminal) + prompt, nl=False)
-                for (piece,) in columns:
-                    click.echo(piece, nl=False)
-                    if stopped:
-                        break
-                click.echo()
-            except InputError as error:  # characters that the model does not know
-                note(f"error: {error}")
-
-
-@contextmanager
-def ctrl_c_noted() -> Iterator[list[int]]:
-    """A list that is no longer empty after Ctrl-C, which raises nothing meanwhile."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @click.command("play", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, shell_complete=complete_job)
@@ -260,7 +199,7 @@ def play_command(
     import webbrowser
 
     from launcher.tracking import full_id
-    from launcher.views import play
+    from launcher.views import api, play
 
     settings = settings_of(context)
     listener = play.listen(port or 0)
@@ -273,8 +212,9 @@ def play_command(
     url = f"http://127.0.0.1:{at}/?token={token}"
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the page")
+    note(f"for OpenAI's clients: base URL http://127.0.0.1:{at}/v1, API key {token}")
     if sys.stdout.isatty() if opens is None else opens:
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
-        play.make_server(players, at, token).run(sockets=[listener])
+        play.make_server(players, at, token, api.routes(players)).run(sockets=[listener])
     note("ended")

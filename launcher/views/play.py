@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ import uvicorn
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
     JSONResponse,
@@ -33,13 +34,15 @@ from starlette.responses import (
     StreamingResponse,
 )
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Sent
 from torch import Tensor
 
 from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import adapter, reason_of
+from launcher.models.chat import Chat, Message
 from launcher.models.sample import is_edited, stream_samples
 
 PAGE = Path(__file__).with_name("play.html")
@@ -57,11 +60,17 @@ class Player:
     tokenizer: Tokenizer
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @cached_property
+    def chat(self) -> Chat:
+        """Raises InputError if the model has not learned from conversations."""
+        return Chat(self.model, self.tokenizer)
+
     def described(self) -> dict[str, object]:
         return {
             "name": self.name,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "unit": self.tokenizer.unit,
+            "chats": self.tokenizer.chats,
             "edited": is_edited(self.model),
         }
 
@@ -76,7 +85,8 @@ class SamplingRequest:
     top_k: int
     top_p: float
     seed: int
-    stop: str  # the text ends before it
+    stop: str | list[str]  # the text ends before any of them
+    messages: list[Message] | None = None  # a conversation to answer, in place of the prompt
 
 
 @dataclass(frozen=True)
@@ -92,26 +102,36 @@ class Token:
     chosen: int = 0
 
 
-def stream_tokens(model: GPT, tokenizer: Tokenizer, wanted: SamplingRequest) -> Iterator[Token]:
+def stream_tokens(
+    player: Player, wanted: SamplingRequest, ids: list[int] | None = None
+) -> Iterator[Token]:
     """Yield the tokens of one text. The text is that of stream_samples, up to wanted.stop.
 
     Raises:
-        InputError: as stream_samples.
+        InputError: as stream_samples; or the model does not answer such messages.
     """
     seen: list[tuple[list[tuple[str, float]], int]] = []
+    most = wanted.max_new_tokens
+    if wanted.messages is not None:
+        _, ids = player.chat.fitting(wanted.messages, most)
+        most = min(most, max(1, player.model.config.block_size - len(ids)))
     columns = stream_samples(
-        model,
-        tokenizer,
-        wanted.prompt or None,
-        wanted.max_new_tokens,
+        player.model,
+        player.tokenizer,
+        ids or wanted.prompt or None,
+        most,
         temperature=wanted.temperature,
         top_k=wanted.top_k,
         top_p=wanted.top_p,
         seed=wanted.seed,
-        watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), tokenizer)),
+        watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), player.tokenizer)),
     )
-    tokens = (Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns)
-    return until(tokens, wanted.stop) if wanted.stop else tokens
+    tokens: Iterator[Token] = (
+        Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns
+    )
+    for stop in [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop:
+        tokens = until(tokens, stop) if stop else tokens
+    return tokens
 
 
 def likely(
@@ -164,12 +184,14 @@ def turn(tokens: Iterator[Token]) -> list[Token]:
 class Queued(StreamingResponse):
     """Lines that wait for a lock, and hold it until they end, or nobody reads them."""
 
-    def __init__(self, lines: AsyncIterator[str], lock: asyncio.Lock) -> None:
-        super().__init__(lines, media_type="application/x-ndjson")
+    def __init__(
+        self, lines: AsyncIterator[str], lock: asyncio.Lock, kind: str = "application/x-ndjson"
+    ) -> None:
+        super().__init__(lines, media_type=kind)
         self.lock = lock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def impatient(message: Message) -> None:
+        async def impatient(message: Sent) -> None:
             await asyncio.wait_for(send(message), UNREAD)
 
         async with self.lock:
@@ -177,8 +199,10 @@ class Queued(StreamingResponse):
                 await super().__call__(scope, receive, impatient)
 
 
-def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
-    """The page, its models, and their generations, for requests that carry the token."""
+def make_app(
+    players: Sequence[Player], port: int, token: str, more: Sequence[Route] = ()
+) -> ASGIApp:
+    """The page, its models, their generations, and more, for requests that carry the token."""
     html = PAGE.read_text(encoding="utf-8")
 
     async def page(request: Request) -> Response:
@@ -203,7 +227,9 @@ def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
         async def answer(request: Request) -> Response:
             try:
                 wanted = parse_request(await request.body())
-                tokens = stream_tokens(player.model, player.tokenizer, wanted)
+                tokens = stream_tokens(player, wanted)
+            except ClientDisconnect:
+                return Response()
             except InputError as error:
                 return PlainTextResponse(str(error), status_code=422)
 
@@ -219,7 +245,7 @@ def make_app(players: Sequence[Player], port: int, token: str) -> ASGIApp:
 
         return answer
 
-    routes = [Route("/", page), Route("/models", models)]
+    routes = [Route("/", page), Route("/models", models), *more]
     for number, player in enumerate(players):
         routes.append(Route(f"/generate/{number}", generate(player), methods=["POST"]))
     return guarded(Starlette(routes=routes), port, token)
@@ -234,17 +260,29 @@ def parse_request(body: bytes) -> SamplingRequest:
         raise InputError(reason_of(error)) from None
 
 
+def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """An error in the shape of OpenAI's API."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status_code=status)
+
+
 def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
     """Refuse cross-site requests: without the token, or with a foreign Host (DNS rebinding)."""
     hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         request, answer = Request(scope), app
-        given = request.query_params.get("token", "")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # an API key
+        given = request.query_params.get("token", bearer)
         if request.headers.get("host") not in hosts:
             answer = PlainTextResponse(f"the host must be 127.0.0.1:{port}", status_code=400)
+            if request.url.path.startswith("/v1/"):
+                answer = problem(400, f"the host must be 127.0.0.1:{port}")
         elif not secrets.compare_digest(given.encode(), token.encode()):
             answer = PlainTextResponse("open the address that was printed", status_code=403)
+            if request.url.path.startswith("/v1/"):
+                answer = problem(401, "the API key is the token of the address", "invalid_api_key")
         await answer(scope, receive, send)
 
     return guard
@@ -262,14 +300,16 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
-def make_server(players: Sequence[Player], port: int, token: str) -> uvicorn.Server:
+def make_server(
+    players: Sequence[Player], port: int, token: str, more: Sequence[Route] = ()
+) -> uvicorn.Server:
     """A server of the page. Ctrl-C ends its generations and raises KeyboardInterrupt from `run`."""
     # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
     # a small model made 55 tokens/s instead of 600.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(players, port, token),
+            make_app(players, port, token, more),
             lifespan="off",
             ws="none",
             log_config=None,

@@ -1,0 +1,204 @@
+"""The command `chat`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.models import ENTRY_POINT, SEED, TEMPERATURE, TOP_K, TOP_P, load
+from launcher.cli.options import Command, complete_job, settings_of
+from launcher.cli.show import note
+from launcher.errors import InputError
+
+if TYPE_CHECKING:
+    from entry_point.data import Tokenizer
+    from entry_point.model import GPT
+    from launcher.models.chat import Message
+
+HELP = "/reset begins anew, /system TEXT with an instruction; /save FILE writes the conversation"
+Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of the turn, to a text
+
+
+@click.command("chat", cls=Command)
+@click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
+@click.option("--system", metavar="TEXT", help="Instruct the model before the conversation.")
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
+@TEMPERATURE
+@TOP_K
+@TOP_P
+@SEED
+@ENTRY_POINT
+@click.pass_context
+def chat_command(
+    context: click.Context,
+    model: str,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    entry_point: Path | None,
+) -> None:
+    """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
+
+    A model that has learned from conversations answers; any other continues what you type. A line
+    that ends with a backslash continues on the next. /reset begins anew, /system TEXT too, with an
+    instruction, and /save FILE writes the conversation as a line of JSON.
+
+    \b
+    Example:
+      sm-nanogpt chat JOB-ID
+      sm-nanogpt chat JOB-ID --system "Answer in one word." --temperature 0
+    """
+    loaded, tokenizer = load(model, settings_of(context), entry_point)
+    rest = (max_new_tokens, temperature, top_k, top_p)
+    if tokenizer.chats:
+        converse(Conversation(loaded, tokenizer, system, rest, seed).talk, HELP)
+        return
+    if system is not None:
+        raise InputError("--system is for a model that has learned from conversations")
+    from launcher.models.sample import stream_samples
+
+    def continued(prompt: str, n: int) -> Generator[str]:
+        columns = stream_samples(loaded, tokenizer, prompt or None, rest[0], 1, *rest[1:], seed + n)
+        yield prompt
+        for (piece,) in columns:
+            yield piece
+
+    converse(continued, "the model has not learned from conversations: it continues what you type")
+
+
+class Conversation:
+    """The messages so far, and what is typed about them."""
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        system: str | None,
+        rest: tuple[int, float, int, float],
+        seed: int,
+    ) -> None:
+        from launcher.models.chat import Chat
+
+        self.chat, self.rest, self.seed = Chat(model, tokenizer), rest, seed
+        self.messages: list[Message] = []
+        self.instruct(system)
+
+    def instruct(self, text: str | None) -> None:
+        from launcher.models.chat import Message
+
+        self.messages = [Message("system", text)] if text else []
+
+    def talk(self, line: str, n: int) -> Generator[str]:
+        """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
+        from launcher.models.chat import Message
+
+        command, _, words = line.partition(" ")
+        match command if line.startswith("/") else "":
+            case "":
+                pass
+            case "/reset":
+                system = self.messages[0] if self.messages else None
+                self.instruct(system.content if system and system.role == "system" else None)
+                return
+            case "/system" if words.strip():
+                self.instruct(words.strip())
+                return
+            case "/save" if words.strip():
+                self.save(Path(words.strip()))
+                return
+            case _:
+                raise InputError(f"{line}: {HELP}")
+        if not line.strip():
+            return
+        asked = [*self.messages, Message("user", line)]
+        dropped, ids = self.chat.fitting(asked, self.rest[0])
+        if dropped:
+            note(f"the context is full: the model no longer sees the oldest {dropped} messages")
+        said = ""
+        try:
+            for piece in self.chat.answer(ids, *self.rest, self.seed + n):
+                said += piece
+                yield piece
+        finally:
+            if said:
+                self.messages = [*asked, Message("assistant", said)]
+
+    def save(self, path: Path) -> None:
+        import json
+        from dataclasses import asdict
+
+        if not any(message.role == "assistant" for message in self.messages):
+            raise InputError("there is nothing to save")
+        record = {"messages": [asdict(message) for message in self.messages]}
+        try:
+            with path.expanduser().open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        except (OSError, RuntimeError) as error:  # ~nobody
+            raise InputError(f"{path}: {getattr(error, 'strerror', error)}") from None
+        note(f"saved: {path}")
+
+
+def converse(talk: Talk, told: str) -> None:
+    """Print a text for each line from stdin, until it ends. Ctrl-C stops a text."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        import readline  # noqa: F401  (gives `input` a history)
+
+        note(f"{told}; Ctrl-D quits")
+    n = 0
+    while True:
+        try:
+            line = input("> " * terminal)
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + input(". " * terminal)
+        except EOFError:
+            click.echo(nl=terminal)
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            click.echo()  # drops the line that was typed
+            continue
+        spoke = False
+        with ctrl_c_noted() as stopped:
+            try:
+                with closing(talk(line, n)) as texts:
+                    for piece in texts:
+                        if n and not spoke and not terminal:
+                            click.echo("---")
+                        click.echo(piece, nl=False)
+                        spoke = True
+                        if stopped:
+                            break
+            except InputError as error:  # a long message, or characters that it does not know
+                note(f"error: {error}")
+        if spoke:
+            click.echo()
+            n += 1
+
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[list[int]]:
+    """A list that is no longer empty after Ctrl-C, which raises nothing meanwhile."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,254 @@
+"""The part of OpenAI's HTTP API that chats and completes, for the models of `play`.
+
+platform.openai.com/docs/api-reference says what requests, answers and errors hold. What would
+change an answer and cannot be done here, such as several choices or tools, is refused; the rest is
+ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launcher.errors import InputError, ServiceError
+from launcher.files.documents import reason_of
+from launcher.models.chat import Message
+from launcher.models.sample import encode
+from launcher.views.play import (
+    Player,
+    Queued,
+    SamplingRequest,
+    Token,
+    problem,
+    stream_tokens,
+    turn,
+)
+
+
+class Options(BaseModel):
+    include_usage: bool = False
+
+
+class Wanted(BaseModel):
+    """What both kinds of request have."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: Options | None = None
+    n: Literal[1, None] = 1
+    frequency_penalty: Literal[0, None] = None
+    presence_penalty: Literal[0, None] = None
+    logit_bias: Annotated[dict[str, Any] | None, Field(max_length=0)] = None
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    def plain(self) -> Message:
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+class Plain(BaseModel):
+    type: Literal["text"]
+
+
+class WantedChat(Wanted):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
+    functions: Annotated[list[Any] | None, Field(max_length=0)] = None
+    response_format: Plain | None = None
+    logprobs: Literal[False, None] = None
+
+
+class WantedText(Wanted):
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""
+    max_tokens: int | None = 16
+    echo: Literal[False, None] = None
+    best_of: Literal[1, None] = None
+    suffix: Literal["", None] = None
+    logprobs: Literal[None] = None
+
+
+@dataclass
+class Answer:
+    """One answer, as it is made."""
+
+    kind: str  # chat.completion or text_completion
+    model: str
+    prompt_tokens: int
+    tokens: int = 0
+    full: bool = False  # whether the text reached max_tokens
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def said(self, made: Sequence[Token]) -> str:
+        self.tokens += sum(bool(token.likely) for token in made)
+        # What is left of a text that ran out comes after its last token, as that of no token.
+        self.full = not made[-1].likely
+        return "".join(token.text for token in made)
+
+    @property
+    def finish(self) -> str:
+        return "length" if self.full else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.tokens
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
+        return {**counts, "total_tokens": total}
+
+    def body(self, text: str | None, *, chunk: bool, first: bool = False) -> dict[str, Any]:
+        """The answer, or a chunk of it; the text None ends it."""
+        ended = not chunk or text is None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish if ended else None}
+        chat = self.kind == "chat.completion"
+        if chat and chunk:
+            role = {"role": "assistant"} if first else {}
+            choice["delta"] = {} if text is None else {**role, "content": text}
+        elif chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text or ""
+        head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{self.id}", "created": self.created}
+        kind = f"{self.kind}{'.chunk' * (chat and chunk)}"
+        return {**head, "object": kind, "model": self.model, "choices": [choice]}
+
+
+def routes(players: Sequence[Player]) -> list[Route]:
+    """/v1/models, /v1/chat/completions and /v1/completions."""
+    by_name = {player.name: player for player in players}
+
+    async def models(request: Request) -> Response:
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
+            for name in by_name
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(request: Request) -> Response:
+        if (name := request.path_params["name"]) not in by_name:
+            return problem(404, f"no model {name!r}", "model_not_found")
+        return JSONResponse({"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"})
+
+    async def nothing(request: Request) -> Response:
+        return problem(404, f"{request.method} {request.url.path} is not there")
+
+    async def chat(request: Request) -> Response:
+        return await complete(request, WantedChat)
+
+    async def text(request: Request) -> Response:
+        return await complete(request, WantedText)
+
+    async def complete(request: Request, kind: type[WantedChat] | type[WantedText]) -> Response:
+        try:
+            wanted = kind.model_validate_json(await request.body())
+            if wanted.model not in by_name:
+                there = ", ".join(by_name)
+                return problem(
+                    404, f"no model {wanted.model!r}; there is {there}", "model_not_found"
+                )
+            player = by_name[wanted.model]
+            answer, tokens = begin(player, wanted)
+        except ClientDisconnect:
+            return Response()
+        except ValidationError as error:
+            return problem(400, reason_of(error))
+        except InputError as error:
+            return problem(400, str(error))
+        if wanted.stream:
+            usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
+            return Queued(events(answer, tokens, usage), player.lock, "text/event-stream")
+        parts = []
+        try:
+            async with player.lock:
+                while made := turn(tokens):
+                    parts.append(answer.said(made))
+                    if await request.is_disconnected():
+                        break
+        except ServiceError as error:  # an edited script fails
+            return problem(500, str(error))
+        body = answer.body("".join(parts), chunk=False)
+        return JSONResponse({**body, "usage": answer.usage})
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", text, methods=["POST"]),
+        Route("/v1/{rest:path}", nothing, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+    ]
+
+
+def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iterator[Token]]:
+    """The answer to a request, and its tokens. Raises InputError."""
+    size, most = player.model.config.block_size, wanted.max_tokens
+    if isinstance(wanted, WantedChat):
+        most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
+        messages = [message.plain() for message in wanted.messages]
+        _, ids = player.chat.fitting(messages, size if most is None else most)
+        room = max(1, size - len(ids))  # else the question would slide out of the context
+        most = room if most is None else min(most, room)
+    else:
+        prompt = "".join(wanted.prompt)
+        ids = encode(player.tokenizer, prompt) if prompt else [player.tokenizer.start]
+        most = 16 if most is None else most
+    request = SamplingRequest(
+        prompt="",
+        max_new_tokens=most,
+        temperature=1.0 if wanted.temperature is None else wanted.temperature,
+        top_k=0,
+        top_p=1.0 if wanted.top_p is None else wanted.top_p,
+        seed=secrets.randbits(31) if wanted.seed is None else wanted.seed,
+        stop=wanted.stop or "",
+    )
+    kind = "chat.completion" if isinstance(wanted, WantedChat) else "text_completion"
+    answer = Answer(kind, player.name, min(len(ids), size))
+    return answer, stream_tokens(player, request, ids)
+
+
+async def events(answer: Answer, tokens: Iterator[Token], usage: bool) -> AsyncIterator[str]:
+    """Server-sent events: chunks, then perhaps the usage, then [DONE]."""
+
+    def event(body: dict[str, Any]) -> str:
+        return f"data: {json.dumps({'usage': None, **body} if usage else body)}\n\n"
+
+    first = True
+    try:
+        while made := turn(tokens):
+            text = answer.said(made)
+            if text or first:
+                yield event(answer.body(text, chunk=True, first=first))
+            first = False
+            await asyncio.sleep(0)  # so that others are served, and one who left is noticed
+        yield event(answer.body(None, chunk=True))
+        if usage:
+            yield event({**answer.body(None, chunk=True), "choices": [], "usage": answer.usage})
+        yield "data: [DONE]\n\n"
+    except ServiceError as error:  # an edited script fails
+        yield event({"error": {"message": str(error), "type": "server_error"}})

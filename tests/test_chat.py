@@ -1,0 +1,534 @@
+"""Conversations: as data, in training, in the terminal, and by OpenAI's API."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import shutil
+import signal
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import launching
+import openai
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launching import Finished
+from models import lively
+from runs import run, words
+from starlette.testclient import TestClient
+
+from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed
+from entry_point.data import read_tokenizer
+from launcher import InputError, load_model
+from launcher.cli.chat import converse
+from launcher.models.chat import Chat, Message
+from launcher.models.load import load_artefact
+from launcher.text.chats import turns_of
+from launcher.text.tokenizer import Words
+from launcher.text.tokens import separated
+from launcher.views import api
+from launcher.views.play import Player, make_app
+
+END = 99
+STRANGE = (
+    *("naïve café", "漢字かな交じり文", "🙂🚀👩‍🚀", "def f(x):\n    return x**2\n", "  leading"),
+    *(
+        "\n\nlines",
+        "a\tb",
+        "1234567890",
+        "Жук",
+        '{"k": [1, 2]}',
+        "\r\n",
+        "<|im_end|",
+        "assistant\n",
+    ),
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def asked(question: str, answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def write_chats(path: Path, count: int = 200) -> Path:
+    chats = [asked(f"What is {n} + {n}?", str(2 * n)) for n in range(count)]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, text_file):
+    """A job that has learned from conversations, and its data set; look, but change nothing."""
+
+    def build(directory: Path) -> list[str | Path]:
+        home = directory / "home"
+
+        def command(*given: str) -> str:
+            ran = launching.command(*given, home=home)
+            assert ran.code == 0, ran.err
+            return ran.out.strip()
+
+        command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
+        base = command(*launching.launching(block_size=128))
+        data = command(
+            "upload-data", str(write_chats(directory / "chats.jsonl")), "--tokenizer", base
+        )
+        steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
+        job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
+        return [home, base, job_id, data.removeprefix("file://")]
+
+    home, base, job_id, data = launching.once(tmp_path_factory, "tuned", build)
+    return Finished(Path(home), base), Finished(Path(home), job_id), Path(data)
+
+
+@pytest.fixture(scope="module")
+def directory(tuned):
+    _, job, _ = tuned
+    return job.directory / "hosts/algo-1/model"
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "fact"),
+    [
+        ([], "`messages`"),
+        ({}, "`messages`"),
+        (["a"], "None"),
+        ([{"role": "tool", "content": "x"}], "'tool'"),
+        (asked("a", " \n"), "message 2 has no content"),
+        (asked("a", None), "message 2 has no content"),
+        ([*asked("a", "b"), {"role": "system", "content": "c"}], "message 3"),
+        (HELLO, "says nothing"),
+        (asked("a", "\ud800"), "surrogate"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_refused(messages, fact):
+    with pytest.raises(InputError) as error:
+        turns_of({"messages": messages}, "file:7")
+    assert str(error.value).startswith("file:7: ")
+    assert fact in str(error.value)
+
+
+def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path, text_file):
+    path = write_chats(tmp_path / "chats.jsonl")
+    for line in ('{"messages": []}\n', '{"text": "a"}\n', "[]\n"):
+        write_chats(path)
+        with path.open("a") as file:
+            file.write(line)
+        ran = cli("upload-data", str(path), "--tokenizer", "bpe", "--vocab-size", "300")
+        assert (ran.code, ran.out) == (2, "")
+        assert f"{path}" in ran.error
+        assert not (home / "store/data").exists()
+    assert ":201: " in ran.error
+
+
+def test_a_data_set_of_both_kinds_is_refused_by_line(cli, tmp_path):
+    chat, text = '{"messages": [{"role": "assistant", "content": "a"}]}\n', '{"text": "a"}\n'
+    for content, line in ((chat + text, 2), (text * 2 + chat, 3)):
+        (tmp_path / "a.jsonl").write_text(content)
+        ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "300")
+        assert ran.code == 2
+        assert ran.error.startswith(f"a.jsonl:{line}: ")
+
+
+def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
+    found = set()
+    for chat in (asked("a", "bassistant\nc"), [*asked("a", "b"), *asked("a", "c")[1:]]):
+        lines = (
+            json.dumps({"messages": chat}) + "\n" + json.dumps({"messages": asked("x" * 700, "y")})
+        )
+        (tmp_path / "a.jsonl").write_text(lines)
+        ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "260")
+        assert ran.code == 0, ran.err
+        found.add(ran.out)
+    assert len(found) == 2
+
+
+def test_a_launch_refuses_short_windows_of_conversations(tuned, cli):
+    _, _, data = tuned
+    ran = cli("launch", "--instance", "local", "--preset", "quick", "--data", str(data))
+    assert ran.code == 2
+    assert "--set short_windows=0" in ran.error
+
+
+def test_a_vast_message_is_encoded(directory):
+    chat = Chat(*load_model(directory))
+    with pytest.raises(InputError):
+        chat.fitting([Message("user", " " * 1_000_000)], 1)
+
+
+def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
+    made = Path(
+        cli("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300").out[7:-1]
+    )
+    document = json.loads((made / "tokenizer.json").read_text())
+    document["added_tokens"] = [t for t in document["added_tokens"] if t["content"] != TURN]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    path = write_chats(tmp_path / "chats.jsonl")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    ran = cli("upload-data", str(path), "--tokenizer", str(tmp_path))
+    assert ran.code == 2
+    assert TURN in ran.error and "--tokenizer bpe" in ran.error
+
+
+def test_a_tokenizer_whose_text_ends_as_a_turn_gets_another_end(directory):
+    """As those of Qwen: conversations would be cut at each turn."""
+    content = (directory / "tokenizer.json").read_text()
+    assert separated(Words(content, END_OF_TURN)) == Words(content, "<|endoftext|>")
+    assert separated(Words(content, "<|endoftext|>")) == Words(content, "<|endoftext|>")
+    other = Words(content.replace("<|endoftext|>", "<|other|>"), END_OF_TURN)
+    with pytest.raises(InputError):
+        separated(other)
+
+
+def test_ids_are_those_of_apply_chat_template(directory):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    chat, draw = Chat(*load_model(directory)), random.Random(1)
+    for _ in range(200):
+        roles = ["system"] * draw.randrange(2) + ["user", "assistant"] * draw.randint(1, 4)
+        said = [Message(role, "".join(draw.choices(STRANGE, k=3))) for role in roles]
+        documents = [vars(message) for message in said]
+        wanted = theirs.apply_chat_template(documents, add_generation_prompt=True, return_dict=True)
+        assert chat.ids(said) == wanted["input_ids"]
+
+
+def test_only_answers_are_learned(directory):
+    tokenizer = read_tokenizer(directory)
+    chat = Chat(*load_model(directory))
+    (question, answer) = chat.encoder.encode(["user\nHello", "assistant\nHi 🙂"])
+    assert all(id < 0 for id in memoryview(question).cast("i"))
+    ids = list(memoryview(answer).cast("i"))
+    learned = [id for id in ids if id >= 0]
+    assert tokenizer.decode(learned) == "Hi 🙂"
+    assert learned[-1] == tokenizer.special[END_OF_TURN]
+    assert [id >= 0 for id in ids] == [*sorted(id >= 0 for id in ids[:-1]), False]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def tensor(ids: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([*ids], dtype=torch.int32)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30))
+def test_rows_hold_whole_conversations_once(lengths):
+    """Each has a question and an answer of so many ids."""
+    chats = [[~n] * question + [n] * answer for n, (question, answer) in enumerate(lengths)]
+    packed = Packed(tensor(id for chat in chats for id in (*chat, ~END)), END, block_size=9)
+    kept = [id for row in packed.rows.tolist() for id in row if id != ~END]
+    assert kept == [id for chat in chats if len(chat) <= 10 for id in chat]
+    assert packed.learned.tolist() == [
+        sum(id >= 0 for id in row[1:]) for row in packed.rows.tolist()
+    ]
+    assert packed.cut == packed.dropped == sum(len(chat) > 10 for chat in chats)
+
+
+def test_a_long_conversation_ends_with_an_answer_that_fits():
+    packed = Packed(tensor([~1, 2, 2, ~3, ~3, 4, 4, 4, ~END]), END, block_size=5)
+    assert packed.rows.tolist() == [[~1, 2, 2, ~END, ~END, ~END]]
+    assert (packed.cut, packed.dropped) == (1, 0)
+    assert packed.question() == [1]
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=20)
+def test_means_of_passes_make_the_mean_of_the_batch(seed):
+    """On any number of ranks."""
+    chance = random.Random(seed)
+    chats = [[~1] + [2] * chance.randint(1, 8) + [~END] for _ in range(24)]
+    packed = Packed(tensor(id for chat in chats for id in chat), END, block_size=9)
+    starts = torch.arange(12) * 10 % len(packed)
+    losses = torch.rand(12, 9, generator=torch.Generator().manual_seed(seed))
+    learned = packed[starts[:, None] + torch.arange(1, 10)] >= 0
+    wanted = float(losses[learned].mean())
+    for world_size, passes in ((1, 1), (2, 3), (4, 1), (3, 2)):
+        total = 0.0
+        for rank in range(world_size):
+            weights = packed.weights(starts, rank, world_size, passes)
+            own = zip(
+                losses.chunk(world_size)[rank].chunk(passes),
+                learned.chunk(world_size)[rank].chunk(passes),
+                weights,
+                strict=True,
+            )
+            total += sum(float(part[known].mean()) * weight for part, known, weight in own) / passes
+        assert total / world_size == pytest.approx(wanted, rel=1e-5)
+
+
+def test_conversations_in_a_row_do_not_see_each_other():
+    first, second = [1, 2, 3], [4, 5, 6, 7]
+    model, end = lively(), 9
+    row = torch.tensor([[*first, end, *second]])
+    together = model(row, end=end, chats=True)[0]
+    torch.testing.assert_close(together[: len(first)], model(torch.tensor([first]))[0])
+    alone = model(torch.tensor([second]))[0]
+    torch.testing.assert_close(together[len(first) + 1 :], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1 << 26, 1])
+def test_a_masked_loss_and_its_gradients_are_torchs(monkeypatch, at_once):
+    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", at_once)
+    model, x = lively(), torch.randint(9, (3, 8), generator=torch.Generator().manual_seed(0))
+    y = x.roll(-1, 1).masked_fill(torch.arange(8) % 3 > 0, IGNORED)
+    loss = model(x, y, chats=True)
+    loss.backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    for one, other in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad)
+
+
+def test_the_loss_is_transformers_loss_of_labels(directory):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model, tokenizer = load_artefact(directory)
+    turns = Chat(model, tokenizer).encoder.encode(["user\nWhat is 3?", "assistant\n6"])
+    ids = torch.tensor([id for turn in turns for id in memoryview(turn).cast("i")])
+    x = torch.where(ids < 0, ~ids, ids)[None].long()
+    labels = x.masked_fill(ids < 0, IGNORED)
+    ours = model(x[:, :-1], labels[:, 1:], end=tokenizer.end, chats=True)
+    assert float(ours) == pytest.approx(float(theirs(x, labels=labels).loss), abs=1e-5)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes):
+    _, _, data = tuned
+    values = dict(max_steps=8, eval_interval=8, batch_size=12, sample_length=0, device="cpu")
+    given_words = words(data=data, init_from=directory, processes=processes, **values)
+
+    def weights(out: Path) -> bytes:
+        return (out / "model/model.safetensors").read_bytes()
+
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    ended = run([*given_words, *words(out=whole, checkpoint_seconds=0.001)], cwd=tmp_path)
+    assert ended.status == 0, ended.output
+    shutil.copytree(whole, half)
+    shutil.rmtree(half / "model")
+    max((half / "checkpoints").glob("checkpoint-*")).unlink()
+    ended = run(words(resume=half), cwd=tmp_path)
+    assert "resumed from the checkpoint of step 7" in ended.output
+    assert weights(whole) == weights(half)
+
+
+def test_any_number_of_ranks_has_the_same_losses(tuned, directory, tmp_path):
+    _, _, data = tuned
+    values = dict(max_steps=6, eval_interval=3, log_interval=3, batch_size=12, precision="float32")
+    found = []
+    for processes in (1, 2, 4):
+        out = tmp_path / str(processes)
+        given_words = words(data=data, init_from=directory, device="cpu", sample_length=0, **values)
+        assert run([*given_words, *words(out=out, processes=processes)], cwd=tmp_path).status == 0
+        rows = (out / "output/metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(row)["val_loss"] for row in rows])
+    for losses in found[1:]:
+        assert losses[0] == found[0][0]  # of the same weights
+        assert losses == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_tuned_model_says_how_it_ends(tuned, directory):
+    _, job, _ = tuned
+    tokenizer = read_tokenizer(directory)
+    ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [tokenizer.special[END_OF_TURN], tokenizer.end]
+    log = (job.directory / "logs/job.log").read_text()
+    assert "180 conversations in " in log
+    row = json.loads((directory.parent / "output/data/metrics.jsonl").read_text().splitlines()[-1])
+    assert math.isfinite(row["bits_per_byte"]) and row["val_loss"] < 4
+
+
+# -- the terminal ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(tuned, directory, cli, monkeypatch):
+    def say(*lines: str, model: str = str(directory)) -> launching.Ran:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        return cli("chat", model, "--max-new-tokens", "6", "--temperature", "0")
+
+    return say
+
+
+def test_a_conversation_is_kept_saved_and_reset(chat, tmp_path, directory):
+    file = tmp_path / "saved.jsonl"
+    ran = chat("/system Be short.", "Hi?", f"/save {file}", "/reset", "Hi?", f"/save {file}", "/x")
+    assert ran.code == 0
+    first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert [message["role"] for message in first] == ["system", "user", "assistant"]
+    assert first == second
+    answers = ran.out.rstrip("\n").split("\n---\n")
+    assert answers == [first[-1]["content"], second[-1]["content"]]
+    assert "/reset" in ran.error
+    assert turns_of({"messages": first}, "")
+
+
+def test_old_turns_are_dropped_and_that_is_said(chat, directory):
+    model, _ = load_model(directory)
+    ran = chat(*["What is 1 + 1, and what is 2 + 2?"] * 6)
+    assert (ran.code, ran.out.count("---")) == (0, 5)
+    assert "oldest 6 messages" in ran.err
+    ran = chat("a " * model.config.block_size)
+    assert str(model.config.block_size) in ran.error
+
+
+def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
+    base, _, _ = tuned
+    model = str(base.directory / "hosts/algo-1/model")
+    ran = chat("The ", "A\\", "class", model=model)
+    words_of_one = ("fetch-and-sample", model, "--max-new-tokens", "6", "--temperature", "0")
+    texts = [cli(*words_of_one, "--prompt", prompt).out for prompt in ("The ", "A\nclass")]
+    assert ran.out == "---\n".join(texts)
+    assert cli("chat", model, "--system", "x").code == 2
+    with pytest.raises(InputError, match="upload-data"):
+        Chat(*load_model(Path(model)))
+
+
+def test_an_unknown_character_does_not_end_the_session(job, cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\x07\n\n"))
+    ran = cli("chat", job.job_id, "--max-new-tokens", "5")
+    assert (ran.code, len(ran.out)) == (0, 6)
+    assert ran.error.endswith(r": '\x07'")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(capsys, monkeypatch):
+    def talk(line: str, n: int) -> Generator[str]:
+        yield f"{line}1"
+        if n == 0:
+            signal.raise_signal(signal.SIGINT)
+        yield "2"
+        yield "3"
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    converse(talk, "")
+    assert capsys.readouterr().out == "a12\n---\nb123\n"
+
+
+def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[KeyboardInterrupt, "b", EOFError]))
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True, raising=False)
+    converse(lambda line, n: (piece for piece in [line]), "")
+    assert capsys.readouterr().out == "\nb\n\n"
+
+
+def test_a_published_model_directory_chats(chat, directory, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    published = tmp_path / "published"
+    transformers.AutoModelForCausalLM.from_pretrained(directory).save_pretrained(published)
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(published)
+    ran = chat("What is 3 + 3?", model=str(published))
+    assert (ran.code, ran.out) == (0, chat("What is 3 + 3?").out)
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    ran = chat("Hi", model=str(published))
+    assert ran.code == 1
+    assert "llama" in ran.error
+
+
+# -- the API ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def player(directory):
+    return Player("mine", *load_model(directory))
+
+
+@pytest.fixture
+def client(player):
+    """OpenAI's own client of the server, without a socket."""
+
+    def make(key: str = "secret") -> openai.OpenAI:
+        app = make_app([player], 80, "secret", api.routes([player]))
+        http = TestClient(app, base_url="http://127.0.0.1:80", headers={"host": "127.0.0.1:80"})
+        return openai.OpenAI(
+            base_url="http://127.0.0.1:80/v1", api_key=key, http_client=http, max_retries=0
+        )
+
+    return make
+
+
+def test_the_client_of_openai_chats_and_completes(client, player, chat):
+    api_client = client()
+    (model,) = api_client.models.list().data
+    assert model.id == "mine"
+    wish: Any = dict(
+        model="mine", messages=asked("What is 3 + 3?", "6")[:1], temperature=0, max_tokens=6
+    )
+    answer = api_client.chat.completions.create(**wish)
+    text = answer.choices[0].message.content
+    assert f"{text}\n" == chat("What is 3 + 3?").out
+    ids = player.chat.ids([Message("user", "What is 3 + 3?")])
+    assert answer.usage.prompt_tokens == len(ids)
+    short = api_client.chat.completions.create(**{**wish, "max_tokens": 1})
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
+    chunks = [
+        *api_client.chat.completions.create(
+            **wish, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage == answer.usage
+    wish = dict(model="mine", prompt="What", max_tokens=5, seed=1)
+    completed = api_client.completions.create(**wish).choices[0].text
+    streamed = api_client.completions.create(**wish, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == completed
+    cut = api_client.completions.create(**wish, stop=[completed[1:2]]).choices[0].text
+    assert cut == completed.partition(completed[1:2])[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"model": "other"}, 404),
+        ({"messages": []}, 400),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, 400),
+        ({"messages": [{"role": "user", "content": "a " * 500}]}, 400),
+        ({"n": 2}, 400),
+        ({"temperature": -1}, 400),
+        ({"max_tokens": 0}, 400),
+        ({"logprobs": True}, 400),
+        ({"stop": ["a"] * 5}, 400),
+        ({"response_format": {"type": "json_object"}}, 400),
+        ({"frequency_penalty": 1}, 400),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(client, changes, status):
+    with pytest.raises(openai.APIStatusError) as error:
+        client().chat.completions.create(**{"model": "mine", "messages": HELLO, **changes})
+    assert error.value.status_code == status
+    body: Any = error.value.body
+    assert body.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_request_needs_the_key(client):
+    with pytest.raises(openai.AuthenticationError):
+        client("wrong").models.list()
+
+
+def test_a_base_model_refuses_to_chat_and_completes(tuned):
+    base, _, _ = tuned
+    player = Player("base", *load_model(base.directory / "hosts/algo-1/model"))
+    app = make_app([player], 80, "t", api.routes([player]))
+    http = TestClient(app, headers={"host": "127.0.0.1:80", "authorization": "Bearer t"})
+    refused = http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO})
+    done = http.post("/v1/completions", json={"model": "base", "prompt": "The"})
+    assert (refused.status_code, done.status_code) == (400, 200)
+    assert done.json()["usage"]["completion_tokens"] == 16
