@@ -81,6 +81,10 @@ def write(directory: Path, file: Path, dtype: str) -> None:
     merges = tokenizer["model"]["merges"]
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_add_bos_token(False)
+    settings = json.loads((directory / "tokenizer_config.json").read_bytes())
+    if template := settings.get("chat_template"):
+        writer.add_chat_template(template)
+        writer.add_eot_token_id(special["<|im_end|>"])
     if config["eos_token_id"] is not None:
         writer.add_eos_token_id(config["eos_token_id"])
         writer.add_bos_token_id(config["eos_token_id"])
