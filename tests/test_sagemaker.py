@@ -302,7 +302,7 @@ def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
 @pytest.mark.parametrize("words", ["wait {}", "logs {} --follow"])
 def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, words):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
-    cloud.sagemaker.rate = 86_400  # a day of SageMaker's in a second of ours
+    cloud.sagemaker.rate = 30_000  # a day of SageMaker's in three seconds of ours
     job_id = launch()
     ran = cli(*words.format(job_id).split())
     assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
