@@ -150,7 +150,7 @@ UTF_16 = '{"text": "a"}\n'.encode("utf-16")
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON ("),
         ("a.jsonl", b'{"words": "a"}\n', "a.jsonl:1: no string in the field `text`"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: no string in the field `text`"),
-        ("a.jsonl", b'["a"]\n', "a.jsonl:1: no string in the field `text`"),
+        ("a.jsonl", b'["a"]\n', "a.jsonl:1: no JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: half of a surrogate pair in `text`"),
         ("a.jsonl", UTF_16, "a.jsonl:1: is UTF-16 text"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: is not UTF-8 text (byte 13)"),

@@ -109,8 +109,6 @@ def load_artefact(
         InputError: the model needs the folder that trained it, and that is not here.
     """
     settings = settings or load_settings()
-    if not (directory / "SHA256SUMS").exists() and not (directory / "training.json").exists():
-        return load_published(directory)
     try:
         check_sums(directory)
         found = read(directory, "config", dict[str, JsonValue])
@@ -157,6 +155,13 @@ def load_artefact(
 
 
 LONGEST_CONTEXT = 4096  # of a published model here, whose memory would grow with more
+
+
+def is_published(directory: Path) -> bool:
+    """Whether another tool wrote the model in a directory."""
+    ours = ("SHA256SUMS", "training.json")
+    there = (directory / "config.json").exists()
+    return there and not any((directory / name).exists() for name in ours)
 
 
 def load_published(directory: Path) -> tuple[GPT, Tokenizer]:

@@ -18,7 +18,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.models import engine
 from launcher.models.encoder import load_words
 from launcher.models.fetch import fetch_described
-from launcher.models.load import load_artefact
+from launcher.models.load import is_published, load_artefact, load_published
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
 
@@ -37,7 +37,10 @@ def load_model(
         InputError: the model needs the script that trained it, and that is not here.
     """
     try:
-        model, tokenizer = load_artefact(directory, settings, entry_point)
+        if is_published(directory):
+            model, tokenizer = load_published(directory)
+        else:
+            model, tokenizer = load_artefact(directory, settings, entry_point)
     except TrainingError as error:
         raise ServiceError(f"{directory} does not load: {error}") from None
     fast = has_fast_bfloat16(torch.device("cpu"))
