@@ -173,7 +173,9 @@ def test_wrong_arguments_name_the_help_to_read(cli, words, command):
 
 
 # What else a command needs, so that an option is looked at.
-ARGUMENTS = {"": ["jobs"], "fetch-and-sample": ["some-job"], "track": ["some-job"]}
+ARGUMENTS = {
+    **{"": ["jobs"], "chat": ["some-job"], "fetch-and-sample": ["some-job"], "track": ["some-job"]}
+}
 
 
 @pytest.mark.parametrize(
