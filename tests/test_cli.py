@@ -173,9 +173,8 @@ def test_wrong_arguments_name_the_help_to_read(cli, words, command):
 
 
 # What else a command needs, so that an option is looked at.
-ARGUMENTS = {
-    **{"": ["jobs"], "chat": ["some-job"], "fetch-and-sample": ["some-job"], "track": ["some-job"]}
-}
+NAMED = ["chat", "fetch-and-sample", "track"]
+ARGUMENTS = {"": ["jobs"], **dict.fromkeys(NAMED, ["some-job"])}
 
 
 @pytest.mark.parametrize(
