@@ -922,7 +922,7 @@ def test_one_process_does_not_import_torchs_compiler(tmp_path, text_file):
     code = "import pathlib, sys; from entry_point import train; status = train.main(sys.argv[1:]);"
     code += "from launcher.models.load import load_artefact; from entry_point.model import sample;"
     code += "model, tokenizer = load_artefact(pathlib.Path('out/model'));"
-    code += "sample(model, tokenizer.start, 9);"
+    code += "sample(model, [tokenizer.start], 9);"
     code += "print(status, 'torch._dynamo' in sys.modules)"
     arguments = small(sample_length=90, processes=1, data=text_file, out="out")
     env = environment(PYTHONPATH=str(SCRIPT.parents[1]))
