@@ -116,6 +116,7 @@ def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, se
     [
         ("--max-run 5000 --max-cost 12", {"ask_above": ""}),
         ("--max-run 5000", {"ask_above": "", "max_cost": "12"}),
+        ("--max-run 5000 --max-cost 12", {"max_cost": "12"}),  # the ceiling itself
         (P4D, {}),
         (f"{SPARSE} --set eval_interval=5000", {}),
         (f"{SPARSE} --spot", {}),
@@ -125,6 +126,7 @@ def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
     ran = launch(words, **settings)
     assert ran.code == 0, ran.err
     assert ran.out.strip() in cloud.sagemaker.jobs
+    assert "the most expensive" not in ran.err  # of one type
 
 
 @pytest.mark.parametrize("amount", ["0", "-1", "nan", "inf", "lots"])
