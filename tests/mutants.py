@@ -38,7 +38,7 @@ MODULES = {
     "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker_request",
     "launcher/job.py": "test_job test_settings",
     "launcher/curve.py": "test_curves",
-    "launcher/files/documents.py": "test_documents test_artefacts",
+    "launcher/files/documents.py": "test_documents test_corpus test_tokens",
     "launcher/files/storage.py": "test_storage test_s3_servers",
     "launcher/models/fetch.py": "test_artefacts test_documents",
     "launcher/models/load.py": "test_artefacts test_starting test_sampling",

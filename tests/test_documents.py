@@ -28,7 +28,7 @@ from launcher import InputError, Request, ServiceError
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
 from launcher.files import storage
-from launcher.files.documents import LARGEST, open_file, parse, read_toml
+from launcher.files.documents import LARGEST, check_size, open_file, parse, read_toml
 from launcher.job import TrainingJob
 from launcher.launching.texts import check_texts, find_channel
 from launcher.local.backend import LocalBackend
@@ -395,3 +395,9 @@ def test_an_error_that_names_control_characters_is_clean(cli):
     assert "\x1b" not in ran.err
     assert "\u202e" not in ran.err
     assert len(ran.error) < 1100
+
+
+def test_a_document_may_have_just_the_largest_size():
+    assert check_size(bytes(8), 8) == bytes(8)
+    with pytest.raises(OSError, match="larger than"):
+        check_size(bytes(9), 8)
