@@ -1,6 +1,6 @@
 """From a text to a model that answers: questions with exact answers, and how many are right.
 
-    python examples/conversations.py --text input.txt             # about six minutes on two cores
+    python examples/conversations.py --text input.txt             # about eight minutes on one core
     python examples/conversations.py --text input.txt --seeds 3
 
 It trains a base model on the text, makes conversations (sums, which number is larger, how a word of
