@@ -12,7 +12,6 @@ from torch import Tensor
 from .config import Config
 from .errors import DataError
 
-CUT = "short_windows would cut conversations: set short_windows=0"
 IGNORED = -100  # as cross_entropy and transformers have it
 # ChatML, as Qwen3 has it without tools; launcher/models/chat.py encodes conversations so.
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
@@ -88,7 +87,7 @@ def pack(
 ) -> Packed:
     """The conversations of train or val. Raises DataError if none of them fits."""
     if config.short_windows:
-        raise DataError(CUT)
+        raise DataError("short_windows would cut conversations: set short_windows=0")
     if end is None or end == end_of_turn:
         raise DataError("these conversations have no end of their own; upload them again")
     packed = Packed(ids, end, config.block_size)

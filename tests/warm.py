@@ -197,7 +197,8 @@ def become(
     """Makes this fork what `argv` starts, and ends with it."""
     status = 1
     try:
-        # Of the same numbers as in the process that asked, above all that are open here.
+        # A file gets the number that it has in the process that asked. All are duplicated first,
+        # so that none is overwritten before its turn.
         high = [(number, os.dup(file)) for number, file in kept]
         for place, file in enumerate([os.dup(file) for file in streams]):
             os.dup2(file, place)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.models import ENTRY_POINT, SEED, TEMPERATURE, TOP_K, TOP_P, load
+from launcher.cli.models import ENTRY_POINT, MAX_NEW_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, load
 from launcher.cli.options import Command, complete_job, settings_of
 from launcher.cli.show import note
 from launcher.errors import InputError
@@ -28,14 +28,7 @@ Talk = Callable[[str, int], Generator[str]]  # what is typed, and the number of 
 @click.command("chat", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.option("--system", metavar="TEXT", help="Instruct the model before the conversation.")
-@click.option(
-    "--max-new-tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=500,
-    show_default=True,
-    help="Longest answer, in tokens.",
-)
+@MAX_NEW_TOKENS
 @TEMPERATURE
 @TOP_K
 @TOP_P

@@ -25,6 +25,14 @@ ENTRY_POINT = click.option(
     help="The edited folder that trained the model (default: the copy kept at launch).",
 )
 
+MAX_NEW_TOKENS = click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="Number of tokens to generate (characters, if the model was trained on characters).",
+)
 TEMPERATURE = click.option(
     "--temperature",
     metavar="T",
@@ -64,14 +72,7 @@ SEED = click.option(
 @click.option(
     "--prompt", metavar="TEXT", help="Start of the text (default: a new line, or a new document)."
 )
-@click.option(
-    "--max-new-tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=500,
-    show_default=True,
-    help="Number of tokens to generate (characters, if the model was trained on characters).",
-)
+@MAX_NEW_TOKENS
 @click.option(
     "--num-samples",
     metavar="N",

@@ -110,6 +110,10 @@ class Chat:
         what = "message, with what instructs the model," if first else "message"
         raise InputError(f"the {what} is too long for a context of {size} tokens")
 
+    def room(self, ids: Sequence[int]) -> int:
+        """The longest answer to ids: beyond it, the question would slide out of the context."""
+        return max(1, self.model.config.block_size - len(ids))
+
     def answer(
         self,
         ids: Sequence[int],
@@ -121,13 +125,13 @@ class Chat:
     ) -> Iterator[str]:
         """Yield the answer to fitting ids in pieces; all else is as in stream_samples.
 
-        It ends where the context does: the question would slide out of it.
+        It ends where the context does.
         """
         columns = stream_samples(
             self.model,
             self.tokenizer,
             ids,
-            min(max_new_tokens, max(1, self.model.config.block_size - len(ids))),
+            min(max_new_tokens, self.room(ids)),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,

@@ -89,13 +89,14 @@ def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iter
     for name, path in files:
         digest.update(f"{name}\0".encode())
         lines = ".jsonl" in path.name.lower()
-        for chats, document in lines_of(path) if lines else [(False, pieces_of(path))]:
+        found_in = lines_of(path) if lines else [(str(path), False, pieces_of(path))]
+        for place, chats, document in found_in:
             if (first := next(document, None)) is None:
                 continue
             found.documents += 1
             found.chats += chats
             if found.chats not in (0, found.documents):
-                raise InputError(f"{path}: {MIXED}")
+                raise InputError(f"{place}: some documents are conversations, and others are text")
             yield counted(chain([first], document), digest, found, chats)
             digest.update(b"\0")
     found.sha256 = digest.hexdigest()
@@ -140,9 +141,8 @@ def pieces_of(path: Path) -> Iterator[str]:
         yield text
 
 
-def lines_of(path: Path) -> Iterator[tuple[bool, Iterator[str]]]:
-    """Whether each line is a conversation, and its turns or the pieces of its text."""
-    chats = texts = False  # what there was before
+def lines_of(path: Path) -> Iterator[tuple[str, bool, Iterator[str]]]:
+    """The name of each line, whether it is a conversation, and its turns or pieces of its text."""
     with opened(path) as file:
         for number in count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -153,18 +153,13 @@ def lines_of(path: Path) -> Iterator[tuple[bool, Iterator[str]]]:
             if line.isspace():
                 continue
             found, name = object_of(line.rstrip(), f"{path}:{number}"), f"{path}:{number}"
-            chats = chats or "messages" in found
-            if chats != ("messages" in found) or (chats and texts):
-                raise InputError(f"{name}: {MIXED}")
-            texts = not chats
-            if chats:
-                yield True, iter(turns_of(found, name))
+            if "messages" in found:
+                yield name, True, iter(turns_of(found, name))
                 continue
             text = text_of(found, name)
-            yield False, (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+            yield name, False, (text[i : i + PIECE] for i in range(0, len(text), PIECE))
 
 
-MIXED = "some documents are conversations, and others are text"
 EXAMPLE = 'a line must be like {"text": "..."} or {"messages": [...]}'
 
 

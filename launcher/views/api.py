@@ -88,7 +88,6 @@ class WantedChat(Wanted):
 
 class WantedText(Wanted):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""
-    max_tokens: int | None = 16
     echo: Literal[False, None] = None
     best_of: Literal[1, None] = None
     suffix: Literal["", None] = None
@@ -144,17 +143,16 @@ def routes(players: Sequence[Player]) -> list[Route]:
     """/v1/models, /v1/chat/completions and /v1/completions."""
     by_name = {player.name: player for player in players}
 
+    def entry(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
+
     async def models(request: Request) -> Response:
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"}
-            for name in by_name
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [*map(entry, by_name)]})
 
     async def model(request: Request) -> Response:
         if (name := request.path_params["name"]) not in by_name:
             return problem(404, f"no model {name!r}", "model_not_found")
-        return JSONResponse({"id": name, "object": "model", "created": 0, "owned_by": "sm-nanogpt"})
+        return JSONResponse(entry(name))
 
     async def nothing(request: Request) -> Response:
         return problem(404, f"{request.method} {request.url.path} is not there")
@@ -212,7 +210,7 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
         messages = [message.plain() for message in wanted.messages]
         _, ids = player.chat.fitting(messages, size if most is None else most)
-        room = max(1, size - len(ids))  # else the question would slide out of the context
+        room = player.chat.room(ids)
         most = room if most is None else min(most, room)
     else:
         prompt = "".join(wanted.prompt)

@@ -114,7 +114,7 @@ def stream_tokens(
     most = wanted.max_new_tokens
     if wanted.messages is not None:
         _, ids = player.chat.fitting(wanted.messages, most)
-        most = min(most, max(1, player.model.config.block_size - len(ids)))
+        most = min(most, player.chat.room(ids))
     columns = stream_samples(
         player.model,
         player.tokenizer,
