@@ -142,6 +142,8 @@ def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str,
         pool.shutdown(cancel_futures=True)
 
 
+# Eight chunks of small's batch.
+CHUNKS: Edits = (("LOGITS_AT_ONCE = 1 << 26", "LOGITS_AT_ONCE = 1 << 16"),)
 SHORT = dict(eval_windows=16, eval_interval=10**9, sample_length=0, compile="off")
 FULL, HALF, COMPILED = {"precision": "float32"}, {"precision": "bfloat16"}, {"compile": "on"}
 # Devices and kernels round float32 differently, and Muon amplifies that with each step.
@@ -206,6 +208,8 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "AdamW": Variant({**full, **adamw}, (), "AdamW, CPU", SAME),
             "float32, compiled": Variant({**full, **COMPILED}, (), "CPU", SAME),
             "bfloat16, compiled": Variant({**half, **COMPILED}, (), "CPU", CLOSE),
+            "loss in chunks": Variant(full, CHUNKS, "CPU", SAME),
+            "loss in chunks, compiled": Variant({**full, **COMPILED}, CHUNKS, "CPU", SAME),
             "windows": Variant({**half, **windows}),
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
@@ -219,6 +223,8 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
     with found.part("parts"):
         parts(args, found)
     if not args.smoke:
+        with found.part("memory of an evaluation"):
+            evaluated(found)
         with found.part("a step does not wait for the GPU"):
             waits(args, scratch, found, half)
         large = {**half, "n_embd": 2048, "n_head": 16, "batch_size": 1 << 15}
@@ -252,8 +258,9 @@ def parts(args: Namespace, found: Found) -> None:
     """Gradients, the loss in chunks and sampling, in float32."""
     import torch
 
+    from entry_point import model as module
     from entry_point.config import Config
-    from entry_point.model import GPT, LOGITS_AT_ONCE
+    from entry_point.model import GPT
     from entry_point.optim import gradient_of
     from launcher.models import engine
 
@@ -277,10 +284,10 @@ def parts(args: Namespace, found: Found) -> None:
     for name, end in (("gradients", None), ("gradients within documents", 7)):
         on_cpu = gradients(torch.device("cpu"), end)
         found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
-    whole, most = gradients(device), LOGITS_AT_ONCE
-    LOGITS_AT_ONCE = 1 << 15
+    whole, most = gradients(device), module.LOGITS_AT_ONCE
+    module.LOGITS_AT_ONCE = 1 << 15
     found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)
-    LOGITS_AT_ONCE = most
+    module.LOGITS_AT_ONCE = most
 
     kept: list[torch.Tensor] = []
     prompt = ids[:2, :10].to(device)
@@ -293,6 +300,26 @@ def parts(args: Namespace, found: Found) -> None:
     found.check(
         "logits, sampled by a cache against at once", far(torch.stack(kept, 1), at_once), 5e-4
     )
+
+
+def evaluated(found: Found) -> None:
+    """An evaluation of a large vocabulary keeps no gradient, and never has all logits."""
+    import torch
+
+    from entry_point.config import Config
+    from entry_point.model import GPT
+
+    device, rows = torch.device("cuda:0"), 64
+    config = Config(n_layer=2, n_head=2, n_embd=256, block_size=512)
+    model = GPT(config, 50_304, torch.bfloat16).to(device)
+    model.init_weights(1)
+    ids = torch.randint(50_304, (rows, 513), device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        model(ids[:, :-1], ids[:, 1:])
+    used = (torch.cuda.max_memory_allocated() - before) / 1e9
+    found.check("GB of an evaluation, whose logits are 6.6", used, 1.2)
 
 
 def no_cudnn_attention() -> Any:
@@ -359,6 +386,7 @@ def nccl(args: Namespace, scratch: Path, found: Found) -> None:
             "4 passes": Variant({**full, **four}, GROUP, one, SAME),
             "compiled": Variant(compiled, GROUP, one, CLOSE),
             "compiled, 4 passes": Variant({**compiled, **four}, GROUP, one, CLOSE),
+            "compiled, loss in chunks": Variant(compiled, (*GROUP, *CHUNKS), one, CLOSE),
             "wide, one process": Variant(wide),
             "wide": Variant(wide, GROUP, "wide, one process", CLOSE),
             "wide, compiled": Variant({**wide, **COMPILED}, GROUP, "wide, one process", CLOSE),
