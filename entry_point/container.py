@@ -294,6 +294,17 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
     )
 
 
+def recording_pays(config: Config, device: torch.device, parameters: int, world_size: int) -> bool:
+    """Whether a CUDA graph is to replay the passes: a GPU may do them faster than its host starts.
+
+    That is so up to some 5 TFLOP a pass, counted as in compiling_pays. With several ranks, a replay
+    would average gradients only after its end. `compile=off` executes Python in each step.
+    """
+    tokens = config.batch_size * config.block_size / config.passes(world_size)
+    alone = device.type == "cuda" and world_size == 1
+    return alone and config.compile != "off" and 6 * parameters * tokens < 5e12
+
+
 def memory_line(device: torch.device, processes: int) -> str:
     """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
     if device.type == "cuda":

@@ -79,6 +79,10 @@ def log(line: str) -> None:
     sys.stdout.flush()
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def counted(n: int, word: str) -> str:
     """'1 host', '2 hosts', '2 processes'."""
     return f"{n} {word}" + ("es" if word.endswith("s") else "s") * (n != 1)

@@ -22,11 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from . import huggingface
 from .checkpoint import Checkpoints
 from .config import Config, check_resumable, derive_seed, duration, metric_line
-from .container import Container, Ranks, choose_precision, compiling_pays, machine_line, memory_line
+from .container import (
+    Container,
+    Ranks,
+    choose_precision,
+    compiling_pays,
+    machine_line,
+    memory_line,
+    recording_pays,
+)
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
-from .errors import ConfigError, TrainingError, counted, log
+from .errors import ConfigError, TrainingError, counted, first_line, log
+from .graphs import PassGraph
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 
@@ -100,6 +109,10 @@ class Trainer:
         # they are then infinite is left out and the scale halved; after 2000 good ones it is
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.passes = config.passes(group.world_size)
+        pays = recording_pays(config, device, self.n_parameters, group.world_size)
+        self.records = pays and not self.scaler.is_enabled()
+        self.graphs: dict[int, PassGraph] = {}  # by length of windows
 
     def introduce(self, ranks: Ranks) -> None:
         """Logs where this run computes, its choices, and the sizes of its model and data."""
@@ -113,7 +126,7 @@ class Trainer:
         log(machine_line(device, ranks, hosts))
         log(
             f"chosen: {precision}, {'compiled' if self.compiled else 'eager'},"
-            f" {counted(self.config.passes(ranks.world_size), 'pass')} a step"
+            f" {counted(self.passes, 'pass')} a step{' by a CUDA graph' * self.records}"
         )
         log(
             f"{self.n_parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to"
@@ -221,39 +234,41 @@ class Trainer:
         scale = learning_rate_scale(self.step, self.config)
         self.scaler.step(self.optimizer, scale)  # type: ignore[arg-type]
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
         self.step += 1
         self.steps_summed += 1
+
+    def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
+        """Of each pass of a step: inputs and targets [rows, length], and the weight of its loss."""
+        group, weights = self.group, [1.0] * self.passes
+        length = window_length(step, self.config)
+        x, y = self.batches.rows(step, group.rank, group.world_size)
+        x, y = x.reshape(-1, length), y.reshape(-1, length)
+        if isinstance(self.corpus.train, Packed):
+            starts = self.batches.window_starts(step)
+            weights = self.corpus.train.weights(starts, group.rank, group.world_size, self.passes)
+        return list(zip(x.chunk(self.passes), y.chunk(self.passes), weights, strict=True))
+
+    def run_pass(self, x: Tensor, y: Tensor, weight: float | Tensor) -> Tensor:
+        """Adds a pass's gradients, and returns its share of the loss."""
+        angles = self.cached_angles(x.size(1))
+        loss = self.ddp(x, y, angles=angles, end=self.end, chats=self.corpus.is_chat) / self.passes
+        loss = loss * weight
+        self.group.heartbeat()  # what follows waits for the others, in DDP
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def forward_backward(self, step: int) -> Tensor:
         """Gradients of the step's batch, averaged over the ranks; returns this rank's mean loss."""
         config, group = self.config, self.group
-        x, y = self.batches.rows(step, group.rank, group.world_size)
-        length = window_length(step, config)
-        x, y = x.reshape(-1, length), y.reshape(-1, length)
-        passes = config.passes(group.world_size)
-        weights = [1.0] * passes
-        if isinstance(self.corpus.train, Packed):
-            starts = self.batches.window_starts(step)
-            weights = self.corpus.train.weights(starts, group.rank, group.world_size, passes)
-        options = {
-            "angles": self.cached_angles(length),
-            "end": self.end,
-            "chats": self.corpus.is_chat,
-        }
         total = torch.zeros((), device=group.device)
-        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
+        for index, (x, y, weight) in enumerate(self.batch(step)):
             if config.dropout:
                 torch.manual_seed(derive_seed(config.seed, "dropout", step, index, group.rank))
             # Only the last pass has to average gradients over the ranks.
-            alone = group.world_size > 1 and index < passes - 1
+            alone = group.world_size > 1 and index < self.passes - 1
             with self.ddp.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.ddp(xs, ys, **options) / passes
-                if weights[index] != 1.0:
-                    loss = loss * weights[index]
-                group.heartbeat()  # what follows waits for the others, in DDP
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
+                total += self.graphs.get(x.size(1), self.run_pass)(x, y, weight)
         return total
 
     def warm_up(self) -> None:
@@ -272,6 +287,8 @@ class Trainer:
             self.forward_backward(step)
             self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             self.optimizer.zero_grad()
+        if self.records:
+            self.record(steps)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -290,9 +307,21 @@ class Trainer:
             if self.config.compile == "on":
                 raise
             torch.compiler.set_stance("force_eager")
-            first = (str(error).strip() or repr(error)).splitlines()[0]
-            log(f"note: rank {self.group.rank} does not compile: {first}")
+            log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
         self.optimizer.zero_grad()
+
+    def record(self, steps: Sequence[int]) -> None:
+        """Records a pass over the windows of each of these steps; without, if that fails."""
+        for parameter in self.optimizer.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            for step in steps:
+                x, y, _ = self.batch(step)[0]
+                self.graphs[x.size(1)] = PassGraph(self.run_pass, x, y)
+        except RuntimeError as error:
+            self.graphs = {}
+            log(f"note: no CUDA graph, so the host may be slower than the GPU: {first_line(error)}")
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -313,7 +342,8 @@ class Trainer:
         config, group = self.config, self.group
         self.restore()
         began = time.monotonic()
-        if self.ddp is not self.model:  # else there is no bucket to lay out, and nothing to compile
+        # Else there is no bucket to lay out, and nothing to compile or record.
+        if self.ddp is not self.model or self.records:
             self.warm_up()
         step_seconds = time.monotonic() - began
         if self.is_main:  # drop the rows after the checkpoint's step, since those steps come again

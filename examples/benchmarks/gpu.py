@@ -16,6 +16,7 @@ Stages, with their limits:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 
 import measure
 from gpu_checks import Found, nccl, right
-from gpu_speed import against, ladder, loss, profile, sampling
+from gpu_speed import loss, profile, sampling, speed
 from measure import ROOT, Process, note
 
 
@@ -45,11 +46,10 @@ class Stage:
 STAGES = {
     "right": Stage(right, 6, "takes 3; losses, resuming, memory: a line for each check"),
     "nccl": Stage(nccl, 5, "takes 2; groups against one process: a line for each check"),
-    "ladder": Stage(ladder, 6, "takes 5; tokens/s and loss of each setting"),
-    "against": Stage(against, 9, "takes 6; tokens/s and MFU of ours and of nanoGPT, two shapes"),
-    "loss": Stage(loss, 8, "takes 4; seconds to nanoGPT's loss, and the loss"),
-    "profile": Stage(profile, 5, "takes 3; ms of a step by kinds of kernels, memory"),
-    "sampling": Stage(sampling, 5, "takes 2; characters/s, one and 16 at once"),
+    "speed": Stage(speed, 9, "takes 3; tokens/s of each setting, and of nanoGPT with two shapes"),
+    "loss": Stage(loss, 8, "takes 2; seconds to nanoGPT's loss, and the loss"),
+    "profile": Stage(profile, 5, "takes 1; ms of a step by kinds of kernels, memory"),
+    "sampling": Stage(sampling, 5, "takes 1; characters/s, one and 64 at once"),
 }
 
 
@@ -121,6 +121,8 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def end(signum: int, frame: Any) -> NoReturn:
     for popen in list(measure.RUNNING):  # threads may wait for these variables
         popen.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGCONT)  # it may be paused
     sys.exit(1)
 
 

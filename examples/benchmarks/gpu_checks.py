@@ -143,7 +143,7 @@ def compare(args: Namespace, scratch: Path, found: Found, variants: Mapping[str,
 
 
 # Eight chunks of small's batch.
-CHUNKS: Edits = (("LOGITS_AT_ONCE = 1 << 26", "LOGITS_AT_ONCE = 1 << 16"),)
+CHUNKS: Edits = (("LOGITS_AT_ONCE = 1 << 28", "LOGITS_AT_ONCE = 1 << 16"),)
 SHORT = dict(eval_windows=16, eval_interval=10**9, sample_length=0, compile="off")
 FULL, HALF, COMPILED = {"precision": "float32"}, {"precision": "bfloat16"}, {"compile": "on"}
 # Devices and kernels round float32 differently, and Muon amplifies that with each step.
@@ -177,7 +177,7 @@ def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
 def step(trainer: Any) -> None:
     trainer.forward_backward(trainer.step)
     trainer.optimizer.step(1.0)
-    trainer.optimizer.zero_grad()
+    trainer.optimizer.zero_grad(set_to_none=not trainer.graphs)
     trainer.step += 1
 
 
@@ -191,7 +191,7 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
     full, half = {**base, **FULL}, {**base, **HALF}
     no_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     four, windows = {"gradient_accumulation_steps": 4}, {"short_windows": 0.5}
-    drop, adamw = {"dropout": 0.2}, {"optimizer": "adamw"}
+    drop, adamw, graph = {"dropout": 0.2}, {"optimizer": "adamw"}, {"compile": "auto"}
     variants = {
         "CPU": Variant({**full, "device": "cpu"}),
         "float32": Variant(full, (), "CPU", SAME),
@@ -213,7 +213,10 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "windows": Variant({**half, **windows}),
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
-            "dropout again": Variant({**half, **drop}, (), "dropout", CLOSE),
+            "dropout, by a graph": Variant({**half, **drop, **graph}, (), "dropout", 1e-6),
+            "4 passes": Variant({**half, **four}),
+            "4 passes, by a graph": Variant({**half, **four, **graph}, (), "4 passes", 1e-6),
+            "windows, by a graph": Variant({**half, **windows, **graph}, (), "windows", 1e-6),
             # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
         }

@@ -8,6 +8,8 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +23,144 @@ from gpu_checks import (
     SHORT,
     Found,
     Variant,
+    metrics,
     no_cudnn_attention,
+    started,
     step,
     trained,
     trainer_of,
 )
 from ladder import rungs
-from measure import Process
-from trainers import SHAPES, NanoGPT, our_model, our_shape
+from measure import Failed, Process
+from trainers import (
+    GPT2_PASSES,
+    NEVER,
+    SHAPES,
+    NanoGPT,
+    Pace,
+    Paused,
+    Training,
+    our_model,
+    our_shape,
+    ours,
+)
 
 
-def ladder(args: Namespace, scratch: Path, found: Found) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """Runs that are compared, and what is done with each of them in each round."""
+
+    trainings: Mapping[str, Training]
+    rounds: int
+    turn: Callable[[str, Paused], None]
+    report: Callable[[], None] = lambda: None
+
+
+def speed(args: Namespace, scratch: Path, found: Found) -> None:
+    """Tokens/s of the tutorial's rungs and a few more, and of ours against nanoGPT.
+
+    Where the memory suffices, all runs start together, compile, and then pause until their turn.
+    """
+    plans = [ladder(args, scratch, found)]
+    for name in ("smoke",) if args.smoke else ("baby", "gpt2"):
+        plans.append(against(args, scratch / name, found, name))
+    together = args.smoke or gpu_memory() > 120e9
+    runs: dict[str, Paused] = {}
+    try:
+        if together:
+            runs = {name: Paused(run) for plan in plans for name, run in plan.trainings.items()}
+        for run in runs.values():  # nothing is timed while another compiles
+            with suppress(Failed):  # which its turn raises again
+                run.wait(2)
+        for plan in plans:
+            for name in [*plan.trainings] * (plan.rounds if together else 1):
+                with found.part(name):
+                    run = runs[name] if together else Paused(plan.trainings[name])
+                    for _ in range(1 if together else plan.rounds):
+                        plan.turn(name, run)
+                    if not together:
+                        run.end()
+            plan.report()
+    finally:
+        for run in runs.values():
+            run.end()
+
+
+def gpu_memory() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def ladder(args: Namespace, scratch: Path, found: Found) -> Plan:
     """The tutorial's rungs and a few more, with the loss after the same number of steps."""
     steps, device = (20, "cpu") if args.smoke else (200, "cuda")
-    name = "smoke" if args.smoke else "baby"
-    more = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 5}
-    size, preset = {**SHAPES[name], **more}, {**our_shape(name), **more}
-    runs = [(rung, Variant({**size, **words}, switches=s)) for rung, words, s in rungs(device)]
+    shape = "smoke" if args.smoke else "baby"
+    more = {**SHORT, "device": device, "max_steps": steps, "log_interval": steps // 10}
+    size, preset = {**SHAPES[shape], **more}, {**our_shape(shape), **more}
+    variants = {rung: Variant({**size, **words}, switches=s) for rung, words, s in rungs(device)}
     if args.smoke:
-        runs = runs[:1]
+        variants = dict([*variants.items()][:1])
     else:
-        half, no_cudnn = {**size, **HALF}, "torch.backends.cuda.enable_cudnn_sdp(False)"
-        runs += [
-            ("not cuDNN's attention", Variant({**half, **COMPILED}, switches=no_cudnn)),
-            ("no dropout", Variant({**half, **COMPILED, "dropout": 0.0})),
-            ("eager", Variant(half)),
-            ("eager, not cuDNN's attention", Variant(half, switches=no_cudnn)),
-            ("preset baby, eager", Variant(preset)),
-            ("preset baby, compiled", Variant({**preset, **COMPILED})),
-        ]
-    for name, variant in runs:
-        with found.part(name):
-            began = time.perf_counter()
-            rows = trained(args, scratch, name, variant)
-            seconds = time.perf_counter() - began
-            # Without the first line, during which libraries load.
-            speed = statistics.median(row["tokens_per_second"] for row in rows[1:])
-            loss = f"{rows[-1]['val_loss']:.4f}"
-            cells = {"tokens/s": round(speed), f"val_loss at {steps}": loss}
-            found.row(name, **cells, **{"whole command s": f"{seconds:.0f}"})
+        half, auto = {**size, **HALF}, {"compile": "auto"}
+        variants |= {
+            "no dropout": Variant({**half, **COMPILED, "dropout": 0.0}),
+            "eager, by a CUDA graph": Variant({**half, **auto}),
+            "eager": Variant(half),
+            "preset baby, eager, by a CUDA graph": Variant({**preset, **auto}),
+            "preset baby, compiled": Variant({**preset, **COMPILED}),
+        }
+    places = {name: started(args, scratch, name, variant) for name, variant in variants.items()}
+    line = re.compile(r"step=(\d+)/")
+
+    def turn(name: str, run: Paused) -> None:
+        run.finish()
+        rows = metrics(places[name][1])
+        # The third line has the pause in it.
+        rate = statistics.median(row["tokens_per_second"] for row in rows[3:])
+        loss = f"{rows[-1]['val_loss']:.4f}"
+        found.row(name, **{"tokens/s": round(rate), f"val_loss at {steps}": loss})
+
+    return Plan({name: Training(name, at[0], line) for name, at in places.items()}, 1, turn)
 
 
-def against(args: Namespace, scratch: Path, found: Found) -> None:
-    """Tokens per second of ours and nanoGPT, with nanoGPT's two shapes for GPUs."""
-    for name in ("baby",) if args.smoke else ("baby", "gpt2"):
-        with found.part(name):
-            options = Namespace(**vars(args), shape=name, seconds=5.0, peak=None)
-            report = throughput.benchmark(options, scratch / name)
-            for row in report.rows:
-                found.row(f"{name}: {row.pop('')}", **row)
-            found.report.findings |= {f"{name}: {k}": v for k, v in report.findings.items()}
-            found.write()
+def against(args: Namespace, scratch: Path, found: Found, name: str) -> Plan:
+    """Tokens per second of ours and nanoGPT, both compiled, with nanoGPT's shapes for GPUs."""
+    scratch.mkdir()
+    large, shape = name == "gpt2", SHAPES[name]
+    text = throughput.many_symbols(scratch) if large else args.text
+    rare = {"log_interval": 1 if large else 10, "eval_interval": NEVER}
+    words = {**our_shape(name), **rare, "max_steps": NEVER, **({} if args.smoke else COMPILED)}
+    ways = {f"ours, {name}": words}
+    if large:
+        ways["ours, gpt2, 15 passes"] = {**words, "gradient_accumulation_steps": 15}
+    trainings = {way: ours(text, scratch / way, words) for way, words in ways.items()}
+    if args.nanogpt:
+        theirs = {**shape, **rare, "max_iters": NEVER, "eval_iters": 1, "out_dir": scratch / "out"}
+        if large:  # nanoGPT's batch_size is that of one pass
+            theirs["gradient_accumulation_steps"] = GPT2_PASSES
+            theirs["batch_size"] //= GPT2_PASSES
+        nanogpt = NanoGPT(args.nanogpt, text, scratch)
+        trainings[f"nanoGPT, {name}"] = next(nanogpt.variants(theirs, args.smoke))
+    paces: dict[str, list[Pace]] = {way: [] for way in trainings}
+
+    def turn(way: str, run: Paused) -> None:
+        paces[way].append(run.pace(shape, 0.2 if args.smoke else 4 if large else 2))
+
+    def report() -> None:
+        top = None if args.smoke else throughput.peak(measure.torch_and_gpu()[1] or "", None)
+        measured = {way: some for way, some in paces.items() if some}
+        for way, some in measured.items():
+            cells = throughput.row(way, some, shape, top)
+            found.row(cells.pop(""), **cells)
+        rates = {way: [p.tokens_per_second for p in some] for way, some in measured.items()}
+        theirs = rates.pop(f"nanoGPT, {name}", None)
+        if theirs:
+            for way, mine in rates.items():
+                found.report.findings[f"{way}, over nanoGPT"] = measure.ratio(mine, theirs)
+        found.write()
+
+    return Plan(trainings, 1 if large else 3, turn, report)
 
 
 def loss(args: Namespace, scratch: Path, found: Found) -> None:
@@ -104,12 +193,10 @@ def profile(args: Namespace, scratch: Path, found: Found) -> None:
     else:
         common = {**SHORT, **HALF, "device": "cuda"}
         baby = {**PRESETS["baby"], **common}
-        gpt2 = {**SHAPES["gpt2"], **common, "tie_embeddings": True}
         runs = {
             "baby, compiled": {**baby, **COMPILED},
             "baby, eager": baby,
-            "gpt2, compiled": {**gpt2, **COMPILED},
-            "gpt2, compiled, 8 passes": {**gpt2, **COMPILED, "gradient_accumulation_steps": 8},
+            "gpt2, compiled": {**PRESETS["gpt2"], **common, **COMPILED},
         }
     for name, words in runs.items():
         with found.part(name):
@@ -127,8 +214,7 @@ def profiled(
     torch.compiler.reset()
     trainer = trainer_of(text, out, words)
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
-    if trainer.compiled:
-        trainer.warm_up()
+    trainer.warm_up()
 
     def seconds(work: Callable[[], object]) -> float:
         synchronize()
@@ -176,7 +262,7 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
 
     from launcher.models import engine
 
-    name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 16)
+    name, length, many = ("smoke", 60, 4) if args.smoke else ("baby", 500, 64)
     device = "cpu" if args.smoke else "cuda"
     words = {**our_shape(name), **SHORT, "device": device, "batch_size": 2, "max_steps": 1}
     trained(args, scratch, "ours", Variant(words))
@@ -210,12 +296,11 @@ def sampling(args: Namespace, scratch: Path, found: Found) -> None:
             **row_of(sampling_benchmark.their_batch_rate(batch, many, length)),
         )
     script = [sys.executable, str(nanogpt.checkout / "sample.py")]
-    for compiled in (False,) if args.smoke else (False, True):
-        way = f"nanoGPT, 1 at once, {'compiled' if compiled else 'eager'}"
-        words = {"out_dir": out, "device": device, "compile": compiled}
-        process = Process([*script, *measure.as_options(words)], nanogpt.place, nanogpt.env)
-        with found.part(way):
-            found.row(way, **row_of(sampling_benchmark.their_rate(process, 2, length)))
+    words = {"out_dir": out, "device": device, "compile": False}  # compiled, it is slower
+    process = Process([*script, *measure.as_options(words)], nanogpt.place, nanogpt.env)
+    with found.part("nanoGPT, 1 at once"):
+        rate_of_one = sampling_benchmark.their_rate(process, 2, length)
+        found.row("nanoGPT's sample.py, 1 at once", **row_of(rate_of_one))
 
 
 def row_of(characters: float) -> dict[str, Any]:

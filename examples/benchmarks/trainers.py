@@ -9,14 +9,28 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import ROOT, Failed, Process, as_options, cores, lines, note, output, torch_and_gpu
+from measure import (
+    ROOT,
+    Failed,
+    Process,
+    as_options,
+    cores,
+    lines,
+    note,
+    output,
+    started,
+    torch_and_gpu,
+)
 
 Words = Mapping[str, Any]
 
@@ -71,7 +85,7 @@ def ours(text: Path, out: Path, words: Words, threads: int | None = None) -> Tra
 
 def our_shape(name: str) -> dict[str, Any]:
     """The options of ours for a shape: the shipped preset, if there is one."""
-    return {"preset": name} if name in ("cpu", "baby") else SHAPES[name]
+    return {"preset": name} if name in ("cpu", "baby", "gpt2") else SHAPES[name]
 
 
 def our_seconds(out: Path) -> float:
@@ -269,18 +283,22 @@ class Pace:
     parameters: int
 
 
+def counted_parameters(line: str) -> set[int]:
+    """The parameters in a line of a log. nanoGPT logs two numbers, and each rank may log them."""
+    return {int(n.replace(",", "")) for n in re.findall(r"\b([\d,]+) parameters", line)}
+
+
 def pace(training: Training, words: Words, seconds: float) -> Pace:
     """Tokens per second between two lines of a run in progress, at least `seconds` apart.
 
     The clock is ours and starts at the second line, so that reading the text, compiling, and the
     first evaluation are not counted. After `seconds`, the run is stopped.
     """
-    counted = set()  # nanoGPT logs two numbers, and each rank may log them
+    counted: set[int] = set()
     began = None
     passed = 0
     for moment, line in lines(training.process):
-        if found := re.search(r"\b([\d,]+) parameters", line):
-            counted.add(int(found[1].replace(",", "")))
+        counted |= counted_parameters(line)
         if not (found := training.step_line.match(line)):
             continue
         passed, step = passed + 1, int(found[1])
@@ -290,6 +308,81 @@ def pace(training: Training, words: Words, seconds: float) -> Pace:
             tokens = (step - began[1]) * words["batch_size"] * words["block_size"]
             return Pace(tokens / (moment - began[0]), sum(counted))
     raise Failed(f"{training.name}: it ended before it was measured")
+
+
+class Paused:
+    """A run that is measured in turns with others.
+
+    It starts at once, so that several compile together. At its second line about a step it is
+    paused, by SIGSTOP, and keeps its memory.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training, self.failure = training, ""
+        self.parameters: set[int] = set()  # as in pace
+        self.moments: list[tuple[float, int]] = []  # of the lines about a step
+        self.popen: Any = None
+        self.changed = threading.Condition()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        last = "nothing"
+        with started(
+            self.training.process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as self.popen:
+            for line in self.popen.stdout:
+                last = line.strip() or last
+                self.parameters |= counted_parameters(line)
+                if found := self.training.step_line.match(line):
+                    with self.changed:
+                        self.moments.append((time.perf_counter(), int(found[1])))
+                        if len(self.moments) == 2:
+                            self.signal(signal.SIGSTOP)
+                        self.changed.notify_all()
+        with self.changed:
+            self.failure = f"{self.training.name}: it ended: {last}"
+            self.changed.notify_all()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+    def wait(self, lines: int, after: float = 0.0) -> list[tuple[float, int]]:
+        """The moments after one, at least so many. Raises Failed if the run ends before."""
+
+        def found() -> list[tuple[float, int]]:
+            return [moment for moment in self.moments if moment[0] > after]
+
+        with self.changed:
+            self.changed.wait_for(lambda: len(found()) >= lines or self.failure)
+            if len(found()) < lines:
+                raise Failed(self.failure)
+            return found()
+
+    def pace(self, shape: Words, seconds: float) -> Pace:
+        """Tokens per second between two lines that are so far apart, or a little further."""
+        self.wait(2)
+        began, lines = time.perf_counter(), 2
+        self.signal(signal.SIGCONT)
+        while (found := self.wait(lines, began))[-1][0] - found[0][0] < seconds:
+            lines = len(found) + 1
+        self.signal(signal.SIGSTOP)
+        (first, step), (last, last_step) = found[0], found[-1]
+        tokens = (last_step - step) * shape["batch_size"] * shape["block_size"]
+        return Pace(tokens / (last - first), sum(self.parameters))
+
+    def finish(self) -> None:
+        """Lets it run to its end. Raises Failed unless it ends well."""
+        self.wait(2)
+        self.signal(signal.SIGCONT)
+        self.reader.join()
+        if self.popen.returncode:
+            raise Failed(self.failure)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.reader.join()
 
 
 def fastest_first(
