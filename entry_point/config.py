@@ -151,7 +151,9 @@ class Config:
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto", "torch.compile (auto: on GPUs, where it pays)", choices=("auto", "on", "off")
+        "auto",
+        "torch.compile (auto: on GPUs, where it pays; off: no CUDA graph either)",
+        choices=("auto", "on", "off"),
     )
 
     def __post_init__(self) -> None:

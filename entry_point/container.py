@@ -294,15 +294,13 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
     )
 
 
-def recording_pays(config: Config, device: torch.device, parameters: int, world_size: int) -> bool:
-    """Whether a CUDA graph is to replay the passes: a GPU may do them faster than its host starts.
+def may_record(config: Config, device: torch.device, world_size: int) -> bool:
+    """Whether a CUDA graph may replay the passes of this run.
 
-    That is so up to some 5 TFLOP a pass, counted as in compiling_pays. With several ranks, a replay
-    would average gradients only after its end. `compile=off` executes Python in each step.
+    With several ranks, gradients would be averaged only after a whole replay. `compile=off`
+    executes Python in each step.
     """
-    tokens = config.batch_size * config.block_size / config.passes(world_size)
-    alone = device.type == "cuda" and world_size == 1
-    return alone and config.compile != "off" and 6 * parameters * tokens < 5e12
+    return device.type == "cuda" and world_size == 1 and config.compile != "off"
 
 
 def memory_line(device: torch.device, processes: int) -> str:

@@ -24,8 +24,8 @@ To change                                                   open
     what a checkpoint holds, when one is due                checkpoint.py
     the model directory for transformers                    huggingface.py
 
-and, seldom, SageMaker's paths and devices (container.py), processes (distributed.py), messages
-(errors.py).
+and, seldom, SageMaker's paths and devices (container.py), processes (distributed.py), CUDA graphs
+(graphs.py), messages (errors.py).
 """
 
 from __future__ import annotations

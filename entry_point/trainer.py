@@ -28,14 +28,14 @@ from .container import (
     choose_precision,
     compiling_pays,
     machine_line,
+    may_record,
     memory_line,
-    recording_pays,
 )
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, Corpus, bytes_per_token, evaluate
 from .distributed import Group
 from .errors import ConfigError, TrainingError, counted, first_line, log
-from .graphs import PassGraph
+from .graphs import PassGraph, record_passes
 from .model import GPT, sample
 from .optim import Optimizer, first_steps, learning_rate_scale, window_length
 
@@ -110,8 +110,7 @@ class Trainer:
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.passes = config.passes(group.world_size)
-        pays = recording_pays(config, device, self.n_parameters, group.world_size)
-        self.records = pays and not self.scaler.is_enabled()
+        self.records = may_record(config, device, group.world_size) and dtype != torch.float16
         self.graphs: dict[int, PassGraph] = {}  # by length of windows
 
     def introduce(self, ranks: Ranks) -> None:
@@ -126,7 +125,7 @@ class Trainer:
         log(machine_line(device, ranks, hosts))
         log(
             f"chosen: {precision}, {'compiled' if self.compiled else 'eager'},"
-            f" {counted(self.passes, 'pass')} a step{' by a CUDA graph' * self.records}"
+            f" {counted(self.passes, 'pass')} a step"
         )
         log(
             f"{self.n_parameters:,} parameters; {len(corpus.train):,} {corpus.tokenizer.unit} to"
@@ -288,7 +287,9 @@ class Trainer:
             self.optimizer.check_gradients()  # DDP itself reports nothing before its next step
             self.optimizer.zero_grad()
         if self.records:
-            self.record(steps)
+            passes = [self.batch(step)[0] for step in steps]
+            self.graphs = record_passes(self.run_pass, passes, self.model)
+            self.optimizer.zero_grad(set_to_none=not self.graphs)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -309,19 +310,6 @@ class Trainer:
             torch.compiler.set_stance("force_eager")
             log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
         self.optimizer.zero_grad()
-
-    def record(self, steps: Sequence[int]) -> None:
-        """Records a pass over the windows of each of these steps; without, if that fails."""
-        for parameter in self.optimizer.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            for step in steps:
-                x, y, _ = self.batch(step)[0]
-                self.graphs[x.size(1)] = PassGraph(self.run_pass, x, y)
-        except RuntimeError as error:
-            self.graphs = {}
-            log(f"note: no CUDA graph, so the host may be slower than the GPU: {first_line(error)}")
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
 
     # -- the loop ---------------------------------------------------------------------------------
 

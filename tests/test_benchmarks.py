@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ NAMES = (
     "tutorials/processes",
 )
 
-GPU_STAGES = ("right", "nccl", "ladder", "against", "loss", "profile", "sampling")
+GPU_STAGES = ("right", "nccl", "speed", "loss", "profile", "sampling")
 
 # What a benchmark reads of nanoGPT: the files it looks for, and what train.py prints.
 STUB_TRAIN = """
@@ -107,9 +108,9 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path):
     text = tmp_path / "text"
     text.write_text("too short")
     where = ("--out", tmp_path / "out", "--text", text)
-    ran = run("benchmarks/gpu", "--smoke", *where, "ladder", "sampling")
+    ran = run("benchmarks/gpu", "--smoke", *where, "speed", "sampling")
     assert ran.returncode == 1
-    assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["ladder", "sampling"]
+    assert re.findall(r"^\| (\w+) +\| FAILED", ran.stdout, re.MULTILINE) == ["speed", "sampling"]
 
 
 def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, text_file, monkeypatch):
@@ -124,7 +125,7 @@ def test_a_stage_ends_when_its_time_is_over(measure, tmp_path, text_file, monkey
     assert str(tmp_path) not in ran
 
 
-@pytest.mark.parametrize("stage", ["right", "nccl", "ladder", "profile"])
+@pytest.mark.parametrize("stage", ["right", "nccl", "profile"])
 def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_file, monkeypatch):
     import gpu
     import gpu_checks
@@ -147,7 +148,7 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
 
     for module in (gpu_checks, gpu_speed):
         monkeypatch.setattr(module, "trained", started)
-    for part in ("resumed", "parts", "waits"):
+    for part in ("resumed", "parts", "evaluated", "waits"):
         monkeypatch.setattr(gpu_checks, part, Mock())
     monkeypatch.setattr(gpu_speed, "profiled", profiled)
     monkeypatch.setattr("throughput.many_symbols", Mock())
@@ -155,6 +156,41 @@ def test_the_runs_of_a_stage_for_a_gpu_are_valid(stage, measure, tmp_path, text_
     gpu.STAGES[stage].run(Namespace(smoke=False, text=text_file), tmp_path, found)
     assert not found.failed, found.report.rows
     assert {config.device for config in runs} >= {"cuda"}
+
+
+def test_the_timed_runs_for_a_gpu_are_valid(measure, tmp_path, text_file, monkeypatch):
+    import gpu_speed
+
+    from entry_point import train
+
+    monkeypatch.setattr("throughput.many_symbols", lambda scratch: text_file)
+    args, found = Namespace(smoke=False, text=text_file, nanogpt=None), Mock()
+    plans = [gpu_speed.ladder(args, tmp_path, found)]
+    plans += [gpu_speed.against(args, tmp_path / name, found, name) for name in ("baby", "gpt2")]
+    commands = [run.process.command for plan in plans for run in plan.trainings.values()]
+    configs = [train.parse_argv(words[words.index("--data") :])[0] for words in commands]
+    assert [config.n_layer for config in configs] == [6] * (len(configs) - 2) + [12] * 2
+    assert {config.compile for config in configs} == {"off", "auto", "on"}
+
+
+def test_a_paused_run_computes_nothing_until_its_turn(measure):
+    from trainers import Paused, Training
+
+    count = "import time\nfor n in range(10**6): print(f'step={n}/', flush=True); time.sleep(0.001)"
+    process = measure.Process([sys.executable, "-c", count])
+    run = Paused(Training("a count", process, re.compile(r"step=(\d+)/")))
+    try:
+        run.wait(2)
+        time.sleep(0.05)
+        before = len(run.moments)
+        time.sleep(0.1)
+        assert len(run.moments) == before
+        assert run.pace({"batch_size": 1, "block_size": 1}, 0.05).tokens_per_second > 100
+        assert len(run.moments) > before
+    finally:
+        run.end()
+    with pytest.raises(measure.Failed, match="a count"):
+        run.wait(10**6)
 
 
 def test_benchmarks_run_a_nanogpt_checkout_unchanged(text_file, tmp_path):

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -48,12 +48,18 @@ from runs import (
 from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, Options, metric_definitions, metric_line
-from entry_point.container import Ranks, choose_precision, compiling_pays, read_container
+from entry_point.container import (
+    Ranks,
+    choose_precision,
+    compiling_pays,
+    may_record,
+    read_container,
+)
 from entry_point.data import Corpus, evaluate, gather_windows
 from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
-from entry_point.optim import window_length
+from entry_point.optim import gradient_of, window_length
 from entry_point.trainer import Trainer, read_fault
 from launcher.models.load import load_artefact
 
@@ -733,6 +739,59 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
     monkeypatch.setattr("entry_point.container.find_spec", lambda name: triton or None)
     config = Config(max_steps=steps, batch_size=16, block_size=32)
     assert compiling_pays(config, torch.device(device), 30_000, world_size) is pays
+
+
+@pytest.mark.parametrize(
+    "device, world_size, compiles, may",
+    [
+        ("cuda", 1, "auto", True),
+        ("cuda", 1, "off", False),
+        ("cuda", 2, "on", False),
+        ("cpu", 1, "on", False),
+    ],
+)
+def test_only_one_gpu_that_may_compile_records(device, world_size, compiles, may):
+    assert may_record(Config(compile=compiles), torch.device(device), world_size) is may
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """CUDA's calls around a graph, which a CPU cannot make: nothing is recorded."""
+    cuda = MagicMock()
+    cuda.max_memory_allocated.return_value = 3
+    cuda.get_device_properties.return_value.total_memory = 10
+    monkeypatch.setattr("entry_point.graphs.torch.cuda", cuda)
+    return cuda
+
+
+def test_gradients_add_up_in_place_where_a_graph_was_recorded(tmp_path, cuda):
+    trainer = trainer_of(tmp_path, batch_size=4, gradient_accumulation_steps=2)
+    trainer.records = True
+    trainer.warm_up()
+    gradients = [gradient_of(p) for p in trainer.optimizer.parameters.values()]
+    assert not any(gradient.any() for gradient in gradients)
+    trainer.train_step()
+    for parameter, gradient in zip(trainer.optimizer.parameters.values(), gradients, strict=True):
+        assert parameter.grad is gradient
+    assert cuda.CUDAGraph.return_value.replay.call_count == 2
+    (graph,) = trainer.graphs.values()
+    for kept, last in zip(graph.inputs, trainer.batch(0)[1][:2], strict=False):
+        assert torch.equal(kept, last)
+
+
+def test_without_memory_or_where_recording_fails_there_is_no_graph(tmp_path, cuda, capsys):
+    trainer = trainer_of(tmp_path)
+    trainer.records = True
+    cuda.max_memory_allocated.return_value = 6
+    trainer.warm_up()
+    assert (trainer.graphs, "CUDA graph" in capsys.readouterr().out) == ({}, False)
+    cuda.max_memory_allocated.return_value = 4
+    cuda.graph.side_effect = RuntimeError("operation not permitted")
+    trainer.warm_up()
+    assert trainer.graphs == {}
+    assert "operation not permitted" in capsys.readouterr().out
+    assert all(p.grad is None for p in trainer.model.parameters())
+    trainer.train_step()
 
 
 @pytest.fixture

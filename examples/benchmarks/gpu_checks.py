@@ -191,7 +191,8 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
     full, half = {**base, **FULL}, {**base, **HALF}
     no_cudnn = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     four, windows = {"gradient_accumulation_steps": 4}, {"short_windows": 0.5}
-    drop, adamw, graph = {"dropout": 0.2}, {"optimizer": "adamw"}, {"compile": "auto"}
+    drop, adamw, tied = {"dropout": 0.2}, {"optimizer": "adamw"}, {"tie_embeddings": True}
+    graph = {"compile": "auto"}
     variants = {
         "CPU": Variant({**full, "device": "cpu"}),
         "float32": Variant(full, (), "CPU", SAME),
@@ -214,8 +215,10 @@ def right(args: Namespace, scratch: Path, found: Found) -> None:
             "windows, compiled": Variant({**half, **windows, **COMPILED}, (), "windows", CLOSE),
             "dropout": Variant({**half, **drop}),
             "dropout, by a graph": Variant({**half, **drop, **graph}, (), "dropout", 1e-6),
-            "4 passes": Variant({**half, **four}),
-            "4 passes, by a graph": Variant({**half, **four, **graph}, (), "4 passes", 1e-6),
+            "tied, 4 passes": Variant({**half, **four, **tied}, CHUNKS),
+            "tied, 4 passes, by a graph": Variant(
+                {**half, **four, **tied, **graph}, CHUNKS, "tied, 4 passes", 1e-6
+            ),
             "windows, by a graph": Variant({**half, **windows, **graph}, (), "windows", 1e-6),
             # Other dropout masks, so the losses differ as between seeds.
             "dropout, compiled": Variant({**half, **drop, **COMPILED}, (), "dropout", 0.1),
