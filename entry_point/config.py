@@ -151,9 +151,7 @@ class Config:
         choices=("auto", "bfloat16", "float16", "tf32", "float32"),
     )
     compile: str = hyperparameter(
-        "auto",
-        "torch.compile (auto: on GPUs, where it pays; off: no CUDA graph either)",
-        choices=("auto", "on", "off"),
+        "auto", "torch.compile (auto: if it pays; off: no graph)", choices=("auto", "on", "off")
     )
 
     def __post_init__(self) -> None:

@@ -294,19 +294,20 @@ def machine_line(device: torch.device, ranks: Ranks, hosts: int) -> str:
     )
 
 
-def may_record(config: Config, device: torch.device, world_size: int) -> bool:
+def may_record(config: Config, device: torch.device, world_size: int, dtype: torch.dtype) -> bool:
     """Whether a CUDA graph may replay the passes of this run.
 
-    With several ranks, gradients would be averaged only after a whole replay. `compile=off`
-    executes Python in each step.
+    With several ranks, gradients would be averaged only after a whole replay. In float16 the scale
+    of the loss changes. `compile=off` executes Python in each step.
     """
-    return device.type == "cuda" and world_size == 1 and config.compile != "off"
+    alone = world_size == 1 and device.type == "cuda"
+    return alone and config.compile != "off" and dtype != torch.float16
 
 
 def memory_line(device: torch.device, processes: int) -> str:
     """The most memory so far of this rank's GPU, or of the host's processes, and what there is."""
     if device.type == "cuda":
-        used = torch.cuda.max_memory_allocated()
+        used = torch.cuda.max_memory_reserved()  # a graph's memory counts as reserved alone
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024

@@ -79,7 +79,7 @@ def log(line: str) -> None:
     sys.stdout.flush()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 

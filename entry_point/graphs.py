@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .errors import counted, first_line, log
+from .errors import TrainingError, counted, first_line, log
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -16,28 +18,21 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 class PassGraph:
     """Replays a pass whose kernels were recorded once, with other inputs.
 
-    `run(x, y, weight)` computes on the GPU alone, takes inputs of one shape, adds to gradients that
-    are there, and returns a tensor. The gradients, and what the pass reads beside its inputs, keep
-    their place in memory. Dropout draws by torch.manual_seed, as without a graph
+    `run(x, y, weight)` computes on the GPU alone, adds to existing gradients, and returns a tensor.
+    The gradients, and every other tensor that it reads, must stay at their address. Dropout draws
+    by torch.manual_seed, as without a graph
     (docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). One host of an H200 took 9 ms to
     start the kernels of a step of `baby`, for which the GPU took 5.
     """
 
-    def __init__(self, run: Run, x: Tensor, y: Tensor) -> None:
-        weight = torch.ones((), device=x.device)
-        self.inputs = [x.clone(), y.clone(), weight]
-        stream = torch.cuda.Stream()  # the libraries allocate their workspaces on it
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run(*self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+    def __init__(self, run: Run, x: Tensor, y: Tensor, pool: Any) -> None:
+        self.inputs = [x.clone(), y.clone(), torch.ones((), device=x.device)]
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.result = run(*self.inputs)
 
     def __call__(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
-        """The result, which the next call overwrites."""
+        """The result, which the next call of any graph overwrites."""
         self.inputs[0].copy_(x)
         self.inputs[1].copy_(y)
         self.inputs[2].fill_(weight)
@@ -50,18 +45,47 @@ def record_passes(
 ) -> dict[int, PassGraph]:
     """A graph for each length of windows [rows, length] in the passes, if the memory suffices.
 
-    A graph keeps the memory of its pass for itself, so that evaluations come on top. The
+    The graphs share the memory of the largest pass, and an evaluation needs memory in addition. The
     caller clears the gradients.
+
+    Raises:
+        TrainingError: a pass cannot be recorded, which leaves CUDA in no state to go on.
     """
-    there = torch.cuda.get_device_properties(passes[0][0].device).total_memory
+    device = passes[0][0].device
+    there = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.max_memory_allocated() > there / 2:
         return {}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        graphs = {x.size(1): PassGraph(run, x, y) for x, y, _ in passes}
+        for x, y, _ in passes:
+            rehearse(run, x, y)
     except RuntimeError as error:
         log(f"note: no CUDA graph, so the host may be slower than the GPU: {first_line(error)}")
         return {}
+    try:
+        pool = torch.cuda.graph_pool_handle()
+        graphs = {x.size(1): PassGraph(run, x, y, pool) for x, y, _ in passes}
+    except RuntimeError as error:
+        cause = first_line(error.__context__ or error)
+        raise TrainingError(f"no CUDA graph (compile=off needs none): {cause}") from error
     log(f"recorded {counted(len(graphs), 'CUDA graph')}")
     return graphs
+
+
+def rehearse(run: Run, x: Tensor, y: Tensor) -> None:
+    """Runs a pass on a stream of its own, as torch asks for before a graph is recorded.
+
+    Raises:
+        RuntimeError: it waits for the GPU, as `tensor.item()` does, which no graph can.
+    """
+    stream, weight = torch.cuda.Stream(), torch.ones((), device=x.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(x, y, weight)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)

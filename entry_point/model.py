@@ -208,11 +208,13 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training)
 
 
-LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, on a GPU; elsewhere a sixteenth of that
+LOGITS_AT_ONCE = 1 << 28  # a gigabyte in float32, which compiled kernels never hold
 
 
 def logits_at_once(device: torch.device) -> int:
-    return LOGITS_AT_ONCE >> (0 if device.type == "cuda" else 4)
+    if device.type == "cuda":
+        return LOGITS_AT_ONCE >> (0 if torch.compiler.is_compiling() else 2)
+    return LOGITS_AT_ONCE >> 4
 
 
 class ChunkedLoss(torch.autograd.Function):

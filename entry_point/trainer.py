@@ -110,7 +110,7 @@ class Trainer:
         # doubled. Other types need no scale.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.passes = config.passes(group.world_size)
-        self.records = may_record(config, device, group.world_size) and dtype != torch.float16
+        self.records = may_record(config, device, group.world_size, dtype)
         self.graphs: dict[int, PassGraph] = {}  # by length of windows
 
     def introduce(self, ranks: Ranks) -> None:
@@ -242,7 +242,8 @@ class Trainer:
         group, weights = self.group, [1.0] * self.passes
         length = window_length(step, self.config)
         x, y = self.batches.rows(step, group.rank, group.world_size)
-        x, y = x.reshape(-1, length), y.reshape(-1, length)
+        # As the inputs of a graph: the compiler makes another model for other strides.
+        x, y = x.reshape(-1, length).contiguous(), y.reshape(-1, length).contiguous()
         if isinstance(self.corpus.train, Packed):
             starts = self.batches.window_starts(step)
             weights = self.corpus.train.weights(starts, group.rank, group.world_size, self.passes)

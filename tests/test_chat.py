@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
+import pty
 import random
+import select
 import shutil
 import signal
 from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,9 +26,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import Finished
-from models import lively
+from models import lively, tokenizer_of
 from runs import run, words
 from starlette.testclient import TestClient
+from test_play import LETTERS, served
 
 from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed
 from entry_point.data import read_tokenizer
@@ -428,6 +434,51 @@ def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
     assert capsys.readouterr().out == "\nb\n\n"
 
 
+def test_a_pseudo_terminal_streams_stops_and_ends(job):
+    """The model continues without an end, until Ctrl-C; Ctrl-D then ends the command."""
+    model = str(job.directory / "hosts/algo-1/model")
+    command = [*launching.PROGRAM, "chat", model, "--max-new-tokens", "100000000"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
+    seen = ""
+
+    def read() -> None:
+        nonlocal seen
+        assert select.select([terminal], [], [], 60)[0], seen
+        seen += os.read(terminal, 1 << 16).decode(errors="replace")
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            read()
+        seen = seen.partition(text)[2]
+
+    def press(keys: bytes) -> None:
+        """Again, if nothing comes: Python misses a Ctrl-C just before it waits for a key."""
+        os.write(terminal, keys)
+        while not select.select([terminal], [], [], 1)[0]:
+            os.write(terminal, keys)
+
+    try:
+        until("> ")
+        press(b"half a line\x03")
+        until("> ")
+        press(b"The \n")
+        until("The \r\nThe ")  # what is typed, and its continuation
+        while len(seen) < 200:
+            read()
+        press(b"\x03")
+        until("\r\n> ")
+        press(b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+        os.close(terminal)
+
+
 def test_a_published_model_directory_chats(chat, directory, tmp_path):
     transformers = pytest.importorskip("transformers")
     published = tmp_path / "published"
@@ -518,6 +569,47 @@ def test_a_request_that_cannot_be_met_is_refused(client, changes, status):
     assert body.keys() == {"message", "type", "param", "code"}
 
 
+@pytest.fixture
+def api_of():
+    """OpenAI's own client of a server on a socket."""
+    with contextlib.ExitStack() as stack:
+
+        def make(player: Player) -> openai.OpenAI:
+            site = stack.enter_context(served([player]))
+            url = f"http://127.0.0.1:{site.port}/v1"
+            return openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
+
+        yield make
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_its_answer(api_of, streams):
+    api_client = api_of(Player("mine", lively(), tokenizer_of(LETTERS)))
+    endless: Any = dict(model="mine", prompt="a", max_tokens=10**9)
+    if streams:
+        stream = api_client.completions.create(**endless, stream=True)
+        next(stream)
+        stream.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            api_client.with_options(timeout=0.3).completions.create(**endless)
+    # It would wait for the other one.
+    assert api_client.completions.create(model="mine", prompt="a", max_tokens=1).choices
+
+
+def test_twenty_clients_wait_their_turn(api_of, player):
+    api_client = api_of(player)
+    wish: Any = dict(model="mine", messages=HELLO, temperature=0, max_tokens=4)
+
+    def answer(n: int) -> Any:
+        chunks = api_client.chat.completions.create(**wish, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    alone = api_client.chat.completions.create(**wish).choices[0].message.content
+    with ThreadPoolExecutor(20) as pool:
+        assert set(pool.map(answer, range(20))) == {alone}
+
+
 def test_a_request_needs_the_key(client):
     with pytest.raises(openai.AuthenticationError):
         client("wrong").models.list()
@@ -529,6 +621,6 @@ def test_a_base_model_refuses_to_chat_and_completes(tuned):
     app = make_app([player], 80, "t", api.routes([player]))
     http = TestClient(app, headers={"host": "127.0.0.1:80", "authorization": "Bearer t"})
     refused = http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO})
-    done = http.post("/v1/completions", json={"model": "base", "prompt": "The"})
+    done = http.post("/v1/completions", json={"model": "base", "prompt": "The", "seed": 1})
     assert (refused.status_code, done.status_code) == (400, 200)
     assert done.json()["usage"]["completion_tokens"] == 16

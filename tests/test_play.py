@@ -20,6 +20,7 @@ from models import lively, tokenizer_of
 
 from entry_point.model import GPT
 from launcher import fetch_model, sample, stream_samples
+from launcher.views import api
 from launcher.views.play import Player, Token, listen, make_server, until
 
 LETTERS = "\nabcdefghi "  # as many as the small models have
@@ -62,7 +63,7 @@ class Site:
 def served(players: list[Player]) -> Iterator[Site]:
     listener = listen(0)
     port = listener.getsockname()[1]
-    server = make_server(players, port, "secret")
+    server = make_server(players, port, "secret", api.routes(players))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield Site(port, players)

@@ -742,16 +742,17 @@ def test_only_a_long_run_on_a_gpu_is_compiled_by_default(
 
 
 @pytest.mark.parametrize(
-    "device, world_size, compiles, may",
+    "device, world_size, compiles, dtype, may",
     [
-        ("cuda", 1, "auto", True),
-        ("cuda", 1, "off", False),
-        ("cuda", 2, "on", False),
-        ("cpu", 1, "on", False),
+        ("cuda", 1, "auto", torch.bfloat16, True),
+        ("cuda", 1, "auto", torch.float16, False),
+        ("cuda", 1, "off", torch.bfloat16, False),
+        ("cuda", 2, "on", torch.bfloat16, False),
+        ("cpu", 1, "on", torch.bfloat16, False),
     ],
 )
-def test_only_one_gpu_that_may_compile_records(device, world_size, compiles, may):
-    assert may_record(Config(compile=compiles), torch.device(device), world_size) is may
+def test_only_one_gpu_that_may_compile_records(device, world_size, compiles, dtype, may):
+    assert may_record(Config(compile=compiles), torch.device(device), world_size, dtype) is may
 
 
 @pytest.fixture
@@ -764,34 +765,52 @@ def cuda(monkeypatch):
     return cuda
 
 
-def test_gradients_add_up_in_place_where_a_graph_was_recorded(tmp_path, cuda):
-    trainer = trainer_of(tmp_path, batch_size=4, gradient_accumulation_steps=2)
+def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
+    how = dict(batch_size=4, gradient_accumulation_steps=2, dropout=0.1, max_steps=4)
+    eager, trainer = (trainer_of(tmp_path / name, **how) for name in ("eager", "recorded"))
     trainer.records = True
     trainer.warm_up()
-    gradients = [gradient_of(p) for p in trainer.optimizer.parameters.values()]
-    assert not any(gradient.any() for gradient in gradients)
-    trainer.train_step()
-    for parameter, gradient in zip(trainer.optimizer.parameters.values(), gradients, strict=True):
-        assert parameter.grad is gradient
-    assert cuda.CUDAGraph.return_value.replay.call_count == 2
     (graph,) = trainer.graphs.values()
-    for kept, last in zip(graph.inputs, trainer.batch(0)[1][:2], strict=False):
-        assert torch.equal(kept, last)
+    replay = cuda.CUDAGraph.return_value.replay
+    replay.side_effect = lambda: graph.result.copy_(trainer.run_pass(*graph.inputs))
+    gradients = [gradient_of(p) for p in trainer.optimizer.parameters.values()]
+    for one in (eager, trainer):
+        for _ in range(3):
+            one.train_step()
+    assert replay.call_count == 6
+    assert torch.equal(trainer.loss_sum, eager.loss_sum)
+    for name, weight in eager.optimizer.parameters.items():
+        assert torch.equal(trainer.optimizer.parameters[name], weight)
+    for parameter, gradient in zip(trainer.optimizer.parameters.values(), gradients, strict=True):
+        assert parameter.grad is gradient  # at its place
+    x, y, _ = trainer.batch(0)[0]
+    torch.manual_seed(1)
+    whole = graph(x, y, 1.0).clone()
+    torch.manual_seed(1)
+    assert torch.equal(graph(x, y, 0.5), whole / 2)
 
 
-def test_without_memory_or_where_recording_fails_there_is_no_graph(tmp_path, cuda, capsys):
+@pytest.mark.parametrize("fault", ["memory", "it waits for the GPU"])
+def test_where_nothing_can_be_recorded_there_is_no_graph(tmp_path, cuda, capsys, fault):
     trainer = trainer_of(tmp_path)
     trainer.records = True
-    cuda.max_memory_allocated.return_value = 6
-    trainer.warm_up()
-    assert (trainer.graphs, "CUDA graph" in capsys.readouterr().out) == ({}, False)
-    cuda.max_memory_allocated.return_value = 4
-    cuda.graph.side_effect = RuntimeError("operation not permitted")
+    if fault == "memory":
+        cuda.max_memory_allocated.return_value = 6
+    else:
+        cuda.set_sync_debug_mode.side_effect = [RuntimeError(fault), None]
     trainer.warm_up()
     assert trainer.graphs == {}
-    assert "operation not permitted" in capsys.readouterr().out
+    assert (fault in capsys.readouterr().out) is (fault != "memory")
     assert all(p.grad is None for p in trainer.model.parameters())
     trainer.train_step()
+
+
+def test_a_pass_that_fails_while_it_is_recorded_ends_the_run(tmp_path, cuda):
+    trainer = trainer_of(tmp_path)
+    trainer.records = True
+    cuda.graph.side_effect = RuntimeError("operation not permitted")
+    with pytest.raises(TrainingError, match="compile=off"):
+        trainer.warm_up()
 
 
 @pytest.fixture

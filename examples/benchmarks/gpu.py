@@ -44,7 +44,7 @@ class Stage:
 
 
 STAGES = {
-    "right": Stage(right, 6, "takes 3; losses, resuming, memory: a line for each check"),
+    "right": Stage(right, 6, "takes 2; losses, resuming, memory: a line for each check"),
     "nccl": Stage(nccl, 5, "takes 2; groups against one process: a line for each check"),
     "speed": Stage(speed, 9, "takes 3; tokens/s of each setting, and of nanoGPT with two shapes"),
     "loss": Stage(loss, 8, "takes 2; seconds to nanoGPT's loss, and the loss"),

@@ -75,11 +75,11 @@ def speed(args: Namespace, scratch: Path, found: Found) -> None:
         for plan in plans:
             for name in [*plan.trainings] * (plan.rounds if together else 1):
                 with found.part(name):
-                    run = runs[name] if together else Paused(plan.trainings[name])
+                    run = runs[name] = runs.get(name) or Paused(plan.trainings[name])
                     for _ in range(1 if together else plan.rounds):
                         plan.turn(name, run)
                     if not together:
-                        run.end()
+                        runs.pop(name).end()
             plan.report()
     finally:
         for run in runs.values():
@@ -225,8 +225,6 @@ def profiled(
         return (time.perf_counter() - began) / steps
 
     seconds(lambda: step(trainer))
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     whole = seconds(lambda: step(trainer))
     trainer.forward_backward(trainer.step)
     update = seconds(lambda: trainer.optimizer.step(1e-6))
@@ -252,7 +250,7 @@ def profiled(
     cells |= {"update ms": f"{1000 * update:.2f}", "kernels": calls}
     cells["busy %"] = f"{100 * sum(spent.values()) / (1000 * whole):.0f}"
     if cuda:
-        cells["GB"] = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}"
+        cells["GB"] = f"{torch.cuda.max_memory_reserved() / 1e9:.1f}"
     found.row(name, **cells, **{f"{kind} ms": f"{ms:.2f}" for kind, ms in spent.items()})
 
 

@@ -328,25 +328,28 @@ class Paused:
 
     def read(self) -> None:
         last = "nothing"
-        with started(
-            self.training.process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as self.popen:
-            for line in self.popen.stdout:
-                last = line.strip() or last
-                self.parameters |= counted_parameters(line)
-                if found := self.training.step_line.match(line):
-                    with self.changed:
-                        self.moments.append((time.perf_counter(), int(found[1])))
-                        if len(self.moments) == 2:
-                            self.signal(signal.SIGSTOP)
-                        self.changed.notify_all()
-        with self.changed:
-            self.failure = f"{self.training.name}: it ended: {last}"
-            self.changed.notify_all()
+        try:
+            with started(
+                self.training.process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as self.popen:
+                for line in self.popen.stdout:
+                    last = line.strip() or last
+                    self.parameters |= counted_parameters(line)
+                    if found := self.training.step_line.match(line):
+                        with self.changed:
+                            self.moments.append((time.perf_counter(), int(found[1])))
+                            if len(self.moments) == 2:
+                                self.signal(signal.SIGSTOP)
+                            self.changed.notify_all()
+        finally:
+            with self.changed:
+                self.failure = f"{self.training.name}: it ended: {last}"
+                self.changed.notify_all()
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, number)
+        if self.popen and self.popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, number)
 
     def wait(self, lines: int, after: float = 0.0) -> list[tuple[float, int]]:
         """The moments after one, at least so many. Raises Failed if the run ends before."""
