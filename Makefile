@@ -1,5 +1,5 @@
 # make demo: set up, then upload, train for about a minute, sample.
-# make test: set up, then lint, types, tests.
+# make test: set up, then lint, types, tests. make test-all: also tests/slow.
 # make check: the same, but for tests that start a process, a server or a container.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
@@ -15,7 +15,7 @@ pip_install = $(if $(UV),uv pip install --python $(1)/bin/python,$(1)/bin/pip in
 # With these, each process of the tests would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
-.PHONY: demo test check test-image emulator gpu lint clean
+.PHONY: demo test test-all check test-image emulator gpu lint clean
 
 # Two processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
@@ -28,10 +28,14 @@ pytest := $(BIN)/pytest -n auto --dist worksteal
 
 test: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml
+	$(pytest) --ignore tests/slow
+
+test-all: lint .venv-contract/installed
+	$(BIN)/cfn-lint infra/template.yaml
 	$(pytest)
 
 check: lint
-	$(pytest) -q -r '' --quick
+	$(pytest) -q -r '' --quick --ignore tests/slow
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff check .

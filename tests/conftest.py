@@ -130,6 +130,21 @@ def text_file(text, tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def environment(tmp_path, text_file, monkeypatch):
+    """Variables for a shell: an empty home, and no settings from outside."""
+    for name in list(os.environ):
+        if name.startswith(("SM_", "AWS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("MAX_STEPS", "20")
+    monkeypatch.setenv("TEXT", str(text_file))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are those of other tests too
+    (tmp_path / "home").mkdir()
+    return dict(os.environ)
+
+
 # ------------------------------------------------------------------------------------------------
 # The launcher
 
@@ -264,3 +279,22 @@ def cloud(emulator, s3, monkeypatch):
     monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.1)
     monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
     return emulator
+
+
+@pytest.fixture
+def submit(cloud, cli, text_file):
+    """Launches a job on SageMaker, whose script fails for a reason or writes a log."""
+
+    def launch(*words: str, **script: Any) -> launching.Ran:
+        cloud.sagemaker.next_script = script
+        ran = cli("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file), *words)
+        assert ran.code == 0, ran.err
+        return ran
+
+    return launch
+
+
+@pytest.fixture
+def launch(submit):
+    """Launches such a job, and returns its id."""
+    return lambda *words, **script: submit(*words, **script).out.strip()

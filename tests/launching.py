@@ -255,3 +255,12 @@ def all_ended(words: Sequence[Sequence[str]], home: Path) -> list[Ran]:
             for process in processes
             for out, err in [process.communicate(timeout=runs.LIMIT)]
         ]
+
+
+def output_of(command: list[str | Path], cwd: Path, environment: dict[str, str]) -> str:
+    """What a command prints on stdout; it has to succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

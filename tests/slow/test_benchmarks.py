@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BENCHMARKS = EXAMPLES / "benchmarks"
 NAMES = (
     "benchmarks/throughput",
@@ -70,7 +70,7 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-# The tutorials run in their notebook: tests/test_examples.py.
+# The tutorials run in their notebook: test_examples.py.
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tutorials/")])
 def test_a_smoke_run_writes_the_same_table_and_json(name, tmp_path, text_file):
     ran = run(name, "--text", text_file, "--quick", "--json", tmp_path / "found.json")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).parent / "uv"
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
