@@ -64,6 +64,16 @@ class Ran:
         assert not any(note.startswith("error: ") for note in notes), self.err
         return last.removeprefix("error: ")
 
+    @property
+    def good(self) -> Ran:
+        """Itself, after it was checked that it succeeded."""
+        assert self.code == 0, self.err
+        return self
+
+    def failed(self, code: int, *facts: str) -> bool:
+        """Whether it ended with this code and an error that holds these facts."""
+        return self.code == code and all(fact in self.error for fact in facts)
+
 
 @dataclass(frozen=True)
 class Finished:
