@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from unittest.mock import Mock
 
 import launching
 import pytest
+import runs
 import torch
 from launching import Finished
 from models import characters, tokenizer_of
@@ -23,11 +26,12 @@ from entry_point.huggingface import qwen3_logits, starting_values, write_artefac
 from entry_point.model import GPT
 from entry_point.optim import Optimizer
 from launcher import InputError, fetch_model, load_model, sample
-from launcher.source import Source
+from launcher.source import Source, keep
 
 HEAD = "logits = F.linear(x, head.weight.to(x.dtype)).float()"
 ACTIVATION = "activation = staticmethod(F.silu)"
 BLOCKS = "        self.blocks = "
+VOCABULARY = "abcdefghijk"
 FIELD = "    dropout: float = hyperparameter("
 EDITS: dict[str, list[tuple[str, str]]] = {
     "activation": [("self.activation(gate) * up", "F.relu(gate) ** 2 * up")],
@@ -35,25 +39,14 @@ EDITS: dict[str, list[tuple[str, str]]] = {
     "learned positions": [  # which change as the context slides
         ("rotate(qk, cos, sin)", "qk"),
         (
-            "        self.blocks = ",
-            "        self.positions = nn.Embedding(config.block_size, config.n_embd)\n"
-            "        self.blocks = ",
+            BLOCKS,
+            f"        self.positions = nn.Embedding(config.block_size, config.n_embd)\n{BLOCKS}",
         ),
         (
             "x = self.embed(idx).to(self.compute_dtype)",
             "x = self.embed(idx) + self.positions.weight[: idx.size(1)]\n"
             "        x = x.to(self.compute_dtype)",
         ),
-    ],
-    "more weights": [
-        ("n_out * n_fused, bias=False)", "n_out * n_fused, bias=True)"),
-        (
-            "F.linear(x, self.weight.to(x.dtype))\n",
-            "F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))\n",
-        ),
-        (HEAD, "logits = head(x).float()"),
-        (BLOCKS, f"        self.final_norm = nn.LayerNorm(config.n_embd)\n{BLOCKS}"),
-        ("x = norm(x, self.norm)", "x = self.final_norm(x.float()).to(x.dtype)"),
     ],
     "buffers": [
         (
@@ -74,21 +67,41 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",
         ),
     ],
+    "more weights": [  # the last, as it replaces what others keep
+        ("n_out * n_fused, bias=False)", "n_out * n_fused, bias=True)"),
+        (
+            "F.linear(x, self.weight.to(x.dtype))\n",
+            "F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))\n",
+        ),
+        (HEAD, "logits = head(x).float()"),
+        (BLOCKS, f"        self.final_norm = nn.LayerNorm(config.n_embd)\n{BLOCKS}"),
+        ("x = norm(x, self.norm)", "x = self.final_norm(x.float()).to(x.dtype)"),
+    ],
 }
 
 
-@pytest.fixture
-def launched(home, cli, text_file):
-    """Runs a job of a script with edits; only the job has the script afterwards."""
+@pytest.fixture(scope="session")
+def finished_edited(tmp_path_factory, text_file):
+    """A job of a script with all edits, which only the job has afterwards. It is shared."""
 
-    def run(*edits: tuple[str, str]) -> Finished:
-        script = launching.edited(home.parent / "mine", *edits)
-        ran = cli(*launching.launching("--entry-point", str(script), data=text_file))
+    def build(directory: Path) -> tuple[Path, str]:
+        home, edits = directory / "home", [edit for edits in EDITS.values() for edit in edits]
+        script = launching.edited(directory / "mine", *edits)
+        words = launching.launching("--entry-point", str(script), data=text_file)
+        ran = launching.command(*words, home=home)
         assert ran.code == 0, ran.err
         shutil.rmtree(script)
-        return Finished(home, ran.out.strip())
+        return home, ran.out.strip()
 
-    return run
+    home, job_id = launching.once(tmp_path_factory, "finished-edited", build)
+    return Finished(Path(home), job_id)
+
+
+@pytest.fixture
+def edited(finished_edited, home):
+    """A copy of that job in this test's own home."""
+    shutil.copytree(finished_edited.home, home)
+    return Finished(home, finished_edited.job_id)
 
 
 def module_of(folder: Path) -> SimpleNamespace:
@@ -99,17 +112,51 @@ def module_of(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**{k: v for k, v in found.items() if not k.startswith("__")})
 
 
-def model_of(module: SimpleNamespace, **values: Any) -> Any:
-    """A model of 11 characters of a folder, none of whose parts is idle."""
-    model = module.GPT(module.make_config(values), 11).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model
+@dataclass(frozen=True)
+class Written:
+    """A model of an edited folder, none of whose parts is idle, and why it is not Qwen3's."""
+
+    folder: Path
+    module: SimpleNamespace
+    model: Any
+    directory: Path
+    why: str
 
 
-def as_trained(job: Finished) -> tuple[Any, str]:
-    """The model that the run kept, with its weights as it trained them, and its vocabulary."""
-    module, place = module_of(job.directory / "code"), job.directory / "hosts/algo-1"
+@pytest.fixture
+def write(tmp_path):
+    """Writes a small model of a folder with edits, as a run of it does."""
+
+    def write(*edits: tuple[str, str], **values: Any) -> Written:
+        folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
+        module = module_of(folder)
+        config = module.make_config({"n_layer": 1, "n_embd": 32, "block_size": 16, **values})
+        model = module.GPT(config, len(VOCABULARY)).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
+        training = {"script_sha256": module.SCRIPT_SHA256}
+        why = module.write_artefact(directory, model, tokenizer_of(VOCABULARY), training)
+        return Written(folder, module, model, directory, why)
+
+    return write
+
+
+def greedy(model: Any, vocabulary: str, prompt: str, n: int) -> str:
+    """A sample at temperature 0, computed without a cache."""
+    ids = torch.tensor([[vocabulary.index(character) for character in prompt]])
+    with torch.inference_mode():
+        for _ in range(n):
+            following = model(ids[:, -model.config.block_size :])[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat((ids, following), dim=1)
+    return "".join(vocabulary[i] for i in ids[0].tolist()) + "\n"
+
+
+# -- a job -----------------------------------------------------------------------------------------
+
+
+def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
+    """With its weights as the run trained them, which its checkpoint holds."""
+    module, place = module_of(edited.directory / "code"), edited.directory / "hosts/algo-1"
     training = json.loads((place / "model/training.json").read_text())
     loaded = Checkpoints(place / "checkpoints").load_latest()
     assert loaded is not None
@@ -118,61 +165,29 @@ def as_trained(job: Finished) -> tuple[Any, str]:
     best = {k[5:]: tensor for k, tensor in tensors.items() if k.startswith("best.")}
     tokenizer = module.Tokenizer(state["tokenizer"])
     model = module.with_weights(module.make_config(training["config"]), len(tokenizer), best)
-    return model, characters(tokenizer)
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_model_is_sampled_as_it_was_trained(edit, launched, cli):
-    job = launched(*EDITS[edit])
-    model, vocabulary = as_trained(job)
-    prompt, n = "The ", 60
-    ids = torch.tensor([[vocabulary.index(character) for character in prompt]])
-    with torch.inference_mode():
-        for _ in range(n):
-            following = model(ids[:, -32:])[:, -1].argmax(dim=-1, keepdim=True)
-            ids = torch.cat((ids, following), dim=1)
-    words = ("--prompt", prompt, "--max-new-tokens", str(n), "--temperature", "0")
-    ran = cli("fetch-and-sample", job.job_id, *words)
+    words = ("--prompt", "The ", "--max-new-tokens", "60", "--temperature", "0")
+    ran = cli("fetch-and-sample", edited.job_id, *words)
     assert ran.code == 0, ran.err
-    assert ran.out == "".join(vocabulary[i] for i in ids[0].tolist()) + "\n"
+    assert ran.out == greedy(model, characters(tokenizer), "The ", 60)
     assert "sampling with the edited" in ran.err
 
 
-@pytest.fixture
-def edited(launched):
-    return launched(*EDITS["activation"])
-
-
-def test_an_edited_model_names_its_script_and_why(edited):
+def test_an_edited_model_names_its_script_and_why(finished_edited):
     import transformers
 
-    directory = edited.directory / "hosts/algo-1/model"
-    assert "its logits differ from Qwen3's" in (edited.directory / "logs/job.log").read_text()
+    job = finished_edited.directory
+    directory = job / "hosts/algo-1/model"
     config = json.loads((directory / "config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
-    assert "its logits differ from Qwen3's" in config["why"]
+    why = re.fullmatch("not Qwen3: (.+); the script of .*", config["why"])
+    assert why is not None
+    assert why[1] in (job / "logs/job.log").read_text()
     with pytest.raises(ValueError, match="sm-nanogpt-edited"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)
     training = json.loads((directory / "training.json").read_text())
     command = ["sh", "-c", "LC_ALL=C; export LC_ALL; sha256sum *.py | sha256sum"]
-    sums = subprocess.check_output(command, cwd=edited.directory / "code", text=True)
+    sums = subprocess.check_output(command, cwd=job / "code", text=True)
     assert training["script_sha256"] == sums.split()[0]
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_model_can_be_started_from(edit, tmp_path):
-    module = module_of(launching.edited(tmp_path / "mine", *EDITS[edit]))
-    more = {"softcap": 3.0} if edit == "hyperparameter" else {}
-    model = model_of(module, n_layer=1, n_embd=32, **more)
-    training = {"script_sha256": module.SCRIPT_SHA256}
-    assert module.write_artefact(tmp_path, model, tokenizer_of("abcdefghijk"), training)
-    config = module.make_config(module.starting_values(tmp_path, {}))
-    started = module.GPT(config, 11).eval()
-    module.load_pretrained(started, tmp_path)
-    ids = torch.arange(11)[None]
-    assert torch.equal(started(ids), model(ids))
-    with pytest.raises(ConfigError, match=module.SCRIPT_SHA256[:12]):
-        starting_values(tmp_path, {})
 
 
 def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
@@ -189,13 +204,14 @@ def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
 def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     other, mine = launching.edited(tmp_path / "other", *EDITS["no QK-norm"]), tmp_path / "own"
     (edited.directory / "code").rename(mine)
-    ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(other))
-    assert ran.code == 2
-    assert f"{other} is another" in ran.error
     shutil.rmtree(edited.home / "sources")
-    ran = cli("fetch-and-sample", edited.job_id)
-    assert (ran.code, ran.out) == (2, "")
-    assert "--entry-point DIR" in ran.error
+    for words, said in (
+        (("--entry-point", str(other)), f"{other} is another"),
+        ((), "--entry-point DIR"),
+    ):
+        ran = cli("fetch-and-sample", edited.job_id, *words)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.error
     assert not (edited.home / "models" / edited.job_id).exists()
     with pytest.raises(InputError, match="--entry-point DIR"):
         load_model(edited.directory / "hosts/algo-1/model")
@@ -214,34 +230,52 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
     kept = settings.kept_source(module_of(edited.directory / "code").SCRIPT_SHA256)
     model, _ = load_model(directory, settings)
     assert type(model) is module_of(kept).GPT
-    ran = cli("fetch-and-sample", edited.job_id)
-    assert ran.code == 0, ran.err
+    assert cli("fetch-and-sample", edited.job_id).code == 0
     shutil.rmtree(kept)
     shutil.rmtree(edited.home / "models")
     assert cli("fetch-and-sample", edited.job_id).code == 2
 
 
+# -- a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_each_edit_is_sampled_and_started_from(edit, write, cli, tmp_path):
+    made = write(*EDITS[edit], **({"softcap": 3.0} if edit == "hyperparameter" else {}))
+    assert made.why
+    words = ("--prompt", "abc", "--max-new-tokens", "60", "--temperature", "0")
+    ran = cli("fetch-and-sample", str(made.directory), "--entry-point", str(made.folder), *words)
+    assert ran.out == greedy(made.model, VOCABULARY, "abc", 60), ran.err
+    config = made.module.make_config(made.module.starting_values(made.directory, {}))
+    started = made.module.GPT(config, len(VOCABULARY)).eval()
+    made.module.load_pretrained(started, made.directory)
+    ids = torch.arange(11)[None]
+    assert torch.equal(started(ids), made.model(ids))
+    with pytest.raises(ConfigError, match=made.module.SCRIPT_SHA256[:12]):
+        starting_values(made.directory, {})
+
+
+OF_MODEL = ("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128")
+OF_SCHEDULE = ("warm * (config.final", "0.9 * warm * (config.final")
+# model.py reads it from the Config, so a model.py that was left alone is not enough.
+OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
+
+
 @pytest.mark.parametrize(
-    ("edit", "of_model"),
-    [
-        (("QUERIES_AT_ONCE = 256", "QUERIES_AT_ONCE = 128"), True),  # of model.py
-        (("warm * (config.final", "0.9 * warm * (config.final"), False),  # of the schedule
-    ],
+    ("edit", "packaged"), [(OF_MODEL, False), (OF_SCHEDULE, True), (OF_WIDTH, False)]
 )
-def test_the_package_computes_qwen3_without_the_folder(edit, of_model, launched, home, caplog):
-    """And with it, since it is faster, if the folder has the same model.py."""
-    directory = fetch_model(launched(edit).job_id)
-    assert isinstance(load_model(directory)[0], GPT) is not of_model
-    shutil.rmtree(home / "sources")
-    assert isinstance(load_model(directory)[0], GPT)
+def test_the_package_computes_what_it_computes_alike(edit, packaged, write, home):
+    """As it is faster, and only then, if the folder is there."""
+    made = write(edit)
+    keep(Source.read(made.folder), launching.settings_of(home))
+    assert isinstance(load_model(made.directory)[0], GPT) is packaged
+
+
+@pytest.mark.parametrize(("edit", "of_model"), [(OF_MODEL, True), (OF_SCHEDULE, False)])
+@pytest.mark.usefixtures("home")
+def test_the_package_computes_qwen3_without_the_folder(edit, of_model, write, caplog):
+    assert isinstance(load_model(write(edit).directory)[0], GPT)
     assert ("using the packaged script" in caplog.text) is of_model
-
-
-def test_an_edited_width_is_sampled_by_its_folder(launched, cli):
-    """model.py reads it from the Config, so a model.py that was left alone is not enough."""
-    job = launched(("8 * round(self.n_embd / 3)", "4 * self.n_embd"))
-    ran = cli("fetch-and-sample", job.job_id)
-    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize(
@@ -260,12 +294,35 @@ def test_an_edited_width_is_sampled_by_its_folder(launched, cli):
         ((ACTIVATION, "other = staticmethod(F.silu)"), "'MLP' has no attribute"),
     ],
 )
-def test_models_unlike_qwen3_are_marked_edited(edit, why, tmp_path):
-    module = module_of(launching.edited(tmp_path / "mine", edit))
-    tokenizer = tokenizer_of("abcdefghijk")
-    assert why in module.write_artefact(tmp_path / "model", model_of(module), tokenizer, {})
-    config = json.loads((tmp_path / "model/config.json").read_text())
+def test_models_unlike_qwen3_are_marked_edited(edit, why, write):
+    made = write(edit)
+    assert why in made.why
+    config = json.loads((made.directory / "config.json").read_text())
     assert config["model_type"] == "sm-nanogpt-edited"
+
+
+def test_an_activation_known_to_qwen3_stays_loadable(write):
+    import transformers
+
+    made = write((ACTIVATION, "activation = staticmethod(F.gelu)"))
+    assert made.why == ""
+    assert json.loads((made.directory / "config.json").read_text())["hidden_act"] == "gelu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.directory)
+    ids = torch.arange(11)[None]
+    with torch.inference_mode():
+        expected = theirs(ids).logits
+        torch.testing.assert_close(expected, made.model(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_another_activation_needs_its_script(write, cli):
+    directory = str(write((ACTIVATION, "activation = staticmethod(F.gelu)")).directory)
+    for words in (
+        ("launch", "--instance", "local", "--init-from", directory),
+        ("fetch-and-sample", directory),
+    ):
+        ran = cli(*words)
+        assert (ran.code, ran.out) == (2, "")
+        assert "--entry-point DIR" in ran.error
 
 
 def exported(tmp_path: Path) -> str:
@@ -292,21 +349,34 @@ def test_out_of_memory_is_not_called_edited(tmp_path, monkeypatch, error):
     assert not (tmp_path / "model/config.json").exists()
 
 
-def test_another_scripts_best_weights_are_dropped(job, cli, tmp_path):
-    script = launching.edited(tmp_path / "mine", *EDITS["activation"])
-    words = ("--entry-point", str(script), "--set", "max_steps=11")
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
-    assert ran.code == 0, ran.err
-    assert "note: another script wrote it" in ran.err
-    assert "at step 11\n" in ran.err
+# -- training --------------------------------------------------------------------------------------
 
 
-def test_resume_refuses_a_script_of_other_weights(job, cli, tmp_path):
-    script = launching.edited(tmp_path / "mine", *EDITS["more weights"])
-    words = ("--entry-point", str(script), "--set", "max_steps=11")
-    ran = cli("launch", "--instance", "local", "--resume", job.job_id, *words)
-    assert ran.code == 1
-    assert "attention.out.bias is nothing in the checkpoint" in ran.error
+@pytest.mark.parametrize(
+    ("edit", "status", "said"),
+    [
+        ("activation", 0, "note: another script wrote it"),
+        ("more weights", 1, "attention.out.bias is nothing in the checkpoint"),
+    ],
+)
+def test_another_script_resumes_the_same_weights(edit, status, said, finished, text_file, tmp_path):
+    """Its best weights are its own, so those before are dropped."""
+    shutil.copytree(finished.directory / "hosts/algo-1", tmp_path / "run")
+    command = runs.edited_folder(tmp_path / "mine", *EDITS[edit])
+    resume = runs.words(resume=tmp_path / "run", data=text_file, max_steps=11)
+    end = runs.run(resume, cwd=tmp_path, command=command)
+    assert end.status == status
+    assert said in end.output
+    assert ("at step 11\n" in end.output) is (status == 0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_parameter_without_a_gradient_is_named(processes, text_file, tmp_path):
+    command = runs.edited_folder(tmp_path / "mine", EDITS["more weights"][0])
+    words = runs.words(**launching.TINY, data=text_file, processes=processes)
+    end = runs.run(words, cwd=tmp_path, command=command)
+    assert end.status == 1
+    assert re.match(r"TrainingError: blocks\.0\.attention\.qkv\.bias, .*no gradient", end.last_line)
 
 
 def test_a_frozen_parameter_is_left_as_it_is():
@@ -324,49 +394,13 @@ def test_a_frozen_parameter_is_left_as_it_is():
 
 
 def test_a_bias_that_an_edit_adds_begins_at_zero(tmp_path):
-    script = launching.edited(tmp_path / "mine", *EDITS["more weights"])
-    module = module_of(script)
+    module = module_of(launching.edited(tmp_path / "mine", *EDITS["more weights"]))
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         layer = module.Linear(3, 2)
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(layer.bias, torch.zeros(2))
-
-
-def test_a_parameter_without_a_gradient_is_named(cli, text_file, tmp_path):
-    script = launching.edited(tmp_path / "mine", EDITS["more weights"][0])
-    for processes in ("1", "2"):
-        words = ("--entry-point", str(script), "--processes-per-instance", processes)
-        ran = cli(*launching.launching(*words, data=text_file))
-        assert ran.code == 1
-        assert "TrainingError: blocks.0.attention.qkv.bias" in ran.error
-        assert "no gradient" in ran.error
-
-
-def test_an_activation_known_to_qwen3_stays_loadable(tmp_path):
-    import transformers
-
-    edit = (ACTIVATION, "activation = staticmethod(F.gelu)")
-    module = module_of(launching.edited(tmp_path / "mine", edit))
-    model = model_of(module)
-    assert module.write_artefact(tmp_path / "model", model, tokenizer_of("abcdefghijk"), {}) == ""
-    assert json.loads((tmp_path / "model/config.json").read_text())["hidden_act"] == "gelu"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    ids = torch.arange(11)[None]
-    with torch.inference_mode():
-        torch.testing.assert_close(theirs(ids).logits, model(ids), atol=1e-4, rtol=1e-4)
-
-
-def test_another_activation_needs_its_script(launched, home, cli):
-    job = launched((ACTIVATION, "activation = staticmethod(F.gelu)"))
-    ran = cli("launch", "--instance", "local", "--init-from", job.job_id)
-    assert ran.code == 2
-    assert "--entry-point DIR" in ran.error
-    shutil.rmtree(home / "sources")
-    ran = cli("fetch-and-sample", job.job_id)
-    assert (ran.code, ran.out) == (2, "")
-    assert "--entry-point DIR" in ran.error
 
 
 def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
