@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from runs import (
     SCRIPT,
     SMALL,
+    Ended,
     edited_folder,
     ended,
     environment,
@@ -44,11 +46,18 @@ from entry_point.container import (
     Ranks,
     choose_device,
     local_processes,
+    machine_line,
     rank_device,
     read_container,
 )
-from entry_point.distributed import Group, Watchdog, read_ranks
-from entry_point.errors import ConfigError, DataError, TrainingError, failure_report
+from entry_point.distributed import Group, Watchdog, read_ranks, start_ranks
+from entry_point.errors import (
+    ConfigError,
+    DataError,
+    TrainingError,
+    failure_report,
+    report_failure,
+)
 from launcher.machines import cores
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}
@@ -134,19 +143,28 @@ def test_missing_or_broken_variables_have_defaults(base, broken):
     assert read(base, **broken) == container(base)
 
 
-@pytest.mark.parametrize("resources", [None, "{}", "{broken", "[]", '{"hosts": "algo-1"}'])
-def test_unknown_hosts_are_refused(base, resources):
+NO_HOST = {"SM_HOSTS": "[algo-1]", "SM_CURRENT_HOST": "algo-1"}
+OTHER_HOST = {"SM_HOSTS": '["algo-3", "algo-4"]', "SM_CURRENT_HOST": "algo-9"}
+KNOWN = '{"hosts": ["algo-1", "algo-2"], "current_host": "algo-2"}'
+
+
+@pytest.mark.parametrize(
+    "resources, env, said",
+    [
+        *(
+            (resources, NO_HOST, r"SM_HOSTS='\[algo-1\]'")
+            for resources in (None, "{}", "{broken", "[]", '{"hosts": "algo-1"}')
+        ),
+        (KNOWN, OTHER_HOST, "SM_CURRENT_HOST='algo-9'"),
+    ],
+)
+def test_unknown_hosts_are_refused(base, resources, env, said):
     file = base / "input/config/resourceconfig.json"
     file.unlink()
     if resources is not None:
         file.write_text(resources)
-    with pytest.raises(TrainingError, match=r"SM_HOSTS='\[algo-1\]'"):
-        read(base, SM_HOSTS="[algo-1]", SM_CURRENT_HOST="algo-1")
-
-
-def test_a_current_host_outside_the_hosts_is_refused(base):
-    with pytest.raises(TrainingError, match="SM_CURRENT_HOST='algo-9'"):
-        read(base, SM_HOSTS='["algo-3", "algo-4"]', SM_CURRENT_HOST="algo-9")
+    with pytest.raises(TrainingError, match=said):
+        read(base, **env)
 
 
 def test_a_missing_training_channel_error_lists_the_channels(base):
@@ -175,11 +193,13 @@ def test_a_sagemaker_job_refuses_path_options(base, name):
         read_container(env, Options(**{name: "here"}))  # type: ignore[arg-type]
 
 
-def test_outside_a_container_each_run_has_its_own_directory(text_file, tmp_path):
-    arguments = words(**{**SMALL, "max_steps": 1}, data=text_file)
-    for done in [*run_hosts(arguments, cwd=tmp_path, envs=[environment()] * 2)]:
-        assert done.status == 0, done.output
-    assert len(list(tmp_path.glob("runs/*/model/config.json"))) == 2
+def test_two_runs_of_one_second_have_own_directories(monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    places = []
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        places.append(read_container({}, Options(data="input.txt")).model_dir)
+    assert places == [Path("runs/now-1/model"), Path("runs/now-2/model")]
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -236,6 +256,20 @@ def test_impossible_ranks_are_refused(env, n_hosts, said):
 # -- devices ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "place, machines",
+    [
+        ((0, 2, 0, 1), "2 hosts x 1 CPU = 2 processes"),
+        ((0, 4, 0), "2 hosts x CPU = 4 processes"),  # the size of its host is unknown
+    ],
+)
+def test_the_first_line_counts_hosts_and_processes(place, machines):
+    ranks = read_ranks(told(*place), 1)
+    assert ranks is not None
+    line = machine_line(torch.device("cpu"), ranks, 2)
+    assert line.startswith(f"running on {machines} in one group (launched by torchrun;")
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     def pretend(count: int) -> None:
@@ -281,12 +315,63 @@ def test_each_gpu_gets_a_process(gpus, monkeypatch):
         train.train(Config(), Options(), host, Ranks(0, 1, 0, 1, "mpirun"))
 
 
-def test_the_processes_option_sets_the_cpu_processes(gpus):
+@pytest.mark.parametrize(
+    "asked, processes",
+    [
+        ({}, 1),
+        ({"processes": 3}, 3),
+        ({"processes_before": 3}, 3),
+        ({"processes": 2, "processes_before": 3}, 2),
+    ],
+)
+def test_the_processes_option_sets_the_cpu_processes(gpus, asked, processes):
     gpus(0)
-    assert local_processes(Config(), container(num_gpus=0), Options()) == 1
-    assert local_processes(Config(), container(), Options(processes=3)) == 3
-    assert local_processes(Config(), container(), Options(processes_before=3)) == 3
-    assert local_processes(Config(), container(), Options(processes=2, processes_before=3)) == 2
+    assert local_processes(Config(), container(num_gpus=0), Options(**asked)) == processes
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_share_the_cores_of_their_host(monkeypatch, processes):
+    """Also under mpirun, where some builds of torch take one thread."""
+    threads = Mock()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads)
+    monkeypatch.setattr(train, "Group", Mock())
+    monkeypatch.setattr(train, "load_corpus", Mock(side_effect=DataError))
+    ranks = Ranks(0, processes, 0, processes, "mpirun")
+    with pytest.raises(DataError):
+        train.train(Config(device="cpu"), Options(), container(), ranks)
+    threads.assert_called_once_with(max(1, cores() // processes))
+
+
+# -- what cannot run -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside, error", [(False, ConfigError), (True, DataError)])
+def test_a_restart_outside_a_container_needs_out(monkeypatch, inside, error):
+    """In a container it goes on, with the checkpoints that SageMaker keeps."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(train, "Group", Mock(side_effect=DataError))
+    host = container(inside=inside)
+    with pytest.raises(error, match="" if inside else "--out DIRECTORY"):
+        train.train(Config(device="cpu"), Options(), host, Ranks(0, 1, 0, 1, "torchrun"))
+
+
+def test_a_run_without_text_names_the_option(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(DataError, match=r"^no text: .*--data FILE"):
+        train.main([])
+
+
+@pytest.mark.parametrize("invalid", [False, True])
+def test_an_unusable_port_is_named(monkeypatch, invalid):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = "any" if invalid else str(taken.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        said = "^MASTER_PORT='any' " if invalid else f"^port {port}: .* MASTER_PORT "
+        with pytest.raises(TrainingError, match=said):
+            start_ranks(Mock(), Config(device="cpu"), container(current_host="algo-1"), 1)
 
 
 def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
@@ -322,118 +407,61 @@ def test_hosts_with_different_text_are_refused(text, tmp_path):
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
-def test_processes_share_all_cores_under_any_launcher(tmp_path, text_file):
-    """Some builds of torch take one thread when Open MPI's variables are there."""
-    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    mpirun = {**told(0, 1, 0, 1, by=OPEN_MPI), "MASTER_ADDR": "127.0.0.1"}
-    for extra, asked, processes in (({}, {}, 1), (mpirun, {}, 1), ({}, {"processes": 2}, 2)):
-        arguments = words(**{**SMALL, "max_steps": 1}, data=text_file, **asked)
-        end = run(arguments, cwd=tmp_path, env={**env, **extra})
-        assert end.status == 0, end.output
-        threads = max(1, cores() // processes)
-        assert re.findall(r"(\d+) CPU thread", end.output) == [str(threads)]
-
-
-@pytest.mark.parametrize(
-    "places, machines",
-    [
-        ([(0, 2, 0, 1), (1, 2, 0, 1)], "2 hosts x 1 CPU = 2 processes"),
-        ([(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)], "2 hosts x CPU = 3 processes"),
-        ([(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)], "2 hosts x CPU = 4 processes"),
-    ],
-    ids=["equal", "unequal", "of unknown size"],
-)
-def test_hosts_without_names_form_one_group(tmp_path, text_file, places, machines):
+def test_unequal_hosts_without_names_form_one_group(tmp_path, text_file):
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    envs = [{**env, **told(*place)} for place in places]
-    ends = run_hosts(words(**SMALL, data=text_file, out="mine"), cwd=tmp_path, envs=envs)
+    places = [(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)]
+    arguments = words(**{**SMALL, "max_steps": 1}, data=text_file, out="mine")
+    ends = run_hosts(arguments, cwd=tmp_path, envs=[{**env, **told(*place)} for place in places])
     assert not any(end.status for end in ends), ends
-    assert f"running on {machines} in one group" in ends[0].output
+    assert "running on 2 hosts x CPU = 3 processes in one group" in ends[0].output
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_run_that_torchrun_restarts_resumes(text, text_file, tmp_path, inside):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1")
-    env = make_hosts(tmp_path / "ml", text)[0] if inside else environment()
-    places = {} if inside else {"data": text_file, "out": tmp_path / "ml/algo-1"}
-    end = run(
-        words(**SMALL, checkpoint_seconds=1e-6, **places),
-        cwd=tmp_path,
-        env={**env, "NANOGPT_FAULT": "1:7:kill"},
-        command=(*torchrun, "--nproc_per_node=2", str(SCRIPT)),
-    )
-    assert end.status == 0, end.output
-    assert "resumed from the checkpoint of step " in end.output
-    assert (tmp_path / "ml/algo-1/model/model.safetensors").exists()
-
-
-def test_a_restart_without_a_directory_is_refused(tmp_path, text_file):
-    env = environment(TORCHELASTIC_RESTART_COUNT="1")
-    end = run(words(**SMALL, data=text_file), cwd=tmp_path, env=env)
-    assert end.status == 2
-    assert "--out DIRECTORY" in end.last_line
-
-
-@pytest.mark.parametrize(
-    "command, processes",
-    [
-        ("python", 1),
-        # At any free port, so that tests side by side do not meet at torchrun's usual one.
-        ("torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --nproc_per_node 2", 2),
-    ],
-    ids=["python", "torchrun"],
-)
-def test_a_copy_of_the_folder_trains(text_file, tmp_path, command, processes):
+@pytest.fixture
+def copy(text_file, tmp_path):
+    """A copy of the folder with a text: starts `train.py` there by a command, as a user does."""
     for file in (text_file, *SCRIPT.parent.glob("*.py")):
         shutil.copy(file, tmp_path)
-    end = run(
-        ["train.py", "--data", "input.txt", *words(max_steps=3, eval_windows=32)],
-        cwd=tmp_path,
-        env=environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"),
-        command=command.split(),
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def start(command: str, **values: Any) -> Ended:
+        small = words(data="input.txt", **{**SMALL, "max_steps": 3, **values})
+        env = environment(PATH=path, NANOGPT_FAULT="1:2:kill")
+        return run(["train.py", *small], cwd=tmp_path, env=env, command=command.split())
+
+    return start
+
+
+def test_a_copy_of_the_folder_trains(copy, tmp_path):
+    end = copy("python")
     assert end.status == 0, end.output
-    assert f"= {processes} process" in end.output
+    assert "= 1 process in one group" in end.output
     assert list(tmp_path.glob("runs/*/model/model.safetensors"))
 
 
-def test_a_run_without_text_names_the_option(tmp_path):
-    end = run([], cwd=tmp_path, env=environment(SAGEMAKER_BASE_DIR=str(tmp_path)))
-    assert end.status == 2
-    assert re.fullmatch("DataError: no text: .*--data FILE", end.last_line)
+def test_a_run_that_torchrun_restarts_resumes(copy, tmp_path):
+    torchrun = "torchrun --standalone --max-restarts=1 --nproc_per_node 2"
+    end = copy(torchrun, out="mine", checkpoint_seconds=1e-6)
+    assert end.status == 0, end.output
+    assert "= 2 processes in one group" in end.output
+    assert "resumed from the checkpoint of step " in end.output
+    assert (tmp_path / "mine/model/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "fault, status, reason",
-    [
-        ("0:4:raise", 1, "OSError: NANOGPT_FAULT asked"),
-        ("1:4:raise", 1, "OSError: NANOGPT_FAULT asked"),
-        ("1:4:kill", 137, "TrainingError: rank 1 on localhost was killed by SIGKILL"),
-    ],
-)
-def test_a_failed_rank_ends_the_job_with_its_reason(tmp_path, text_file, fault, status, reason):
+FAULTS = {  # and how the run ends
+    "0:4:raise": (1, "OSError: NANOGPT_FAULT asked"),
+    "1:4:raise": (1, "OSError: NANOGPT_FAULT asked"),
+    "1:4:kill": (137, "TrainingError: rank 1 on localhost was killed by SIGKILL"),
+}
+
+
+def test_a_failed_rank_ends_the_job_with_its_reason(tmp_path, text_file):
     """At a step after which the other rank logs nothing more."""
     endless = words(**ENDLESS, data=text_file, processes=2)
-    end = run(endless, cwd=tmp_path, env=environment(NANOGPT_FAULT=fault))
-    assert end.status == status
-    assert end.last_line.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    "inside, place",
-    [
-        (True, r"^  at trainer\.py:\d+ in fail_on_purpose$"),
-        (False, r'^  File ".*/trainer\.py", line \d+, in fail_on_purpose$'),
-    ],
-)
-def test_an_unexpected_error_shows_no_code_in_a_container(tmp_path, text_file, inside, place):
-    env = environment(NANOGPT_FAULT="0:3:raise")
-    env |= {"SM_FRAMEWORK_MODULE": "training:main"} if inside else {}
-    end = run(words(**SMALL, data=text_file), cwd=tmp_path, env=env)
-    assert end.status == 1
-    assert end.last_line.startswith("OSError: NANOGPT_FAULT asked")
-    assert re.search(place, end.output, re.MULTILINE)
-    assert ("    raise OSError(" in end.output) is not inside
+    envs = [environment(NANOGPT_FAULT=fault) for fault in FAULTS]
+    ends = run_hosts(endless, cwd=tmp_path, envs=envs)
+    for end, (status, reason) in zip(ends, FAULTS.values(), strict=True):
+        assert end.status == status
+        assert end.last_line.startswith(reason)
 
 
 def test_running_out_of_memory_is_one_line_with_advice(text_file, tmp_path):
@@ -446,42 +474,42 @@ def test_running_out_of_memory_is_one_line_with_advice(text_file, tmp_path):
     assert '  File "' not in end.output
 
 
-def test_an_unusable_port_is_one_line(tmp_path, text):
-    env = make_hosts(tmp_path, text, n_hosts=2)[0]
-    with socket.create_server(("127.0.0.1", int(env["MASTER_PORT"]))):
-        taken = run(words(**SMALL, processes=1), cwd=tmp_path, env=env)
-    assert taken.status == 1
-    assert re.fullmatch(r"TrainingError: port \d+: .* MASTER_PORT .*\n", taken.output)
-
-    invalid = run(words(**SMALL, processes=1), cwd=tmp_path, env={**env, "MASTER_PORT": "any"})
-    assert invalid.status == 1
-    assert re.fullmatch("TrainingError: MASTER_PORT='any' .*\n", invalid.output)
-
-
 # -- a rank that hangs -----------------------------------------------------------------------------
 
 NO_SIGN = r"TrainingError: rank {} on {} gave no sign of life for \d+ s "
 
 
-@pytest.fixture
-def running(text_file, tmp_path):
-    """A run of two ranks, and the process of the second."""
-    with started(words(**ENDLESS, data=text_file, processes=2), cwd=tmp_path) as process:
+@pytest.fixture(scope="module")
+def paused(text_file, tmp_path_factory):
+    """A run of two ranks whose second pauses, goes on and then stops.
+
+    Where it listened, its status after the pause, and how it ended.
+    """
+    arguments, place = words(**ENDLESS, data=text_file, processes=2), tmp_path_factory.mktemp("run")
+    with started(arguments, cwd=place) as process:
         wait_for_line(process, "step=5/")
-        yield process, ranks_of(process)[1]
+        ranks = ranks_of(process)
+        addresses = listening([process.pid, *ranks]) if sys.platform == "linux" else set()
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(ranks[1], signal.SIGCONT)
+        time.sleep(3)
+        status = process.poll()
+        os.kill(ranks[1], signal.SIGSTOP)
+        return addresses, status, ended(process)
 
 
-def test_a_rank_may_pause_but_not_hang(running):
-    process, rank = running
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(3)
-    os.kill(rank, signal.SIGCONT)
-    time.sleep(5)
-    assert process.poll() is None
-    os.kill(rank, signal.SIGSTOP)
-    end = ended(process)
+def test_a_rank_may_pause_but_not_hang(paused):
+    _, status, end = paused
+    assert status is None
     assert end.status == 1
     assert re.match(NO_SIGN.format(1, socket.gethostname()), end.last_line)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
+def test_a_run_on_one_host_listens_only_on_loopback(paused):
+    addresses, *_ = paused
+    assert addresses == {"127.0.0.1"}
 
 
 def test_one_signal_ends_a_hung_run(text_file, tmp_path):
@@ -496,63 +524,65 @@ def test_one_signal_ends_a_hung_run(text_file, tmp_path):
     assert end.last_line.startswith(f"TrainingError: rank 1 on {socket.gethostname()} ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_hung_run(running, number):
-    process, rank = running
-    os.kill(rank, signal.SIGSTOP)
-    process.send_signal(number)
-    time.sleep(1.2)  # a person's second one
-    process.send_signal(number)
-    end = ended(process)
-    assert end.status == 128 + number
+def test_a_second_signal_ends_a_hung_run(text_file, tmp_path):
+    with started(words(**ENDLESS, data=text_file, processes=2), cwd=tmp_path) as process:
+        wait_for_line(process, "step=5/")
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.2)  # a person's second one
+        process.send_signal(signal.SIGINT)
+        end = ended(process)
+    assert end.status == 128 + signal.SIGINT
     assert end.last_line.startswith("ending now; ")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_other_host_names_a_hung_rank(tmp_path, text, rank):
+def test_the_other_host_names_a_hung_rank(tmp_path, text):
     """SageMaker then ends the job, and with it the host of the rank that hangs."""
     with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(started(words(**ENDLESS, processes=1), cwd=tmp_path, env=env))
-            for env in make_hosts(tmp_path / "ml", text, n_hosts=2)
-        ]
-        wait_for_line(hosts[0], "step=5/")
-        os.kill(ranks_of(hosts[rank])[0], signal.SIGSTOP)
-        end = ended(hosts[1 - rank])
-        assert end.status == 1
-        assert re.match(NO_SIGN.format(rank, f"algo-{rank + 1}"), end.last_line)
 
+        def start(name: str, processes: int, fault: str = "") -> list[subprocess.Popen[str]]:
+            arguments = words(**ENDLESS, processes=processes)
+            return [
+                stack.enter_context(
+                    started(arguments, cwd=tmp_path, env={**env, "NANOGPT_FAULT": fault})
+                )
+                for env in make_hosts(tmp_path / name, text, n_hosts=2)
+            ]
 
-def test_a_live_rank_without_progress_is_named(text, tmp_path):
-    hosts = make_hosts(tmp_path / "ml", text, n_hosts=2)
-    envs = [{**host, "NANOGPT_FAULT": "2:7:hang"} for host in hosts]
-    for end in run_hosts(words(**ENDLESS, processes=2), cwd=tmp_path, envs=envs):
-        assert end.status == 1
-        assert end.last_line.startswith(
-            "TrainingError: rank 2 on algo-2 made no progress while the others waited for "
-        )
+        stopped, live = [start("first", 1), start("second", 1)], start("live", 2, "2:7:hang")
+        for rank, hosts in enumerate(stopped):
+            wait_for_line(hosts[0], "step=5/")
+            os.kill(ranks_of(hosts[rank])[0], signal.SIGSTOP)
+        for rank, hosts in enumerate(stopped):
+            end = ended(hosts[1 - rank])
+            assert end.status == 1
+            assert re.match(NO_SIGN.format(rank, f"algo-{rank + 1}"), end.last_line)
+        for end in map(ended, live):
+            assert end.status == 1
+            said = "TrainingError: rank 2 on algo-2 made no progress while the others waited for "
+            assert end.last_line.startswith(said)
 
 
 @pytest.mark.parametrize(
-    "heartbeats, timeouts, last_report, seconds, hung",
+    "heartbeats, timeouts, silence, seconds, hung",
     [
-        ((3, 3), (1800, 1800), 4, 13, ""),
-        ((3, 3), (1800, 1800), 4, 19, "rank 1 on there gave no sign of life for 11 s "),
-        ((3, 4), (1, 1), 19, 19, "rank 0 on here made no progress while .* for 11 s "),
-        ((3, 3), (1, 1), 19, 19, "rank 0 on here, rank 1 on there made no progress for 11 s "),
-        ((3, 4), (15, 1), 13, 13, ""),
+        ((3, 3), (1800, 1800), (5, 13), 24, ""),
+        ((3, 3), (1800, 1800), (5, 19), 19, "rank 1 on there gave no sign of life for 11 s "),
+        ((3, 4), (1, 1), (), 19, "rank 0 on here made no progress while .* for 11 s "),
+        ((3, 3), (1, 1), (), 19, "rank 0 on here, rank 1 on there made no progress for 11 s "),
+        ((3, 4), (15, 1), (), 13, ""),
     ],
     ids=["pauses", "stops", "falls behind", "all stand still", "announced a long step"],
 )
 def test_the_watchdog_names_the_rank_that_hangs(
-    monkeypatch, heartbeats, timeouts, last_report, seconds, hung
+    monkeypatch, heartbeats, timeouts, silence, seconds, hung
 ):
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     watchdog = Watchdog(dist.HashStore(), 0, 2, "here", 10.0, "rank 0 on here")
-    found = []
+    found, silent = [], range(*silence) if silence else ()
     for second in range(1, seconds + 1):
         here = [second, heartbeats[0], timeouts[0], "here"]
-        there = [min(second, last_report), heartbeats[1], timeouts[1], "there"]
+        there = [0 if second in silent else second, heartbeats[1], timeouts[1], "there"]
         found.append(watchdog.find_hung([here, there]))
     first = next(filter(None, found), "")
     assert re.match(hung, first) if hung else not first
@@ -576,22 +606,37 @@ def test_a_store_that_does_not_answer_is_a_hang(monkeypatch):
     assert [words.partition(",")[0] for words in found] == ["rank 0 on here"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-def test_a_run_on_one_host_listens_only_on_loopback(running):
-    process, _ = running
-    assert listening([process.pid, *ranks_of(process)]) == {"127.0.0.1"}
+# -- what is said ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("there", ["", "TheFirst: cause"])
-def test_the_first_failure_is_the_reason_that_sagemaker_reads(tmp_path, text, there):
-    env = make_hosts(tmp_path, text)[0]
-    failure = tmp_path / "algo-1/output/failure"
+def test_the_first_failure_is_the_reason_for_sagemaker(tmp_path, monkeypatch, there):
+    failure = tmp_path / "output/failure"
+    failure.parent.mkdir()
     if there:
         failure.write_text(there)
-    end = run(words(**{**SMALL, "batch_size": 7}, processes=2), cwd=tmp_path, env=env)
-    assert end.status == 2
-    assert end.last_line.startswith("ConfigError: batch_size=7 ")
-    assert failure.read_text() == (there or end.last_line)
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-1")
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    report_failure("  at trainer.py:9 in run\nOSError: cause")
+    assert failure.read_text() == (there or "OSError: cause")
+
+
+@pytest.mark.parametrize(
+    "inside, place",
+    [
+        (True, r"^  at \w+\.py:\d+ in test_an_unexpected_\w+$"),
+        (False, r'^  File ".*\.py", line \d+, in test_an_unexpected_\w+$'),
+    ],
+)
+def test_an_unexpected_error_shows_no_code_in_a_container(monkeypatch, inside, place):
+    if inside:
+        monkeypatch.setenv("SM_FRAMEWORK_MODULE", "training:main")
+    with pytest.raises(OSError) as caught:
+        raise OSError("none")
+    report = failure_report(caught.value)
+    assert report.endswith("\nOSError: none")
+    assert re.search(place, report, re.MULTILINE)
+    assert ("raise OSError(" in report) is not inside
 
 
 def test_a_failure_is_one_line_with_a_name_for_the_toolkit(monkeypatch):
