@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 from emulator import Emulator
-from launching import sets
+from launching import launching
 
-from launcher import JobDescription, Settings, describe
+from launcher import InputError, JobDescription, Settings, describe
 from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
@@ -29,10 +29,10 @@ from launcher.sagemaker.cost import (
 )
 
 LAUNCH = ("launch", "--instance", "ml.g5.12xlarge")
-TWO = "--instance ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour
+TWO = "ml.g6.12xlarge,ml.g5.12xlarge"  # 5.752 and 7.09 USD an hour
 HOURLY = 7.09  # of ml.g5.12xlarge in us-east-1
 SPARSE = "--max-run 3600 --set checkpoint_seconds=3600"  # which may write no checkpoint
-P4D = "--instance ml.p4d.24xlarge"
+P4D = "ml.p4d.24xlarge"
 UNPRICED = "the price of ml.p4d.24xlarge in us-east-1 is unknown"
 
 
@@ -93,13 +93,9 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
     ("words", "settings", "facts"),
     [
         ("--max-run 7200", {"ask_above": ""}, "--yes, --max-cost"),
-        (P4D, {"ask_above": ""}, "--yes, --max-cost"),
+        (f"--instance {P4D}", {"ask_above": ""}, "--yes, --max-cost"),
         ("--sweep n_layer=2,4", {"ask_above": ""}, "--yes, --max-cost"),
-        ("--max-cost 1", {}, "1.00 USD (--max-cost), of 60 s, 1.30 USD"),
-        ("--max-cost 6", {"max_cost": "5"}, "--max-cost, 6.00 USD, 5.00 USD"),
-        ("--max-run 7200", {"max_cost": "5"}, "15.37 USD, 5.00 USD, --max-run 1938"),
-        (f"{P4D} --max-cost 100", {}, UNPRICED),
-        (f"{TWO},ml.p4d.24xlarge --max-cost 5", {}, UNPRICED),
+        ("--max-cost 1", {}, "1.00 USD (--max-cost)"),
         (f"{SPARSE} --set eval_interval=5000 --spot", {}, "--spot, checkpoint_seconds=3600"),
     ],
 )
@@ -114,18 +110,16 @@ def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, se
 @pytest.mark.parametrize(
     ("words", "settings"),
     [
-        ("--max-run 5000 --max-cost 12", {"ask_above": ""}),
+        ("--max-run 5000 --max-cost 12", {"ask_above": "", "max_cost": "12"}),
         ("--max-run 5000", {"ask_above": "", "max_cost": "12"}),
-        ("--max-run 5000 --max-cost 12", {"max_cost": "12"}),  # the ceiling itself
-        (P4D, {}),
-        (f"{SPARSE} --set eval_interval=5000", {}),
-        (f"{SPARSE} --spot", {}),
+        (f"{SPARSE} --set eval_interval=5000 --dry-run", {}),
+        (f"{SPARSE} --spot --dry-run", {}),
     ],
 )
 def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
     ran = launch(words, **settings)
     assert ran.code == 0, ran.err
-    assert ran.out.strip() in cloud.sagemaker.jobs
+    assert ("--dry-run" in words) or ran.out.strip() in cloud.sagemaker.jobs
     assert "the most expensive" not in ran.err  # of one type
 
 
@@ -140,7 +134,7 @@ def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
-def test_a_region_without_sagemaker_names_the_nearest_one(cloud, cli, text_file, command):
+def test_an_unknown_region_names_the_nearest_one(cloud, cli, text_file, command):
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", *command, *data)
     assert ran.code == 2
@@ -153,8 +147,7 @@ def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
     refused = cli("launch", "--instance", "local", "--max-cost", "5")
     assert (refused.code, "--max-cost is for SageMaker" in refused.error) == (2, True)
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
-    words = ("launch", "--instance", "local", "--data", str(text_file), "--detach")
-    ran = cli(*words, *sets(max_steps=1, device="cpu"))
+    ran = cli(*launching("--detach", data=text_file))
     assert ran.code == 0, ran.err
     assert "USD" not in ran.err + cli("status", ran.out.strip()).out
 
@@ -166,7 +159,7 @@ def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
     ("amount", "said"),
     [(0, "0.00 USD"), (0.001, "0.01 USD"), (7.09, "7.09 USD"), (1234.561, "1,234.57 USD")],
 )
-def test_amounts_are_in_usd_and_rounded_up_to_the_cent(amount, said):
+def test_amounts_are_rounded_up_to_the_cent(amount, said):
     assert usd(amount) == said
 
 
@@ -226,28 +219,85 @@ def test_advice_after_a_time_limit_names_the_ceiling():
     assert "--max-cost" in told
 
 
-# -- what a launch says and sends ------------------------------------------------------------------
+# -- the time limit --------------------------------------------------------------------------------
+
+CONFIGURED = "the configured ceiling, SM_NANOGPT_MAX_COST"
+
+
+@pytest.fixture
+def limited(tmp_path, caplog):
+    """Limits a job by what it may cost; some of its fields are those of the job that it resumes,
+    which cost 0.197 USD. Returns it and what is said."""
+
+    def run(values: dict[str, Any], inherited: str, configured: float | None) -> Any:
+        settings = Settings(home=tmp_path, max_cost=configured)
+        asked = job(**values)
+        asked._inherited = frozenset(inherited.split())
+        spent = 100 * HOURLY / 3600 if asked.resume else 0.0
+        caplog.set_level("INFO", "launcher")
+        ready = afford(asked, settings, Prices(settings, "us-east-1", None), lambda: spent)
+        return ready.time_limit, caplog.messages[-1]
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("words", "configured", "seconds", "source"),
+    ("values", "inherited", "configured", "seconds", "source"),
     [
-        ("--max-cost 5", "", 1938, "--max-cost (5.00 USD)"),
-        ("--max-cost 5 --max-run 7200", "", 1938, "--max-cost (5.00 USD)"),
-        (f"--max-cost 5 {TWO}", "", 1938, "--max-cost (5.00 USD)"),
-        ("--max-cost 5 --max-run 600", "", 600, "--max-run, within --max-cost (5.00 USD)"),
-        ("--max-cost 50 --spot --max-wait 900", "", 900, "--max-wait, within --max-cost (50.00"),
-        ("--max-cost 5", "10", 1938, "--max-cost (5.00 USD)"),
-        ("", "5", 1938, "the configured ceiling, SM_NANOGPT_MAX_COST"),
+        ({"max_cost": 5}, "", None, 1938, "--max-cost (5.00 USD)"),
+        ({"max_cost": 5, "max_run": 7200}, "", None, 1938, "--max-cost (5.00 USD)"),
+        ({"max_cost": 5, "instance": TWO}, "", None, 1938, "--max-cost (5.00 USD)"),
+        ({"max_cost": 5, "max_run": 600}, "", None, 600, "--max-run, within --max-cost (5.00 USD)"),
+        (
+            {"max_cost": 50, "spot": True, "max_wait": 900},
+            *("", None, 900, "--max-wait, within --max-cost (50.00 USD)"),
+        ),
+        ({"max_cost": 5}, "", 10, 1938, "--max-cost (5.00 USD)"),
+        ({}, "", 5, 1938, CONFIGURED),
+        ({"resume": "j"}, "", 4, 1331, CONFIGURED),
+        ({"resume": "j", "max_cost": 5}, "max_cost", None, 1838, "--max-cost of job j (5.00 USD)"),
+        ({"resume": "j", "max_cost": 5}, "max_cost", 2, 315, CONFIGURED),
+        (
+            {"resume": "j", "max_cost": 50, "max_run": 600},
+            *("max_cost max_run", None, 600, "--max-run of job j, within --max-cost of job j"),
+        ),
+        (
+            {"resume": "j", "max_cost": 100, "max_run": 7200},
+            *("max_run", None, 7200, "--max-run of job j, within --max-cost (100.00 USD)"),
+        ),
     ],
 )
 def test_the_smallest_limit_holds_and_is_named(
-    cloud, money, launch, words, configured, seconds, source
+    limited, values, inherited, configured, seconds, source
 ):
-    ran = launch(f"{words} --dry-run", max_cost=configured)
-    assert ran.code == 0, ran.err
-    assert json.loads(ran.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == seconds
-    assert f"time limit: {seconds} s, from {source}" in ran.err
+    limit, said = limited(values, inherited, configured)
+    assert limit == seconds
+    assert said.startswith(f"time limit: {seconds} s, from {source}")
+
+
+@pytest.mark.parametrize(
+    ("values", "inherited", "configured", "facts"),
+    [
+        ({"max_cost": 1}, "", None, "1.00 USD (--max-cost), of 60 s, 1.30 USD"),
+        ({"max_cost": 6}, "", 5, "--max-cost, 6.00 USD, 5.00 USD"),
+        ({"max_run": 7200}, "", 5, "15.37 USD, 5.00 USD, --max-run 1938"),
+        ({"resume": "j", "max_run": 7200}, "max_run", 2, "--max-run 7200 of job j may cost"),
+        ({"max_cost": 100, "instance": P4D}, "", None, UNPRICED),
+        ({"max_cost": 5, "instance": f"{TWO},{P4D}"}, "", None, UNPRICED),
+    ],
+)
+def test_a_job_that_no_limit_makes_cheap_is_refused(limited, values, inherited, configured, facts):
+    with pytest.raises(InputError) as raised:
+        limited(values, inherited, configured)
+    assert [fact for fact in facts.split(", ") if fact not in str(raised.value)] == []
+
+
+# -- what a launch says and sends ------------------------------------------------------------------
+
+
+def test_a_dry_run_asks_nobody_for_the_price(cloud, money, launch):
+    ran = launch("--max-cost 5 --dry-run")
+    assert json.loads(ran.out)["StoppingCondition"]["MaxRuntimeInSeconds"] == 1938
     assert "by the offline table of 2026-07" in ran.err
     assert not money.calls
     assert not cloud.calls
@@ -258,10 +308,10 @@ def test_a_launch_shows_price_source_and_worst_case(cloud, launch):
     assert "price: 14.18 USD an hour (2 x 7.09 USD), by AWS's price list of 2" in ran.err
     assert "cost: at most 14.18 USD, if it runs for 3000 s" in ran.err
     assert limit(cloud, ran.out.strip()) == 3000
-    several = launch(TWO).err
+    several = launch(f"--instance {TWO} --dry-run").err
     assert re.search(r"^price: 7\.09 USD an hour, .* \(ml\.g5\.12xlarge, ", several, re.MULTILINE)
     assert "cost: at most 8.28 USD, if it runs for 3600 s" in several
-    assert "spot is billed for fewer seconds" in launch("--spot").err
+    assert "spot is billed for fewer seconds" in launch("--spot --dry-run").err
 
 
 @pytest.mark.parametrize(
@@ -299,43 +349,20 @@ def stopped(cloud, s3, launch, cli):
     return run
 
 
-def test_a_ceiling_covers_the_whole_chain_of_resumed_jobs(cloud, stopped, launch):
-    first = stopped("--max-cost 5")
-    second = stopped(f"--resume {first}")
-    third = stopped(f"--resume {second}")
-    more = stopped(f"--resume {third} --max-cost 20")
-    limits = [limit(cloud, each) for each in (first, second, third, more)]
-    assert limits == [1938, 1838, 1738, 9255]  # 100 s less for each, and 10155 s at 20 USD
+def test_a_ceiling_covers_a_chain_of_resumed_jobs(cloud, stopped, launch):
+    first = stopped(max_cost="5")
+    second = stopped(f"--resume {first}", max_cost="4")
+    third = stopped(f"--resume {second} --max-cost 20", max_cost="")
+    ran = launch(f"--resume {third}")
+    assert f"s, from --max-cost of job {third} (" in ran.err
+    limits = [limit(cloud, each) for each in (first, second, third, ran.out.strip())]
+    assert limits == [1938, 1331, 9355, 9255]  # 100 s less for each earlier one
     refused = launch(f"--resume {third} --max-cost 1.5")
-    assert refused.code == 2
-    assert "0.60 USD of the earlier jobs" in refused.error
-
-
-@pytest.mark.parametrize(
-    ("words", "before", "added", "after", "seconds", "source"),
-    [
-        ("--max-cost 5", "", "", "", 1838, "--max-cost of job {first} ("),
-        ("--max-cost 5", "", "", "2", 315, "the configured ceiling, SM_NANOGPT_MAX_COST"),
-        ("", "5", "", "4", 1331, "the configured ceiling, SM_NANOGPT_MAX_COST"),
-        ("--max-cost 50 --max-run 600", "", "", "", 600, "--max-run of job {first}, within"),
-        ("--max-cost 5 --max-run 7200", "", "--max-cost 100", "", 7200, "--max-run of job"),
-    ],
-)
-def test_a_resumed_job_inherits_limits_with_their_source(
-    cloud, stopped, launch, words, before, added, after, seconds, source
-):
-    first = stopped(words, max_cost=before)
-    ran = launch(f"--resume {first} {added}", max_cost=after)
-    assert ran.code == 0, ran.err
-    assert limit(cloud, ran.out.strip()) == seconds
-    assert f"time limit: {seconds} s, from {source.format(first=first)}" in ran.err
-
-
-def test_an_inherited_limit_error_names_its_job(stopped, launch):
-    first = stopped("--max-run 7200")
-    refused = launch(f"--resume {first}", max_cost="2")
-    assert refused.code == 2
-    assert refused.error.startswith(f"--max-run 7200 of job {first} may cost")
+    assert (refused.code, "0.60 USD of the earlier jobs" in refused.error) == (2, True)
+    del cloud.sagemaker.jobs[first]
+    refused = launch(f"--resume {second} --max-cost 5")
+    assert (refused.code, f"job {first} is unknown" in refused.error) == (2, True)
+    assert launch(f"--resume {second}").code == 0  # without a ceiling
 
 
 def test_disks_and_warm_pools_of_the_chain_count(stopped, launch, cli):
@@ -350,21 +377,11 @@ def test_disks_and_warm_pools_of_the_chain_count(stopped, launch, cli):
     assert (refused.code, "6.47 USD of the earlier jobs" in refused.error) == (2, True)
 
 
-def test_a_ceiling_needs_the_cost_of_each_earlier_job(cloud, stopped, launch):
-    first = stopped()
-    second = stopped(f"--resume {first}")
-    del cloud.sagemaker.jobs[first]
-    refused = launch(f"--resume {second} --max-cost 5")
-    assert (refused.code, f"job {first} is unknown" in refused.error) == (2, True)
-    assert launch(f"--resume {second}").code == 0
-
-
-def test_an_earlier_job_without_capacity_cost_nothing(cloud, stopped):
-    first = stopped("--max-cost 5")
-    cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
-    second = stopped(f"--resume {first} {TWO}")
-    assert cloud.sagemaker.jobs[second].instance is None
-    assert limit(cloud, stopped(f"--resume {second}")) == 1838  # after 100 s of the first one
+def test_a_job_without_capacity_cost_nothing(cloud, stopped, launch):
+    cloud.sagemaker.exhausted = set(TWO.split(","))
+    first = stopped(f"--max-cost 5 --instance {TWO}")
+    assert cloud.sagemaker.jobs[first].instance is None
+    assert limit(cloud, launch(f"--resume {first}").out.strip()) == 1938
 
 
 # -- jobs that exist -------------------------------------------------------------------------------
@@ -386,7 +403,7 @@ def test_status_shows_the_cost_so_far_and_at_the_end(launch, cli, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "exhausted", "cost"),
     [
-        (TWO, {"ml.g5.12xlarge"}, 100 * 5.752 / 3600),  # of the type that was chosen
+        (f"--instance {TWO}", {"ml.g5.12xlarge"}, 100 * 5.752 / 3600),  # of the chosen type
         ("--spot", set(), 30 * HOURLY / 3600),  # of the seconds that are billed
     ],
 )
@@ -397,7 +414,7 @@ def test_cost_is_of_the_machine_and_seconds_used(cloud, launch, cli, words, exha
     assert json.loads(cli("status", job_id, "--json").out)["cost"] == pytest.approx(cost)
 
 
-def test_jobs_shows_costs_with_one_request_for_each_type(launch, money, cli, home):
+def test_jobs_asks_once_for_the_price_of_a_type(launch, money, cli, home):
     for _ in range(2):
         launch()
     (home / "prices.json").unlink()
@@ -407,7 +424,7 @@ def test_jobs_shows_costs_with_one_request_for_each_type(launch, money, cli, hom
 
 
 def test_jobs_are_listed_without_known_prices(launch, cli):
-    job_id = launch(P4D).out.strip()
+    job_id = launch(f"--instance {P4D}").out.strip()
     ran = cli("jobs")
     assert (ran.code, job_id in ran.out) == (0, True)
     assert UNPRICED in ran.err

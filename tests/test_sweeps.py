@@ -29,6 +29,7 @@ from launcher.local.backend import LocalBackend
 from launcher.sagemaker.cost import CeilingTooLow
 
 GROUP = "sm-nanogpt-20260101-000000-abcdef"
+LOCAL = ("launch", "--instance", "local")
 
 
 def described(job_id: str, status: str = "Completed", **values: Any) -> JobDescription:
@@ -140,14 +141,14 @@ def test_a_sweep_continues_where_it_was(ran):
     assert [job.resume for job in prepared] == [f"{GROUP}-2", None, None]
 
 
-def test_a_failed_trys_cost_lowers_the_next_ceiling(ran):
+def test_a_failed_trys_cost_lowers_the_ceiling(ran):
     failed = [described(f"{GROUP}-1{suffix}", "Failed") for suffix in ("", "-try2")]
     fake, prepared = ran(*failed, described(f"{GROUP}-11", "Failed"), max_cost=4, cost=0.25)
     assert [each.max_cost for each in prepared] == [0.5, 1, 1, 1]
     assert f"{GROUP}-1-try3" in fake.jobs
 
 
-def test_a_resumed_try_has_the_share_that_others_left(ran):
+def test_a_resumed_try_has_what_others_left(ran):
     """`prepare` itself counts the tries that this one continues."""
     stopped = replace(described(f"{GROUP}-1-try2", "Stopped"), checkpoint_uri="s3://x")
     _, prepared = ran(described(f"{GROUP}-1", "Failed"), stopped, max_cost=4, cost=0.25)
@@ -171,7 +172,7 @@ def test_a_stopped_sweep_starts_no_more_jobs(ran):
     assert fake.stopped == list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
 
 
-def test_a_job_at_its_ceiling_does_not_keep_the_others(ran):
+def test_a_job_at_its_ceiling_keeps_no_other(ran):
     stopped = replace(described(f"{GROUP}-1", "Stopped"), checkpoint_uri="s3://x")
     fake, prepared = ran(stopped, used_up=(stopped.job_id,))
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
@@ -221,22 +222,28 @@ def test_a_record_runs_at_least_one_job_at_a_time(recorded, home):
         sweeps.read_record(GROUP, Settings(home=home))
 
 
-def test_the_ranking_is_by_the_mean_over_seeds():
-    found = [
-        described("a", n_layer=1, seed=1, best_loss=2.0),
-        described("b", n_layer=1, seed=2, best_loss=3.0),
-        described("c", n_layer=2, seed=1, best_loss=2.4),
-        described("d", n_layer=2, seed=2),
-    ]
-    first, second = ranking(found)
-    assert (first.values, first.losses, second.loss) == ({"n_layer": 2}, [2.4], 2.5)
-
-
-def test_the_ranking_has_the_jobs_that_were_not_started():
-    found = [described("a", n_layer=1, best_loss=2.0), None]
-    first, second = ranking(found, [{"n_layer": "1"}, {"n_layer": "2"}])
-    assert (first.values, first.n) == ({"n_layer": "1"}, 1)
-    assert (second.values, second.jobs, second.n) == ({"n_layer": "2"}, [], 1)
+@pytest.mark.parametrize(
+    ("found", "planned", "ranked"),
+    [
+        (
+            [
+                described("a", n_layer=1, seed=1, best_loss=2.0),
+                described("b", n_layer=1, seed=2, best_loss=3.0),
+                described("c", n_layer=2, seed=1, best_loss=2.4),
+                described("d", n_layer=2, seed=2),
+            ],
+            None,
+            [({"n_layer": 2}, 2.4, 2), ({"n_layer": 1}, 2.5, 2)],
+        ),
+        (  # one was not started
+            [described("a", n_layer=1, best_loss=2.0), None],
+            [{"n_layer": "1"}, {"n_layer": "2"}],
+            [({"n_layer": "1"}, 2.0, 1), ({"n_layer": "2"}, float("inf"), 1)],
+        ),
+    ],
+)
+def test_the_ranking_is_by_the_mean_over_seeds(found, planned, ranked):
+    assert [(each.values, each.loss, each.n) for each in ranking(found, planned)] == ranked
 
 
 def test_the_last_try_of_a_member_is_its_newest():
@@ -264,7 +271,7 @@ def test_the_last_try_of_a_member_is_its_newest():
     ],
 )
 def test_an_unusable_sweep_starts_no_job(words, fact, cli, home, text_file):
-    ran = cli("launch", "--instance", "local", "--data", str(text_file), *words.split())
+    ran = cli(*LOCAL, "--data", str(text_file), *words.split())
     assert (ran.code, ran.out, fact in ran.error) == (2, "", True), ran.error
     assert not (home / "jobs").exists()
 
@@ -310,8 +317,18 @@ def test_the_ceiling_holds_for_the_sum(launch):
     assert limits == {1956}  # 2556 s for 1 USD at 1.408 USD an hour, of which 600 s are kept back
 
 
-def test_a_sweep_on_sagemaker_shows_cost_and_ranks(launch, cli):
-    ran = launch("n_layer=2,4", "--parallel", "2", "--max-cost", "2")
+def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch):
+    search = cloud.sagemaker.Search
+
+    def late(body: dict[str, Any]) -> Any:
+        found = search(body)
+        for each in found["Results"]:
+            each["TrainingJob"]["TrainingJobStatus"] = "InProgress"
+        return found
+
+    with monkeypatch.context() as patch:  # the sweep ends before Search knows it
+        patch.setattr(cloud.sagemaker, "Search", late)
+        ran = launch("n_layer=2,4", "--parallel", "2", "--max-cost", "2")
     assert ran.code == 0, ran.err
     group = ran.out.strip()
     assert "sweep: 2 jobs, 2 at a time\ncost: at most 2.00 USD together\n" in ran.err
@@ -321,9 +338,6 @@ def test_a_sweep_on_sagemaker_shows_cost_and_ranks(launch, cli):
     listed = json.loads(cli("jobs", "--group", "latest", "--json").out)
     assert {job["job_id"] for job in listed} == {f"{group}-1", f"{group}-2"}
 
-
-def test_a_continued_sweep_says_what_it_costs(launch, cli, home):
-    group = launch("n_layer=2,4", "--max-cost", "2").out.strip()
     record = sweeps.record_of(group, Settings(home=home))
     document = json.loads(record.read_text())
     document["members"].append({"n_layer": 6})
@@ -334,17 +348,19 @@ def test_a_continued_sweep_says_what_it_costs(launch, cli, home):
     assert ran.err.count("warning: the run reads the text 39 times") == 1
 
 
-def test_a_continued_sweep_takes_a_larger_ceiling(cloud, cli, text_file, home, recorded):
+def test_a_continued_sweep_takes_a_larger_ceiling(
+    cloud, cli, text_file, home, recorded, monkeypatch
+):
+    monkeypatch.setattr("launcher.cli.sweep.run_sweep", lambda *_: None)
     recorded({"n_layer": "2"}, instance="ml.g5.xlarge", data=str(text_file), max_cost=0.02)
     assert "0.02 USD (--max-cost) is too low" in cli("launch", "--resume", GROUP).error
-    ran = cli("launch", "--resume", GROUP, "--max-cost", "1")
-    assert ran.code == 0, ran.err
+    assert cli("launch", "--resume", GROUP, "--max-cost", "1").code == 0
     record = sweeps.read_record(GROUP, Settings(home=home))
     assert record is not None
     assert record.job.max_cost == 1
 
 
-def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(cloud, launch, tmp_path):
+def test_a_sweep_is_stopped_from_any_machine(cloud, launch, tmp_path):
     """The command that stops it has another home, and so no record of the sweep."""
 
     def stop() -> None:
@@ -355,51 +371,29 @@ def test_a_sweep_on_sagemaker_is_stopped_from_any_machine(cloud, launch, tmp_pat
 
     thread = threading.Thread(target=stop)
     thread.start()
-    ran = launch("n_layer=2,4,6")
+    ran = launch("n_layer=2,4")
     thread.join()
     assert ran.code == 1
     assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Stopped"]
 
 
-@pytest.fixture
-def interrupted(launch, monkeypatch):
-    """A sweep of four long jobs, three at a time, whose command was ended by Ctrl-C."""
+def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
     monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
     monkeypatch.setattr("sagemaker_service.LOOKS", 10**6)
     with monkeypatch.context() as patch:
         patch.setattr(sweeps, "time", SimpleNamespace(sleep=Mock(side_effect=KeyboardInterrupt)))
-        return launch("n_layer=2,4,6,8", "--parallel", "3")
-
-
-def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, interrupted):
-    group, told = interrupted.out.strip(), interrupted.err.splitlines()[-1]
-    assert (interrupted.code, told.partition(":")[0]) == (1, "interrupted")
+        ran = launch("n_layer=2,4,6", "--parallel", "2")
+    group, told = ran.out.strip(), ran.err.splitlines()[-1]
+    assert (ran.code, told.partition(":")[0]) == (1, "interrupted")
     assert f"`sm-nanogpt launch --resume {group}`" in told
-    assert list(cloud.sagemaker.jobs) == [f"{group}-{n}" for n in (1, 2, 3)]
-    assert {job.status for job in cloud.sagemaker.jobs.values()} == {"InProgress"}
+    statuses = {job_id: job.status for job_id, job in cloud.sagemaker.jobs.items()}
+    assert statuses == {f"{group}-1": "InProgress", f"{group}-2": "InProgress"}
 
-
-def test_jobs_that_search_lacks_are_stopped(cloud, cli, interrupted):
-    cloud.sagemaker.search_lag = 500
-    ran = cli("stop", "--group", "latest")
-    assert ran.code == 0, ran.err
+    cloud.sagemaker.search_lag = 500  # jobs that Search lacks are stopped and deleted
+    assert cli("stop", "--group", "latest").code == 0
     assert {job.status for job in cloud.sagemaker.jobs.values()} == {"Stopped"}
-    assert cli("delete", "--group", interrupted.out.strip(), "--yes").code == 0
+    assert cli("delete", "--group", group, "--yes").code == 0
     assert not cloud.sagemaker.jobs
-
-
-def test_a_sweep_ends_before_search_knows_it(cloud, launch, monkeypatch):
-    search = cloud.sagemaker.Search
-
-    def late(body: dict[str, Any]) -> Any:
-        found = search(body)
-        for each in found["Results"]:
-            each["TrainingJob"]["TrainingJobStatus"] = "InProgress"
-        return found
-
-    monkeypatch.setattr(cloud.sagemaker, "Search", late)
-    ran = launch("n_layer=2,4")
-    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize("words", ["stop", "delete --yes"])
@@ -414,12 +408,16 @@ def test_no_sweep_out_of_reach_is_stopped_or_deleted(cloud, cli, recorded, words
 # -- local jobs ------------------------------------------------------------------------------------
 
 
-def test_a_local_sweep_runs_to_its_end(home, text_file):
-    words = ("--sweep", "dropout=0,0.1", "--parallel", "2")
-    ran = launching.command(*launching.launching(*words, data=text_file), home=home)
+def test_a_local_sweep_starts_from_one_latest_model(job, text_file, cli):
+    values = {"sample_length": 0, "eval_windows": 4, "device": "cpu"}
+    words = ("--init-from", "latest", "--sweep", "max_steps=1,2", "--parallel", "2")
+    ran = cli(*LOCAL, "--data", str(text_file), *words, *launching.sets(**values))
     assert ran.code == 0, ran.err
-    assert len(list((home / "jobs").iterdir())) == 2
     assert "RANK  BEST LOSS" in ran.err
+    local = LocalBackend(Settings(home=job.home))
+    models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
+    assert len(models) == 1
+    assert job.job_id in str(models)
 
 
 def test_parallel_local_jobs_share_the_cores(home, cli, text_file, monkeypatch):
@@ -468,13 +466,9 @@ def test_a_sweep_is_found_by_a_part_of_its_id(word, swept, job):
     assert (group, sorted(tries)) == (swept, [1, 2])
 
 
-def test_a_sweep_has_one_report_of_jobs_with_a_curve(swept, job, cli):
-    curves = [
-        job.home / "jobs" / f"{swept}-{n}" / "hosts/algo-1/checkpoints/metrics-00000001.jsonl"
-        for n in (1, 2)
-    ]
-    ran = cli("report", "--group", "latest")
-    assert (ran.code, ran.out) == (0, "report-2-runs.html\n")
+def test_a_sweep_has_a_report_of_jobs_with_a_curve(swept, job, cli):
+    curves = sorted(job.home.glob(f"jobs/{swept}-*/hosts/algo-1/checkpoints/metrics-*"))
+    assert cli("report", "--group", "latest").out == "report-2-runs.html\n"
     curves[0].unlink()
     ran = cli("report", "--group", "latest")
     assert ran.out == f"report-{swept}-2.html\n"
@@ -484,18 +478,7 @@ def test_a_sweep_has_one_report_of_jobs_with_a_curve(swept, job, cli):
     assert (ran.code, ran.error.partition(";")[0]) == (1, "no job of this sweep has a curve yet")
 
 
-def test_a_sweep_starts_from_one_latest_model(home, job, text_file, cli):
-    words = ("--sweep", "max_steps=1,2", "--set", "sample_length=0", "--set", "eval_windows=4")
-    at_once = ("--data", str(text_file), "--init-from", "latest", *words)
-    ran = cli("launch", "--instance", "local", "--preset", "quick", *at_once)
-    assert ran.code == 0, ran.err
-    local = LocalBackend(Settings(home=home))
-    models = {local.job(f"{ran.out.strip()}-{n}").init_from for n in (1, 2)}
-    assert len(models) == 1
-    assert job.job_id in str(models)
-
-
-def test_an_interrupted_sweep_is_shown_whole_and_resumed(swept, job, recorded, cli, monkeypatch):
+def test_an_interrupted_sweep_is_shown_and_resumed(swept, job, recorded, cli, monkeypatch):
     shutil.rmtree(job.directory)
     recorded(*grid({"n_embd": ["32", "48", "64"]}, 1, 0), instance="local")
     table = cli("jobs", "--group", "latest").out.splitlines()
