@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,89 +21,14 @@ from launcher.sagemaker.description import in_short
 from launcher.sagemaker.logs import script_lines
 
 VALUES: dict[str, Any] = {**SMALL, "precision": "float32"}
-
-# The job's launcher, and what starts its ranks by the log.
-LAUNCHERS = {"pytorchddp": "mpirun", "torchrun": "torchrun"}
+ODD_VALUES: dict[str, Any] = {
+    **VALUES,
+    "optimizer": "adamw",
+    "learning_rate": 1e-05,
+    "tie_embeddings": True,
+    "dropout": 0.0,
+}
 RAISED = "OSError: NANOGPT_FAULT asked for this error"
-
-Finished = Callable[..., list[Host]]
-
-
-def log_of(hosts: list[Host]) -> str:
-    return "".join(host.log for host in hosts)
-
-
-def training_of(host: Host) -> dict[str, Any]:
-    return json.loads((host.model / "training.json").read_text())
-
-
-def assert_done(hosts: list[Host]) -> None:
-    assert [host.status for host in hosts] == [0] * len(hosts), log_of(hosts)
-
-
-# -- one group -------------------------------------------------------------------------------------
-
-
-def test_the_ranks_of_one_host_make_one_model(finished):
-    hosts = finished("one", values=VALUES, launcher="pytorchddp")
-    assert_done(hosts)
-    said = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
-    assert hosts[0].log.count(said) == 1
-    assert training_of(hosts[0])["world_size"] == 2
-
-
-@pytest.fixture(scope="session", params=LAUNCHERS)
-def two_hosts(request, finished):
-    """The hosts of a job of two hosts with two ranks each, and what started the ranks."""
-    launcher = request.param
-    new = launcher == "pytorchddp"  # as the default image
-    hosts = finished(f"two-{launcher}", hosts=2, values=VALUES, launcher=launcher, new_image=new)
-    assert_done(hosts)
-    return hosts, LAUNCHERS[launcher]
-
-
-def test_two_hosts_leave_one_model_on_the_first_host(two_hosts):
-    (first, second), _ = two_hosts
-    assert "model.safetensors" in {path.name for path in first.model.iterdir()}
-    assert list(second.model.iterdir()) == []
-
-
-def test_two_hosts_are_one_group_and_say_so_once(two_hosts):
-    hosts, launcher = two_hosts
-    said = f"running on 2 hosts x 2 CPU = 4 processes in one group (launched by {launcher};"
-    assert log_of(hosts).count("running on ") == 1
-    assert said in hosts[0].log
-    assert training_of(hosts[0])["world_size"] == 4
-
-
-def test_four_ranks_on_two_hosts_have_the_losses_of_one(two_hosts, excerpt, tmp_path):
-    hosts, _ = two_hosts
-    (tmp_path / "input.txt").write_text(excerpt)
-    arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
-    assert runs.run(arguments, cwd=tmp_path).status == 0
-    for alone, together in zip(
-        runs.metrics(tmp_path / "out/output"),
-        runs.metrics(hosts[0].ml / "output/data"),
-        strict=True,
-    ):
-        for name in ("step", "train_loss", "val_loss"):
-            assert together[name] == pytest.approx(alone[name], rel=1e-4)
-
-
-def test_hosts_started_alone_make_one_model_and_say_so(finished):
-    """The typo {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places."""
-    hosts = finished("typo", hosts=2, launcher="typo", values={**VALUES, "processes": 2})
-    assert_done(hosts)
-    for host in hosts:
-        assert re.search(r"^\S+/python -- train\.py ", host.log, re.MULTILINE)
-    assert log_of(hosts).count("running on ") == 1
-    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by train.py;"
-    assert said in hosts[0].log
-    assert training_of(hosts[0])["world_size"] == 4
-    assert list(hosts[1].model.iterdir()) == []
-
-
-# -- what reaches a rank ---------------------------------------------------------------------------
 
 DECLARE = (
     "    config, options = parse_argv(argv)\n",
@@ -124,108 +48,138 @@ LOSSES = r"""
 s/^SM_CURRENT_HOST=/&#/
 """
 
-ODD_VALUES: dict[str, Any] = {
-    **VALUES,
-    "optimizer": "adamw",
-    "learning_rate": 1e-05,
-    "tie_embeddings": True,
-    "dropout": 0.0,
+# Jobs of two hosts, each with two ranks. Those of ODD_VALUES declare what reached their ranks.
+JOBS: dict[str, dict[str, Any]] = {
+    "mpirun": dict(new_image=True, values=VALUES),  # as the default image
+    "mpirun, broken": dict(second_environment_sed=LOSSES, threads=None, values=ODD_VALUES),
+    "torchrun": dict(launcher="torchrun", values=VALUES),
+    "torchrun, new": dict(
+        launcher="torchrun",
+        new_image=True,
+        variables={"NCCL_DEBUG": "INFO"},
+        values=ODD_VALUES,
+    ),
+    # {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places
+    "train.py": dict(launcher="typo", values={**VALUES, "processes": 2}),
 }
 
 
+def log_of(hosts: list[Host]) -> str:
+    return "".join(host.log for host in hosts)
+
+
 @pytest.fixture(scope="session")
-def broken(finished, tmp_path_factory):
-    """A job whose ranks declare what reached them, which on the second host is broken."""
+def job(finished, tmp_path_factory):
+    """The hosts of one of JOBS, which ended well."""
     folder = tmp_path_factory.mktemp("declaring") / "train"
     edited_folder(folder, DECLARE)
-    options = dict(second_environment_sed=LOSSES, folder=folder, threads=None)
-    return finished("broken", hosts=2, values=ODD_VALUES, **options)
+
+    def run(name: str) -> list[Host]:
+        options = JOBS[name] | ({"folder": folder} if JOBS[name]["values"] is ODD_VALUES else {})
+        hosts = finished(name.replace(", ", "-"), hosts=2, **options)
+        assert [host.status for host in hosts] == [0, 0], log_of(hosts)
+        return hosts
+
+    return run
 
 
-def declared(hosts: list[Host]) -> dict[int, tuple[dict[str, str | None], list[str]]]:
-    """What each rank declared: variables and arguments."""
-    found = re.findall(r"declares (\[{.+)", log_of(hosts))
-    declarations = [json.loads(line) for line in found]
-    return {
-        int(env["OMPI_COMM_WORLD_RANK"] or env["RANK"]): (env, argv) for env, argv in declarations
-    }
+# -- one group -------------------------------------------------------------------------------------
 
 
-def test_a_host_with_broken_variables_joins_the_group(broken):
-    env, _ = declared(broken)[3]
-    assert env["SM_HOSTS"] == "[algo-1,algo-2]"
-    assert not env["SM_CURRENT_HOST"]
-    assert env["SM_RESOURCE_CONFIG"] is not None and "network" not in env["SM_RESOURCE_CONFIG"]
-    assert_done(broken)
-    assert log_of(broken).count("running on ") == 1
-    assert "running on 2 hosts x 2 CPU = 4 processes in one group" in broken[0].log
-    assert list(broken[1].model.iterdir()) == []
+@pytest.mark.parametrize("name", JOBS)
+def test_two_hosts_are_one_group_and_make_one_model(job, name):
+    first, second = job(name)
+    said = "running on 2 hosts x 2 CPU = 4 processes in one group (launched by"
+    assert f"{said} {name.partition(',')[0]};" in first.log
+    assert log_of([first, second]).count("running on ") == 1
+    assert json.loads((first.model / "training.json").read_text())["world_size"] == 4
+    assert "model.safetensors" in {path.name for path in first.model.iterdir()}
+    assert list(second.model.iterdir()) == []
 
 
-def test_mpirun_sets_none_of_torchruns_variables(broken):
-    found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(broken).values()]
-    assert found == [(None, None)] * 4
-
-
-def test_under_mpirun_nccl_logs_only_warnings(broken):
-    """The toolkit's own default is INFO, whatever the job's environment says."""
-    assert {env["NCCL_DEBUG"] for env, _ in declared(broken).values()} == {"WARN"}
-
-
-def test_ranks_share_the_cores_of_their_host_by_default(broken):
-    threads = max(1, cores() // 2)
-    assert f"(launched by mpirun; {threads} CPU thread" in broken[0].log
-
-
-def test_hyperparameters_reach_every_rank_through_argv(broken):
-    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
-    assert "1e-05" in expected and "True" in expected
-    ranks = declared(broken)
-    assert sorted(ranks) == [0, 1, 2, 3]
-    assert [argv for _, argv in ranks.values()] == [expected] * 4
-
-
-def test_hyperparameters_keep_their_types_and_values(broken):
-    config = training_of(broken[0])["config"]
-    assert {name: config[name] for name in ODD_VALUES} == ODD_VALUES
-    assert config["tie_embeddings"] is True
-
-
-def test_the_images_since_2_11_start_one_group_by_torchrun(finished, tmp_path_factory):
-    """Their toolkit passes the line through a shell, unquoted."""
-    folder = tmp_path_factory.mktemp("declaring") / "train"
-    edited_folder(folder, DECLARE)
-    options = dict(
-        launcher="torchrun", new_image=True, folder=folder, variables={"NCCL_DEBUG": "INFO"}
-    )
-    hosts = finished("new-torchrun", hosts=2, values=ODD_VALUES, **options)
-    assert_done(hosts)
-    assert "running on 2 hosts x 2 CPU = 4 processes in one group" in hosts[0].log
-    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
-    assert {rank: argv for rank, (_, argv) in declared(hosts).items()} == dict.fromkeys(
-        range(4), expected
-    )
-    # The toolkit overrides the job's environment, which a launch warns of.
-    assert {env["NCCL_DEBUG"] for env, _ in declared(hosts).values()} == {"WARN"}
-    assert "model.safetensors" in {path.name for path in hosts[0].model.iterdir()}
-    assert list(hosts[1].model.iterdir()) == []
-    assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
-    lines = [(f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
-    assert not [line for line in script_lines(lines) if "ld.so" in line]
-
-
-def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished):
-    host = finished("one", values=VALUES, launcher="pytorchddp")[0]
+def test_one_host_is_one_group_whose_metrics_are_read(finished):
+    """Behind the tag that mpirun puts before each line."""
+    (host,) = finished("one", values=VALUES)
+    assert host.status == 0, host.log
+    said = "running on 1 host x 2 CPU = 2 processes in one group (launched by mpirun;"
+    assert host.log.count(said) == 1
     rows = runs.metrics(host.ml / "output/data")
     assert len(rows) == 2
     tagged = [line for line in host.log.splitlines() if "train_loss=" in line]
     assert all(line.startswith("[1,mpirank:0,algo-1]<stdout>:step=") for line in tagged)
     for name in ("train_loss", "val_loss", "learning_rate", "tokens_per_second"):
         read = [float(value) for value in re.findall(rf"\b{name}=(\S+)", host.log)]
-        assert read == [
-            pytest.approx(row[name], abs=0.5 if name == "tokens_per_second" else 5e-6)
-            for row in rows
-        ]
+        near = 0.5 if name == "tokens_per_second" else 5e-6
+        assert read == [pytest.approx(row[name], abs=near) for row in rows]
+
+
+def test_four_ranks_on_two_hosts_have_the_losses_of_one(job, excerpt, tmp_path):
+    (tmp_path / "input.txt").write_text(excerpt)
+    arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
+    assert runs.run(arguments, cwd=tmp_path).status == 0
+    first, _ = job("mpirun")
+    rows = runs.metrics(tmp_path / "out/output"), runs.metrics(first.ml / "output/data")
+    for alone, together in zip(*rows, strict=True):
+        for name in ("step", "train_loss", "val_loss"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-4)
+
+
+def test_hosts_that_nothing_launches_run_train_py(job):
+    for host in job("train.py"):
+        assert re.search(r"^\S+/python -- train\.py ", host.log, re.MULTILINE)
+
+
+# -- what reaches a rank ---------------------------------------------------------------------------
+
+
+def declared(hosts: list[Host]) -> list[tuple[dict[str, str | None], list[str]]]:
+    """What each rank declared: variables and arguments."""
+    found = map(json.loads, re.findall(r"declares (\[{.+)", log_of(hosts)))
+    by_rank = {int(env["OMPI_COMM_WORLD_RANK"] or env["RANK"]): (env, argv) for env, argv in found}
+    assert sorted(by_rank) == [0, 1, 2, 3]
+    return [by_rank[rank] for rank in range(4)]
+
+
+def test_the_second_host_had_broken_variables(job):
+    env, _ = declared(job("mpirun, broken"))[3]
+    assert env["SM_HOSTS"] == "[algo-1,algo-2]"
+    assert not env["SM_CURRENT_HOST"]
+    assert env["SM_RESOURCE_CONFIG"] is not None and "network" not in env["SM_RESOURCE_CONFIG"]
+
+
+def test_mpirun_sets_none_of_torchruns_variables(job):
+    found = [(env["RANK"], env["OMP_NUM_THREADS"]) for env, _ in declared(job("mpirun, broken"))]
+    assert found == [(None, None)] * 4
+
+
+def test_ranks_share_the_cores_of_their_host_by_default(job):
+    threads = max(1, cores() // 2)
+    assert f"(launched by mpirun; {threads} CPU thread" in job("mpirun, broken")[0].log
+
+
+@pytest.mark.parametrize("name", ["mpirun, broken", "torchrun, new"])
+def test_nccl_logs_only_warnings(job, name):
+    """The toolkits override the job's environment, which a launch warns of."""
+    assert {env["NCCL_DEBUG"] for env, _ in declared(job(name))} == {"WARN"}
+
+
+@pytest.mark.parametrize("name", ["mpirun, broken", "torchrun, new"])
+def test_hyperparameters_reach_every_rank_as_they_are(job, name):
+    """The new toolkit passes the line through a shell, unquoted."""
+    hosts = job(name)
+    expected = words(**{name: ODD_VALUES[name] for name in sorted(ODD_VALUES)})
+    assert "1e-05" in expected and "True" in expected
+    assert [argv for _, argv in declared(hosts)] == [expected] * 4
+    config = json.loads((hosts[0].model / "training.json").read_text())["config"]
+    assert {name: config[name] for name in ODD_VALUES} == ODD_VALUES
+    assert config["tie_embeddings"] is True
+
+
+def test_the_new_images_complaint_is_not_shown(job):
+    hosts = job("torchrun, new")
+    assert "\nERROR: ld.so: object '/libchangehostname.so'" in hosts[0].log
+    lines = [(f"{host.name}-1", line) for host in hosts for line in host.log.splitlines()]
+    assert not [line for line in script_lines(lines) if "ld.so" in line]
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -241,8 +195,8 @@ def test_metric_lines_are_read_behind_the_tag_of_mpirun(finished):
 def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
     launcher, fault, says, cause, excerpt, tmp_path
 ):
-    variables = {"NANOGPT_FAULT": f"3:3:{fault}"}
-    options: dict[str, Any] = dict(launcher=launcher, hosts=2, variables=variables, new_image=True)
+    options: dict[str, Any] = dict(launcher=launcher, hosts=2, gpus=1, new_image=True)
+    options["variables"] = {"NANOGPT_FAULT": f"1:3:{fault}"}
     with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
         until(lambda: says in job.log)
         died = time.time()
