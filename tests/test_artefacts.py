@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from entry_point.huggingface import MODEL_FILES, hugging_face_config, write_sums
 from launcher import ServiceError, describe, fetch_model
 from launcher.models import fetch
 from launcher.models.load import load_artefact
+from launcher.settings import load_settings
 
 Member = tuple[tarfile.TarInfo, bytes]
 
@@ -92,9 +94,6 @@ def refused(job: Finished, cli: Callable[..., Ran]) -> str:
     return ran.error
 
 
-# -- what is good ---------------------------------------------------------------------------------
-
-
 def test_the_next_fetch_deletes_what_a_killed_fetch_left(tmp_path):
     fetching = (
         "import os, sys; from pathlib import Path; from launcher.models.fetch import scratch\n"
@@ -141,8 +140,6 @@ def test_archives_with_dot_names_and_zeros_are_accepted(tmp_path):
     assert (tmp_path / "model/a").read_bytes() == b"a"
     assert (tmp_path / "model/zeros").stat().st_size == 1 << 25
 
-
-# -- what is hostile ------------------------------------------------------------------------------
 
 LINK, HARD_LINK = tarfile.SYMTYPE, tarfile.LNKTYPE
 
@@ -225,9 +222,6 @@ def test_archives_cut_or_flipped_anywhere_are_refused(tmp_path):
         assert {name: (target / name).read_bytes() for name in contents} == contents, place
 
 
-# -- what is damaged ------------------------------------------------------------------------------
-
-
 def test_a_refused_archive_leaves_nothing_until_repaired(job, cli):
     whole = archive_of(job).read_bytes()
     members = members_of(archive_of(job))
@@ -266,9 +260,6 @@ def test_a_failed_local_write_is_not_blamed_on_the_store(job, cli, monkeypatch, 
     assert list((job.home / "models").iterdir()) == []
 
 
-# -- what is no model -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(tmp_path):
     return some_model(tmp_path / "model")
@@ -278,7 +269,14 @@ def change_training(model: Path, **values: Any) -> None:
     document = json.loads((model / "training.json").read_text())
     document["config"].update(values)
     (model / "training.json").write_text(json.dumps(document))
+
+
+def refusal(model: Path) -> str:
+    """Why files of a model, whose sums fit them, cannot be used."""
     write_sums(model)
+    with pytest.raises(FormatError) as caught:
+        load_artefact(model)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
@@ -290,28 +288,20 @@ def test_a_changed_or_missing_file_is_refused_by_name(model, name):
     (model / name).unlink()
     with pytest.raises(FormatError, match=name):
         load_artefact(model)
-    with pytest.raises(FormatError, match="No such file"):
-        load_artefact(model / "none")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{}", b"null", b"\xff", b'"', b"[" * 100_000],
-    ids=["empty", "list", "object", "null", "binary", "open", "deep"],
-)
-def test_a_broken_document_is_refused_by_name(model, name, content):
-    (model / name).write_bytes(content)
-    write_sums(model)
-    with pytest.raises(FormatError, match=rf"{name} (is damaged|cannot be read|and training)"):
-        load_artefact(model)
+def test_a_broken_document_is_refused_by_name(model, name):
+    for content in (b"", b"[]", b"{}", b"null", b"\xff", b'"', b"[" * 100_000):
+        (model / name).write_bytes(content)
+        said = refusal(model)
+        assert re.search(rf"{name} (is damaged|cannot be read|and training)", said), content[:9]
 
 
 @pytest.mark.parametrize("name", ["n_hidden", "block_size", "n_embd", "n_layer"])
 def test_a_model_of_a_vast_size_is_refused(model, name):
     change_training(model, **{name: 10**30})
-    with pytest.raises(FormatError, match=rf"{name}=1e\+30: "):
-        load_artefact(model)
+    assert f"{name}=1e+30: " in refusal(model)
 
 
 def test_a_vast_context_takes_no_memory(model, cli):
@@ -320,49 +310,34 @@ def test_a_vast_context_takes_no_memory(model, cli):
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     (model / "config.json").write_text(json.dumps(hugging_face_config(made, size)))
     change_training(model, block_size=1 << 17)
-    ran = cli("fetch-and-sample", str(model), "--max-new-tokens", "5")
-    assert ran.code == 0, ran.err
+    write_sums(model)
+    assert cli("fetch-and-sample", str(model), "--max-new-tokens", "5").good
 
 
 def test_weights_that_are_not_finite_are_refused(model):
     tensors, metadata = read_safetensors(model / "model.safetensors")
     tensors["lm_head.weight"].fill_(float("nan"))
     write_safetensors(model / "model.safetensors", tensors, metadata)
-    write_sums(model)
-    with pytest.raises(FormatError, match=r"lm_head\.weight holds .* not finite"):
-        load_artefact(model)
+    assert re.search(r"lm_head\.weight holds .* not finite", refusal(model))
 
 
 def test_a_vast_header_of_weights_is_refused(model):
     header = b"[" + b"{}," * 500_000 + b"{}]"
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    write_sums(model)
-    with pytest.raises(FormatError, match="its header has 1,500,004 bytes"):
-        load_artefact(model)
-
-
-# -- jobs without a model -------------------------------------------------------------------------
+    assert "its header has 1,500,004 bytes" in refusal(model)
 
 
 def test_an_unknown_job_error_names_the_jobs_command(cli):
     for command in ("fetch-and-sample", "status", "logs", "stop"):
-        ran = cli(command, "sm-nanogpt-nope")
-        assert ran.code == 1
-        assert "'sm-nanogpt-nope'" in ran.error
-        assert "`sm-nanogpt jobs`" in ran.error
+        facts = ("'sm-nanogpt-nope'", "`sm-nanogpt jobs`", "was not asked: set --region")
+        assert cli(command, "sm-nanogpt-nope").failed(1, *facts)
 
 
-@pytest.mark.parametrize("job_id", ["..", ".", "a/b", "x" * 300, "ü", "a b"])
-def test_an_invalid_job_id_is_an_unknown_job(cli, job_id):
-    for words in ((), ("--region", "us-east-1")):  # where SageMaker would be asked too
-        ran = cli(*words, "status", job_id)
-        assert ran.code == 1
-        assert "there is no job" in ran.error
-
-
-def test_the_library_refuses_an_empty_job_id(home):
-    with pytest.raises(ServiceError, match="there is no job"):
-        describe("")
+@pytest.mark.parametrize("job_id", ["..", ".", "a/b", "x" * 300, "ü", "a b", ""])
+def test_an_invalid_job_id_is_an_unknown_job(home, job_id):
+    for region in ("", "us-east-1"):  # where SageMaker would be asked too
+        with pytest.raises(ServiceError, match="there is no job"):
+            describe(job_id, load_settings(region=region))
 
 
 def end_as(job: Finished, **state: Any) -> Path:
@@ -409,8 +384,7 @@ def test_a_damaged_checkpoint_is_skipped_or_refused(job, cli):
     shutil.rmtree(job.home / "models")
     for path in checkpoints.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-100])
-    ran = cli("fetch-and-sample", job.job_id)
-    assert (ran.code, "damaged" in ran.error) == (1, True)
+    assert cli("fetch-and-sample", job.job_id).failed(1, "damaged")
     assert list((job.home / "models").iterdir()) == []
 
 

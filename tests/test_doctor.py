@@ -87,22 +87,32 @@ def test_each_finding_is_a_line_and_failures_exit_1(cloud, stacks, cli, monkeypa
 
 
 def test_without_aws_only_the_machine_is_checked(home, cli):
-    ran = cli("doctor", "--instance", "local", "--no-train")
-    assert ran.code == 0, ran.err
+    ran = cli("doctor", "--instance", "local", "--no-train").good
     assert [line.split()[1] for line in ran.out.splitlines()] == ["python:", "packages:", "disk:"]
     nowhere = cli("doctor", "--no-train")
-    assert nowhere.code == 1
-    assert "no region" in nowhere.out
+    assert (nowhere.code, "no region" in nowhere.out) == (1, True)
     assert "warning  not checked:    credentials, stack, role, store, " in nowhere.out
     assert nowhere.out.count("not checked") == 1
     assert "--instance local` checks only this machine" in nowhere.err
 
 
-def test_a_full_disk_is_a_failure(home, cli, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**8))
-    ran = cli("doctor", "--instance", "local")
+FULL = Mock(return_value=SimpleNamespace(free=10**8))
+BROKEN = Mock(side_effect=ZeroDivisionError("oh no"))
+
+
+@pytest.mark.parametrize(
+    ("patched", "by", "line"),
+    [
+        ("shutil.disk_usage", FULL, "failure  disk:           0.1 GB free for "),
+        ("platform.python_version", BROKEN, "failure  python:         ZeroDivisionError: oh no"),
+    ],
+)
+def test_a_check_that_fails_or_raises_stops_no_other(home, cli, monkeypatch, patched, by, line):
+    monkeypatch.setattr(patched, by)
+    ran = cli("doctor", "--instance", "local", "--no-train")
     assert ran.code == 1
-    assert f"failure  disk:           0.1 GB free for {home}" in ran.out
+    assert len(ran.out.splitlines()) == len(HERE) - 1  # without the training
+    assert [each for each in ran.out.splitlines() if each.startswith(line)]
 
 
 def test_a_missing_profile_is_a_finding(home, cli):
@@ -112,8 +122,7 @@ def test_a_missing_profile_is_a_finding(home, cli):
 
 
 def test_an_invalid_instance_is_refused(home, cli):
-    ran = cli("doctor", "--instance", "g5.12xlarge")
-    assert (ran.code, "ml.g5.12xlarge" in ran.error) == (2, True)
+    assert cli("doctor", "--instance", "g5.12xlarge").failed(2, "ml.g5.12xlarge")
 
 
 @pytest.fixture
@@ -209,17 +218,21 @@ def test_the_role_of_a_sagemaker_notebook_is_found(examined, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("check", "setting", "error", "fact"),
+    ("check", "setting", "instance", "error", "fact"),
     [
-        (doctor.check_role, {"role": f"{ROLE}-2"}, ServiceError, "NoSuchEntity"),
-        (doctor.check_store, {"store": "s3://none-of-that-name/x"}, ServiceError, "no such bucket"),
-        (doctor.check_store, {"store": "/tmp/store"}, InputError, "set --store"),
+        (doctor.check_role, {"role": f"{ROLE}-2"}, "", ServiceError, "NoSuchEntity"),
+        (doctor.check_store, {"store": "s3://none-of-that-name/x"}, "", ServiceError, "no such"),
+        (doctor.check_store, {"store": "/tmp/store"}, "", InputError, "set --store"),
+        (doctor.check_data, {}, "", Doubt, "upload-data"),
+        (doctor.check_instance_type, {}, "ml.g6f.xlarge", Doubt, "did you mean ml.g6"),
+        (doctor.check_image, {}, "ml.p3.2xlarge", InputError, "V100 .* --pytorch-version 2.8.0"),
     ],
 )
-def test_an_unusable_role_or_store_fails(patient, check, setting, error, fact):
-    patient.settings = Settings(**setting)
+def test_what_cannot_be_used_is_found(patient, check, setting, instance, error, fact):
+    settings = Settings(**setting)
+    changed = replace(patient, settings=settings, instance=instance or patient.instance)
     with pytest.raises(error, match=fact):
-        check(patient)
+        check(changed)
 
 
 def test_a_check_without_permission_is_skipped(cloud, patient):
@@ -228,40 +241,15 @@ def test_a_check_without_permission_is_skipped(cloud, patient):
         doctor.check_role(patient)
 
 
-def test_a_check_that_raises_does_not_stop_the_others(home, cli, monkeypatch):
-    broken = Mock(side_effect=ZeroDivisionError("oh no"))
-    monkeypatch.setattr("platform.python_version", broken)
-    ran = cli("doctor", "--instance", "local", "--no-train")
-    assert ran.code == 1
-    assert ran.out.splitlines()[0] == "failure  python:         ZeroDivisionError: oh no"
-    assert len(ran.out.splitlines()) == len(HERE) - 1  # without the training
-
-
-def test_what_is_not_known_is_a_warning(examined, money):
-    money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
-    found = examined("--instance", "ml.g6f.xlarge")
-    for check, fact in (
-        ("instance", "did you mean ml.g6"),
-        ("data", "upload-data"),
-        ("quota", "not allowed"),
-    ):
-        result, said = found[check]
-        assert (result, fact in said) == (WARNING, True), said
-
-
 def test_an_unpatched_default_image_names_a_remedy(patient, monkeypatch):
     last = find_image(DEFAULT_VERSION).patched_until
     on_a_day(last, monkeypatch)
-    assert doctor.check_image(patient).endswith(f", patched until {last}")
+    for instance in ("ml.g5.12xlarge", "ml.p5.48xlarge"):
+        found = doctor.check_image(replace(patient, instance=instance))
+        assert found.endswith(f", patched until {last}")
     on_a_day(last + timedelta(days=1), monkeypatch)
     with pytest.raises(Doubt, match=rf"on {last}; use --pytorch-version \S+, patched"):
         doctor.check_image(patient)
-
-
-def test_a_type_the_default_image_cannot_use_fails(patient):
-    with pytest.raises(InputError, match=r"V100 of ml\.p3\.2xlarge; use --pytorch-version 2\.8\.0"):
-        doctor.check_image(replace(patient, instance="ml.p3.2xlarge"))
-    assert "patched until" in doctor.check_image(replace(patient, instance="ml.p5.48xlarge"))
 
 
 def test_a_terminated_trial_run_leaves_nothing(home, tmp_path):
@@ -285,9 +273,10 @@ def test_doctor_names_the_text_that_a_launch_would_take(patient, cli, text_file,
     assert doctor.check_data(patient) == near
 
 
-def test_a_quota_of_zero_fails(examined, money):
+def test_a_quota_of_zero_fails_and_an_unknown_one_warns(patient, money):
     money.quotas["ml.g5.12xlarge"] = (0, 0, 0)
-    result, said = examined()["quota"]
-    assert result == FAILURE
-    assert "request an increase" in said
-    assert "launch --instance ml.m5.xlarge" in said
+    with pytest.raises(InputError, match=r"request an increase.*launch --instance ml.m5.xlarge"):
+        doctor.check_quota(patient)
+    money.refuse["ListServiceQuotas"] = ("AccessDeniedException", "no")
+    with pytest.raises(Doubt, match="not allowed"):
+        doctor.check_quota(patient)
