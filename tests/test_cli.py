@@ -124,7 +124,7 @@ def test_the_help_of_launch_groups_sagemaker_options(cli):
     assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == set(map(option, fields))
 
 
-def test_without_a_command_help_is_shown_with_exit_code_2(cli):
+def test_without_a_command_help_is_an_error(cli):
     ran = cli()
     assert (ran.code, ran.out) == (2, "")
     assert "\nJobs:\n  jobs  " in ran.err
@@ -132,16 +132,13 @@ def test_without_a_command_help_is_shown_with_exit_code_2(cli):
 
 def test_the_version_goes_to_stdout(cli):
     ran = cli("--version")
-    assert ran.code == 0
-    assert re.search(r"\d+\.\d+", ran.out)
+    assert (ran.code, bool(re.search(r"\d+\.\d+", ran.out))) == (0, True)
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "code"), [("frobnicate", 2), ("launch --instance local", 2), ("status nope", 1)]
-)
+@pytest.mark.parametrize(("words", "code"), [("frobnicate", 2), ("status nope", 1)])
 def test_a_process_exits_with_the_code_of_its_error(words, code, home):
     ran = launching.command(*words.split(), home=home)
     assert (ran.code, ran.out) == (code, "")
@@ -207,20 +204,12 @@ def test_a_misplaced_global_option_says_where_it_goes(cli, command, option):
         assert re.fullmatch(rf"{start}[A-Z]+ {command} \.\.\.", ran.error)
 
 
-@pytest.mark.parametrize("words", [["upload-data"], ["launch", "--instance", "local", "--data"]])
-def test_a_tilde_before_an_unknown_user_is_explained(cli, words):
-    ran = cli(*words, "~notes.txt")
-    assert ran.code == 2
-    assert "./~notes.txt" in ran.error
-
-
 @pytest.mark.parametrize(
     ("words", "code"), [(("status", "nope"), 1), (("upload-data", "missing.txt"), 2)]
 )
-def test_debug_shows_the_traceback_and_keeps_the_exit_code(cli, words, code):
+def test_debug_shows_the_traceback(cli, words, code):
     ran = cli("--debug", *words)
-    assert ran.code == code
-    assert "Traceback" in ran.err
+    assert (ran.code, "Traceback" in ran.err) == (code, True)
     assert ran.err.splitlines()[-1].startswith("error: ")
 
 
@@ -229,29 +218,23 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("words", "failing", "error", "said"),
     [
-        (RuntimeError("out of luck"), CRASH.format("RuntimeError: out of luck")),
-        (OSError(5, "broken"), CRASH.format("OSError: [Errno 5] broken")),
-        (FULL, "error: cannot write the result: No space left on device"),
-        (ServiceError("first\nsecond"), "error: first second"),
-        (KeyboardInterrupt, "interrupted"),
+        ("jobs", "all_backends", RuntimeError("no luck"), CRASH.format("RuntimeError: no luck")),
+        ("jobs", "all_backends", OSError(5, "broken"), CRASH.format("OSError: [Errno 5] broken")),
+        ("jobs", "all_backends", FULL, "error: cannot write the result: No space left on device"),
+        ("jobs", "all_backends", ServiceError("first\nsecond"), "error: first second"),
+        ("jobs", "all_backends", KeyboardInterrupt, "interrupted"),
+        ("logs some-job", "logs", KeyboardInterrupt, "interrupted"),
+        ("wait some-job", "wait", KeyboardInterrupt, "interrupted: the job keeps running"),
     ],
 )
-def test_an_error_within_a_command_is_one_line(home, capsys, monkeypatch, error, said):
-    monkeypatch.setattr("launcher.tracking.all_backends", Mock(side_effect=error))
-    assert commands.run(["jobs"]) == 1
+def test_an_error_within_a_command_is_one_line(
+    home, capsys, monkeypatch, words, failing, error, said
+):
+    monkeypatch.setattr(f"launcher.tracking.{failing}", Mock(side_effect=error))
+    assert commands.run(words.split()) == 1
     assert capsys.readouterr().err == f"{said}\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [("logs", "interrupted"), ("wait", "interrupted: the job keeps running")],
-)
-def test_an_interrupted_wait_says_that_the_job_keeps_running(cli, monkeypatch, command, said):
-    monkeypatch.setattr(f"launcher.tracking.{command}", Mock(side_effect=KeyboardInterrupt))
-    ran = cli(command, "some-job")
-    assert (ran.code, ran.err) == (1, f"{said}\n")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +248,7 @@ def test_an_interrupted_wait_says_that_the_job_keeps_running(cli, monkeypatch, c
 def test_a_signal_ends_a_command_unless_it_is_ignored(cli, monkeypatch, sign, handler, code):
     def signalled(*_: object) -> list[Any]:
         os.kill(os.getpid(), sign)
-        time.sleep(0.5)
+        time.sleep(0.05)
         return []
 
     before = signal.signal(sign, handler)
@@ -279,12 +262,6 @@ def test_a_signal_ends_a_command_unless_it_is_ignored(cli, monkeypatch, sign, ha
 
 
 # -- streams --------------------------------------------------------------------------------------
-
-
-def test_upload_data_prints_only_the_uri(cli, text_file):
-    ran = cli("upload-data", str(text_file))
-    assert ran.code == 0
-    assert re.fullmatch(r"file:///\S+/store/data/input-[0-9a-f]{12}\n", ran.out)
 
 
 def test_a_launch_prints_only_the_job_id_on_stdout(home, text_file):
@@ -416,8 +393,7 @@ def test_logs_print_the_output_of_the_run(job, cli):
 
 def test_an_ended_job_cannot_be_stopped(job, cli):
     ran = cli("stop", job.job_id)
-    assert ran.code == 1
-    assert "has already ended: Completed" in ran.error
+    assert (ran.code, "has already ended: Completed" in ran.error) == (1, True)
 
 
 class Terminal(io.StringIO):
@@ -425,7 +401,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch):
+def test_a_long_upload_shows_a_progress_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with byte_progress("upload") as progress:
         storage.expect(progress, 2_000_000)
@@ -455,7 +431,7 @@ def test_a_long_upload_shows_a_progress_bar_on_a_terminal(monkeypatch):
         ("fetch-and-sample ./mod", ["file,./mod"]),
     ],
 )
-def test_a_shell_completes(words, completed, home, monkeypatch, capsys):
+def test_a_shell_completes_commands_and_values(words, completed, home, monkeypatch, capsys):
     for each in ("1", "1-try2"):
         (home / f"jobs/sm-nanogpt-20260101-000000-abcdef-{each}").mkdir(parents=True)
     monkeypatch.setenv("COMP_WORDS", f"sm-nanogpt {words}")
@@ -465,7 +441,7 @@ def test_a_shell_completes(words, completed, home, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == completed
 
 
-def test_another_projects_entry_point_package_is_refused(home):
+def test_another_entry_point_package_is_refused(home):
     (home.parent / "entry_point").mkdir()
     (home.parent / "entry_point/__init__.py").touch()
     words = [sys.executable, "-c", "import launcher"]
@@ -520,14 +496,9 @@ def test_hyperparameters_lists_those_of_the_script(cli, tmp_path):
         ("infra show", "--region us-east-1 --profile 'of mine' --stack other"),
     ],
 )
-def test_a_suggested_command_repeats_the_options_it_needs(command, said):
-    words = {
-        "stack": "other",
-        "profile": "of mine",
-        "region": "us-east-1",
-        "store": "s3://words",
-        "role": "",
-    }
+def test_a_suggestion_repeats_the_options_it_needs(command, said):
+    words = {"stack": "other", "profile": "of mine", "region": "us-east-1"}
+    words |= {"store": "s3://words", "role": ""}
     with click.Context(commands.cli, obj=words):
         assert with_options(f"`sm-nanogpt {command}`") == f"`sm-nanogpt {said} {command}`"
     with click.Context(commands.cli, obj={}):

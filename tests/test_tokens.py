@@ -129,12 +129,10 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 3
 
 
-def test_a_long_text_is_read_in_pieces_of_whole_lines(tmp_path):
-    text = FOX * 20_000
-    (tmp_path / "a.txt").write_text(text)
+def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
+    (tmp_path / "a.txt").write_text(FOX * 20_000)
     found = list(tokens.pieces_of(tmp_path / "a.txt"))
-    assert "".join(found) == text
-    assert len(found) > 2
+    assert ("".join(found), len(found) > 2) == (FOX * 20_000, True)
     assert all(piece.endswith("\n") for piece in found)
 
 
@@ -183,7 +181,7 @@ def test_text_comes_back_from_its_tokens(words_of):
     assert words_of.tokenizer.end not in ids  # the text only spells it
 
 
-def test_a_vocabulary_is_learned_from_many_short_documents(tmp_path):
+def test_a_vocabulary_is_learned_from_all_documents(tmp_path):
     lines = [json.dumps({"text": "a b"}) for _ in range(2000)] + [json.dumps({"text": FOX * 20})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     learned = tokens.learn_words([("a", tmp_path / "a.jsonl")], 300).tokenizer
@@ -250,9 +248,8 @@ def test_published_tokenizers_of_bytes_are_taken(change, document, tmp_path):
 def test_a_tokenizer_of_another_kind_is_refused(change, reason, document, tmp_path):
     change(document)
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match=re.escape(reason)):
         open_words(tmp_path)
-    assert reason in str(raised.value)
 
 
 def test_a_tokenizer_that_lacks_characters_is_refused(tmp_path, text_file):
@@ -272,7 +269,7 @@ def test_a_tokenizer_that_loses_text_is_refused(document):
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def test_the_validation_part_is_a_tenth_of_whole_documents(made):
+def test_a_tenth_of_the_documents_validates(made):
     corpus = corpus_of(made)
     trained, validated = (documents_of(corpus, part) for part in (corpus.train, corpus.val))
     assert sorted(trained + validated) == sorted(stories(300))
@@ -288,7 +285,7 @@ def test_the_validation_part_is_a_tenth_of_whole_documents(made):
         ([1, 9000], [1]),
     ],
 )
-def test_a_document_that_outweighs_the_others_is_trained_on(lengths, validates):
+def test_the_longest_document_is_trained_on(lengths, validates):
     ends = array("Q", itertools.accumulate(lengths))
     parts = tokens.split(ends)
     assert [lengths[index] for index in parts["val"]] == validates
@@ -314,35 +311,31 @@ def test_shards_hold_what_one_file_would(documents, made, words_of, tmp_path, mo
     monkeypatch.setattr(tokens, "SHARD_BYTES", 5000)
     whole, cut = corpus_of(made), corpus_of(encode_text(documents, words_of, tmp_path))
     assert len(list(tmp_path.glob("train-*.bin"))) > 3
-    assert ids_of(cut.train) == ids_of(whole.train)
     assert ids_of(cut.val) == ids_of(whole.val)
-    config = Config(block_size=64, batch_size=8)
+    ids = ids_of(whole.train)
+    assert ids_of(cut.train) == ids
     for corpus in (whole, cut):
-        batches = Batches(corpus.train, config, torch.device("cpu"))
-        rows = batches.rows(3, 0, 1)[0]
-        assert rows.tolist() == [
-            ids_of(whole.train)[start : start + 64] for start in batches.window_starts(3).tolist()
-        ]
+        batches = Batches(corpus.train, Config(block_size=64, batch_size=8), torch.device("cpu"))
+        starts = batches.window_starts(3).tolist()
+        assert batches.rows(3, 0, 1)[0].tolist() == [ids[start : start + 64] for start in starts]
 
 
-def first_shard(**values: Any) -> Callable[[Path], None]:
-    """A change of what meta.json says of the first shard."""
+def shards(part: str, *more: Any, **values: Any) -> Callable[[Path], None]:
+    """A change of what meta.json says of the first shard of a part, or more shards."""
 
     def change(directory: Path) -> None:
         meta = json.loads((directory / "meta.json").read_text())
-        meta["train"]["shards"][0].update(values)
+        meta[part]["shards"][0].update(values)
+        meta[part]["shards"] += more
         (directory / "meta.json").write_text(json.dumps(meta))
 
     return change
 
 
 def add_a_longer_shard(directory: Path) -> None:
-    meta = json.loads((directory / "meta.json").read_text())
-    content = (directory / "val-00000.bin").read_bytes()
-    (directory / "val-00001.bin").write_bytes(content + content[:2])
-    more = {"name": "val-00001.bin", "tokens": len(content) // 2 + 1}
-    meta["val"]["shards"] = [meta["val"]["shards"][0], more]
-    (directory / "meta.json").write_text(json.dumps(meta))
+    content = (directory / "val-00000.bin").read_bytes() + b"\0\0"
+    (directory / "val-00001.bin").write_bytes(content)
+    shards("val", {"name": "val-00001.bin", "tokens": len(content) // 2})(directory)
 
 
 def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
@@ -356,11 +349,11 @@ def put_an_id_beyond_the_vocabulary(directory: Path) -> None:
         (lambda d: (d / "train-00000.bin").write_bytes(b"12"), "its size is not that in meta"),
         (lambda d: (d / "meta.json").write_bytes(b"{}"), "meta.json cannot be read: KeyError"),
         (lambda d: (d / "tokenizer.json").write_bytes(b"{}"), "tokenizer.json cannot be read: Key"),
-        (first_shard(name="../sub/train-00000.bin"), "is no plain name"),
-        (first_shard(name="/train-00000.bin"), "is no plain name"),
-        (first_shard(name=".."), "is no plain name"),
-        (first_shard(name=7), "is no plain name"),
-        (first_shard(tokens=-1), "its size is not that in meta"),
+        (shards("train", name="../sub/train-00000.bin"), "is no plain name"),
+        (shards("train", name="/train-00000.bin"), "is no plain name"),
+        (shards("train", name=".."), "is no plain name"),
+        (shards("train", name=7), "is no plain name"),
+        (shards("train", tokens=-1), "its size is not that in meta"),
         (add_a_longer_shard, "val-00001.bin: only the last shard may be shorter"),
         (put_an_id_beyond_the_vocabulary, "train-00000.bin has ids beyond the"),
     ],
@@ -375,29 +368,49 @@ def test_a_damaged_data_set_is_refused(change, reason, made, tmp_path):
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_ranks_sees_the_same_tokens(made, tmp_path):
-    how = {**SMALL, "precision": "float32", "data": made}
-    losses = []
-    for processes in (1, 2, 4):
-        out = tmp_path / str(processes)
-        end = run(words(**how, out=out, processes=processes), cwd=tmp_path)
+@pytest.fixture(scope="module")
+def trained(made, tmp_path_factory):
+    """Runs on one and on two ranks, with masked documents and a checkpoint of each step."""
+    values: dict[str, Any] = {**SMALL, "eval_windows": 0, "precision": "float32"}
+    values |= {"mask_documents": True, "checkpoint_seconds": 0.001, "data": made}
+    found = {}
+    for processes in (1, 2):
+        out = tmp_path_factory.mktemp("trained") / "out"
+        end = run(words(**values, out=out, processes=processes), cwd=out.parent)
         assert end.status == 0, end.output
-        losses.append([row["train_loss"] for row in metrics(out / "output")])
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], abs=1e-5)
+        found[processes] = (out, end.output)
+    return found
 
 
-def test_bits_per_byte_count_the_predicted_bytes(made, tmp_path):
-    end = run(words(**{**SMALL, "eval_windows": 0}, data=made, out="out"), cwd=tmp_path)
-    assert end.status == 0, end.output
-    row = metrics(tmp_path / "out/output")[-1]
+def test_any_number_of_ranks_sees_the_same_tokens(trained):
+    one, two = (
+        [row["train_loss"] for row in metrics(out / "output")] for out, _ in trained.values()
+    )
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_shards_resumes_to_the_same_bits(trained, tmp_path, processes):
+    whole, half = trained[processes][0], tmp_path / "half"
+    shutil.copytree(whole, half)
+    shutil.rmtree(half / "model")
+    max((half / "checkpoints").glob("checkpoint-*")).unlink()
+    ended = run(words(resume=half), cwd=tmp_path)
+    assert "resumed from the checkpoint of step 9" in ended.output
+    files = [out / "model/model.safetensors" for out in (whole, half)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_bits_per_byte_count_the_predicted_bytes(made, trained):
+    out, said = trained[1]
+    row = metrics(out / "output")[-1]
     corpus = corpus_of(made)
     count = (len(corpus.val) - 1) // 32 * 32
     predicted = corpus.tokenizer.decode(ids_of(corpus.val)[1 : count + 1])
     size = len(predicted.encode())
     expected = row["val_loss"] * count / size / torch.tensor(2.0).log().item()
     assert row["bits_per_byte"] == pytest.approx(expected, rel=1e-3)
-    assert f"bits_per_byte={row['bits_per_byte']:.5f}" in end.output
+    assert f"bits_per_byte={row['bits_per_byte']:.5f}" in said
 
 
 def test_tokens_that_cannot_be_mapped_are_an_error(made, monkeypatch):
@@ -448,11 +461,11 @@ def test_an_upload_of_tokens_is_recognized(documents, home, uploaded):
     assert (uploaded.uploaded, again.uploaded, again.uri) == (True, False, uploaded.uri)
     other = upload_data(documents, settings, tokenizer=stored(uploaded.uri))
     assert other.uri != uploaded.uri
-    assert other.train_tokens == uploaded.train_tokens
-    assert other.val_tokens == uploaded.val_tokens
+    sizes = [(each.train_tokens, each.val_tokens) for each in (uploaded, other)]
+    assert sizes[0] == sizes[1]
 
 
-def test_a_model_of_tokens_is_trained_fetched_and_sampled(documents, home, cli):
+def test_a_model_of_tokens_is_trained_and_sampled(documents, home, cli):
     assert cli("upload-data", str(documents), *BPE).code == 0
     launched = launching.command(*launching.launching(), home=home)
     assert launched.code == 0, launched.err
@@ -486,11 +499,10 @@ def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_
     assert launching.tree(home) == before
 
 
-def test_a_launch_refuses_tokens_that_lost_a_file(uploaded, cli):
+def test_a_launch_refuses_tokens_without_a_file(uploaded, cli):
     (stored(uploaded.uri) / "val-00000.bin").unlink()
     ran = cli("launch", "--instance", "local", "--data", uploaded.uri)
-    assert ran.code == 2
-    assert ran.error.startswith(f"{uploaded.uri}: a file of this upload is missing")
+    assert (ran.code, "a file of this upload is missing" in ran.error) == (2, True)
 
 
 def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
@@ -504,19 +516,16 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("failing", "code", "reason"),
+    ("failing", "code"),
     [
-        ("launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
-        ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
+        ("launcher.text.tokens.encode", errno.ENOSPC),
+        ("tempfile.mkdtemp", errno.EROFS),
     ],
 )
-def test_an_upload_that_cannot_write_names_the_directory(
-    documents, home, cli, monkeypatch, failing, code, reason
-):
+def test_an_upload_error_names_the_directory(documents, home, cli, monkeypatch, failing, code):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
     ran = cli("upload-data", str(documents), *BPE)
-    assert ran.code == 1
-    assert ran.error.startswith(f"{home / 'cache'}: {reason}")
+    assert (ran.code, f"{home / 'cache'}: " in ran.error) == (1, True)
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -541,24 +550,6 @@ def test_a_sample_ends_with_its_document(words_of):
     steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
     shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
     assert shown == [["a", "b"], ["b", ""], ["", ""]]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_masked_shards_resumes_to_the_same_bits(made, tmp_path, processes):
-    def trained(name: str) -> Path:
-        values = {**SMALL, "mask_documents": True, "checkpoint_seconds": 0.001}
-        given = words(data=made, out=tmp_path / name, processes=processes, **values)
-        ended = run(given, cwd=tmp_path)
-        assert ended.status == 0, ended.output
-        return tmp_path / name
-
-    whole, half = trained("whole"), trained("half")
-    shutil.rmtree(half / "model")
-    max((half / "checkpoints").glob("checkpoint-*")).unlink()
-    ended = run(words(resume=half), cwd=tmp_path)
-    assert "resumed from the checkpoint of step 9" in ended.output
-    files = [out / "model/model.safetensors" for out in (whole, half)]
-    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 # -- the encoder -----------------------------------------------------------------------------------
@@ -599,7 +590,7 @@ def test_every_character_has_the_librarys_ids(fast):
         lambda d: d["added_tokens"].append({**d["added_tokens"][0], "id": 399, "special": False}),
     ],
 )
-def test_another_kind_of_tokenizer_is_left_to_the_library(document, change):
+def test_another_tokenizer_is_left_to_the_library(document, change):
     change(document)
     assert not encoder_of(document).fast
 
