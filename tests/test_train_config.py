@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from runs import SCRIPT, environment
@@ -16,7 +17,7 @@ from runs import SCRIPT, environment
 from entry_point.checkpoint import Checkpoints
 from entry_point.config import OPTIONS, PRESETS, Config, Options, make_config
 from entry_point.errors import ConfigError, nearest_name
-from entry_point.train import parse_argv
+from entry_point.train import main, parse_argv
 
 FIELDS = dataclasses.fields(Config)
 
@@ -39,7 +40,6 @@ def config_of(*argv: str) -> Config:
         ("--learning_rate 1e-05", {"learning_rate": 1e-5}),
         ("--max_steps 1e5", {"max_steps": 100_000}),
         ("--n-layer 3", {"n_layer": 3}),
-        ("--n_layer 3", {"n_layer": 3}),
         ("--n-layer=3", {"n_layer": 3}),
     ],
 )
@@ -92,41 +92,32 @@ def test_words_that_cannot_be_read_are_refused(words, said):
 
 
 @pytest.mark.parametrize(
-    "name, value, allowed",
+    "name, allowed, values",
     [
-        ("n_layer", "four", "1 to 1024"),
-        ("n_layer", "4.5", "1 to 1024"),
-        ("n_layer", True, "1 to 1024"),
-        ("n_layer", 1.5, "1 to 1024"),
-        ("n_layer", [1], "1 to 1024"),
-        ("n_layer", {"a": 1}, "1 to 1024"),
-        ("n_layer", 0, "1 to 1024"),
-        ("log_interval", "inf", "a whole number, at least 1"),
-        ("dropout", "much", "0 to 0.95"),
-        ("dropout", 0.96, "0 to 0.95"),
-        ("dropout", -0.1, "0 to 0.95"),
-        ("beta2", 1.0, "0 to 0.999999"),
-        ("validation_fraction", 0.0, "0.001 to 0.9"),
-        ("learning_rate", float("nan"), "0 to 1e+37"),
-        ("learning_rate", float("inf"), "0 to 1e+37"),
+        ("n_layer", "1 to 1024", ["four", "4.5", True, 1.5, [1], {"a": 1}, 0, 10**19]),
+        ("log_interval", "a whole number, at least 1", ["inf"]),
+        ("dropout", "0 to 0.95", ["much", 0.96, -0.1]),
+        ("beta2", "0 to 0.999999", [1.0]),
+        ("validation_fraction", "0.001 to 0.9", [0.0]),
+        ("learning_rate", "0 to 1e+37", [float("nan"), float("inf")]),
         # What torch's C++ would refuse in words of its own, or what would never end.
-        ("learning_rate", 1e308, "0 to 1e+37"),
-        ("grad_clip", 1e308, "0 to 1000000000"),
-        ("weight_decay", 1e308, "0 to 10"),
-        ("n_layer", 10**19, "1 to 1024"),
-        ("n_hidden", 10**30, "0 to 262144"),
-        ("batch_size", 10**30, "1 to 1048576"),
-        ("max_steps", 10**30, "1 to 1000000000000"),
-        ("tie_embeddings", "maybe", "True or False"),
-        ("optimizer", "muom", "did you mean muon?"),
-        ("precision", "fp16", "one of auto, bfloat16, float16, tf32, float32"),
-        ("device", "gpu", "one of auto, cuda, mps, cpu"),  # of which it does not mean cpu
+        ("learning_rate", "0 to 1e+37", [1e308]),
+        ("grad_clip", "0 to 1000000000", [1e308]),
+        ("weight_decay", "0 to 10", [1e308]),
+        ("n_hidden", "0 to 262144", [10**30]),
+        ("batch_size", "1 to 1048576", [10**30]),
+        ("max_steps", "1 to 1000000000000", [10**30]),
+        ("tie_embeddings", "True or False", ["maybe"]),
+        ("optimizer", "did you mean muon?", ["muom"]),
+        ("precision", "one of auto, bfloat16, float16, tf32, float32", ["fp16"]),
+        ("device", "one of auto, cuda, mps, cpu", ["gpu"]),  # of which it does not mean cpu
     ],
 )
-def test_an_impossible_value_is_refused(name, value, allowed):
-    said = re.escape(f"{name}={value!r}: must be ")
-    with pytest.raises(ConfigError, match=f"^{said}.*{re.escape(allowed)}$"):
-        make_config({name: value})
+def test_an_impossible_value_is_refused(name, allowed, values):
+    for value in values:
+        said = re.escape(f"{name}={value!r}: must be ")
+        with pytest.raises(ConfigError, match=f"^{said}.*{re.escape(allowed)}$"):
+            make_config({name: value})
 
 
 @pytest.mark.parametrize(
@@ -174,12 +165,15 @@ def test_values_override_the_preset_which_overrides_the_base():
     assert (config.n_layer, config.n_embd, config.seed) == (2, 384, 5)
 
 
-def test_a_presets_learning_rate_does_not_apply_to_adamw():
+def test_the_default_learning_rate_depends_on_the_optimizer():
+    adamw: dict[str, Any] = {"optimizer": "adamw"}
+    assert Config().learning_rate == 0.02
+    assert Config(learning_rate=0.5).learning_rate == 0.5
     assert make_config({}, "baby").learning_rate == 0.03
-    assert make_config({"optimizer": "adamw"}, "baby").learning_rate == 0.001
-    assert make_config({}, "baby", {"optimizer": "adamw"}).learning_rate == 0.001
-    both = {"optimizer": "adamw", "learning_rate": "0.002"}
-    assert make_config(both, "baby").learning_rate == 0.002
+    # A preset's is not meant for it.
+    for config in (Config(**adamw), make_config(adamw, "baby"), make_config({}, "baby", adamw)):
+        assert config.learning_rate == 0.001
+    assert make_config({**adamw, "learning_rate": "0.002"}, "baby").learning_rate == 0.002
 
 
 def test_a_config_cannot_be_changed():
@@ -210,46 +204,48 @@ def test_resuming_takes_missing_values_from_the_checkpoint(tmp_path, checkpoints
 
 def test_resuming_needs_an_intact_checkpoint(tmp_path, checkpoints):
     resume = ["--resume", str(tmp_path)]
-    with pytest.raises(ConfigError, match=f"--resume {tmp_path}: there is no checkpoint"):
-        parse_argv(resume)
+
+    def assert_refused(said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            parse_argv(resume)
+
+    assert_refused(f"--resume {tmp_path}: there is no checkpoint")
     save(checkpoints, 5, dropout=0.5)
     save(checkpoints, 9, dropout=0.4)
     newest = checkpoints.path(9)
     newest.write_bytes(newest.read_bytes().replace(b'dropout\\": 0.4', b'dropout\\": 0.1'))
     assert parse_argv(resume)[0].dropout == 0.5
     checkpoints.path(5).write_bytes(b"cut")
-    with pytest.raises(ConfigError, match=f"--resume {tmp_path}: every checkpoint .* damaged"):
-        parse_argv(resume)
-
-
-def test_a_checkpoint_with_other_hyperparameters_is_refused(tmp_path, checkpoints):
-    save(checkpoints, 5, mine=3)
-    with pytest.raises(ConfigError, match=r"other hyperparameters \(mine\)"):
-        parse_argv(["--resume", str(tmp_path)])
+    assert_refused(f"--resume {tmp_path}: every checkpoint .* damaged")
+    save(checkpoints, 10, mine=3)
+    assert_refused(r"other hyperparameters \(mine\)")
 
 
 # -- the file as a whole ---------------------------------------------------------------------------
 
 
+def ran(*words: str, **how: Any) -> tuple[int, str, str]:
+    """Exit status, output, and errors of Python with these words."""
+    done = subprocess.run(
+        [sys.executable, *words], **how, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_importing_does_nothing(tmp_path):
     probe = (
-        "import importlib.util, os, sys, torch, signal\n"
-        "before = torch.get_rng_state(), signal.getsignal(signal.SIGTERM), dict(os.environ)\n"
-        f"spec = importlib.util.spec_from_file_location('train', {str(SCRIPT)!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['train'] = module\n"
-        "spec.loader.exec_module(module)\n"
+        "import os, runpy, signal, torch\n"
+        "def state():\n"
+        "    rng = torch.get_rng_state().tolist()\n"
+        "    return rng, signal.getsignal(signal.SIGTERM), dict(os.environ)\n"
+        "before = state()\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='train')\n"
+        "assert state() == before\n"
         "assert not torch.distributed.is_initialized()\n"
-        "assert torch.equal(before[0], torch.get_rng_state())\n"
-        "assert before[1] == signal.getsignal(signal.SIGTERM)\n"
-        "assert before[2] == dict(os.environ)\n"
     )
     env = environment(PYTHONDONTWRITEBYTECODE="1", SM_HOSTS="broken", RANK="7", WORLD_SIZE="9")
     env.pop("GOMP_SPINCOUNT", None)  # as importing it in this process would have left it
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=tmp_path, env=env, capture_output=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert ran("-c", probe, cwd=tmp_path, env=env) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -265,25 +261,22 @@ def test_the_folder_imports_only_torch_and_the_standard_library(file):
     assert ("entry_point" in imported) == (file.name == "train.py")
 
 
-def test_help_explains_commands_and_hyperparameters():
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torchrun --nproc_per_node 4 train.py --data input.txt" in done.stdout
+def test_help_explains_commands_and_hyperparameters(monkeypatch, capsys):
+    monkeypatch.setattr("entry_point.train.signal", Mock())
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "torchrun --nproc_per_node 4 train.py --data input.txt" in out
     for f in FIELDS:
-        (line,) = re.findall(rf"^  --{f.name} .*", done.stdout, re.MULTILINE)
+        (line,) = re.findall(rf"^  --{f.name} .*", out, re.MULTILINE)
         assert f.metadata["help"].partition(" (0: ")[0] in line
         assert "default: 0, which means" in line or f"(default: {f.default!r})" in line
 
 
 def test_train_py_alone_asks_for_its_folder(tmp_path):
     shutil.copy(SCRIPT, tmp_path)
-    words = [sys.executable, str(tmp_path / "train.py"), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert "copy the whole folder" in done.stderr
+    status, out, err = ran(str(tmp_path / "train.py"), "--help")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "copy the whole folder" in err
 
 
 def test_the_files_stay_short():
