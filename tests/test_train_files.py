@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ import runs
 import safetensors.torch
 import torch
 from models import SMALL, characters, lively, tokenizer_of
-from runs import PROBE, environment, run, words
+from runs import PROBE, run, words
 
 from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
 from entry_point.config import Config, check_resumable
@@ -186,7 +185,7 @@ def test_random_damage_is_refused_or_harmless(file):
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "Path.replace"])
-def test_a_kill_during_a_write_keeps_the_old_file(file, moment):
+def test_a_kill_during_a_write_keeps_the_old_file(file, tmp_path, moment):
     old = file.read_bytes()
     code = (
         "import os, signal, sys, torch\n"
@@ -195,10 +194,16 @@ def test_a_kill_during_a_write_keeps_the_old_file(file, moment):
         f"train.{moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "train.write_safetensors(Path(sys.argv[1]), {'b': torch.ones(9)}, {})\n"
     )
-    killed = subprocess.run([sys.executable, "-c", code, file], env=environment(), timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    killed = run([str(file)], cwd=tmp_path, command=(sys.executable, "-c", code))
+    assert killed.status == -signal.SIGKILL
     assert file.with_name(f"{file.name}.sagemaker-ignore").exists()
     assert file.read_bytes() == old
+
+
+def test_a_curve_may_exceed_the_official_limit(tmp_path):
+    metadata = {"state": "x" * 100_000_000}
+    write_safetensors(tmp_path / "a", {}, metadata)
+    assert read_safetensors(tmp_path / "a") == ({}, metadata)
 
 
 def test_a_write_syncs_file_before_directory(tmp_path, monkeypatch):
@@ -246,12 +251,6 @@ def test_a_checkpoint_gives_back_what_was_saved(checkpoints):
     assert loaded is not None
     assert_same(loaded[0], TENSORS)
     assert loaded[1] == checkpoints.latest_state() == state_of(7)
-
-
-def test_a_checkpoint_holds_a_curve_of_any_length(checkpoints):
-    state = {"step": 1, "metrics": "x" * 100_000_000}  # the official limit
-    checkpoints.save({}, state)
-    assert checkpoints.load_latest() == ({}, state)
 
 
 def test_pruning_keeps_the_last_two_checkpoints(checkpoints):
@@ -366,12 +365,15 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(checkpoints, monkeypatch):
 # -- the artefact ----------------------------------------------------------------------------------
 
 
+STEPS = 60
+
+
 @pytest.fixture(scope="module")
 def trained(text_file, tmp_path_factory):
     """The model directory of a short training on a text with tabs, emoji and other scripts."""
     out = tmp_path_factory.mktemp("trained")
-    steps = {"max_steps": 120, "eval_interval": 120, "log_interval": 120}
-    how = {**runs.SMALL, **steps, "n_embd": 64, "batch_size": 32, "precision": "float32"}
+    steps = {"max_steps": STEPS, "eval_interval": STEPS, "log_interval": STEPS}
+    how = {**runs.SMALL, **steps, "n_embd": 64, "precision": "float32"}
     end = run(words(**how, data=text_file, out=out), cwd=out)
     assert end.status == 0, end.output
     return out
@@ -472,22 +474,18 @@ def change_json(directory: Path, name: str, change: Callable[[Any], object]) -> 
 
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-EMBEDDING = "model.embed_tokens.weight"
-HEAD, MORE = "lm_head.weight", "model.layers.2.mlp.up_proj.weight"
+EMBEDDING, MORE = "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     "name, change, found",
     [
         (V, lambda t: t.pop(V), "nothing"),
-        (HEAD, lambda t: t.pop(HEAD), "nothing"),
         (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING][:-1].clone()}), "[114, 64]"),
-        (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].flatten()}), "[7360]"),
         (Q, lambda t: t.update({Q: t[Q][:, :-2].clone()}), "[64, 62]"),
         (K, lambda t: t.update({Q: torch.zeros(128, 64), K: torch.zeros(0, 64)}), "[0, 64]"),
         (Q, lambda t: t.update({Q: torch.tensor(1.0)}), "float32 []"),
         (EMBEDDING, lambda t: t.update({EMBEDDING: t[EMBEDDING].long()}), "int64 [115, 64]"),
-        (HEAD, lambda t: t.update({HEAD: t[HEAD].long()}), "int64 [115, 64]"),
         (MORE, lambda t: t.update({MORE: torch.zeros(2)}), "float32 [2]"),
         ("model.norm.weight", lambda t: t["model.norm.weight"].fill_(2.0), "not all ones"),
     ],
@@ -503,10 +501,7 @@ def test_tensors_that_do_not_fit_are_a_format_error(copied, name, change, found)
     "name, change, said",
     [
         ("config.json", lambda d: d.update(hidden_size=128), "hidden_size is 128, not 64"),
-        ("config.json", lambda d: d.update(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
-        ("config.json", lambda d: d.update(num_attention_heads=4), "num_attention_heads is 4, not"),
         ("config.json", lambda d: d.update(rope_theta=1e6), "rope_theta is 1000000.0, not 10000.0"),
-        ("config.json", lambda d: d.update(rms_norm_eps=1e-5), "rms_norm_eps is 1e-05, not 1e-06"),
         ("config.json", lambda d: d.update(tie_word_embeddings=True), "embeddings is True"),
         ("config.json", lambda d: d.update(model_type="llama"), "model_type is 'llama'"),
         ("config.json", lambda d: d.pop("vocab_size"), "vocab_size is None, not 115"),
@@ -554,7 +549,7 @@ def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, er
 
 
 def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
-    assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == 120
+    assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == STEPS
     assert_same(
         read_safetensors(tmp_path / "model/model.safetensors")[0],
         read_safetensors(artefact / "model.safetensors")[0],
