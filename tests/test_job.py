@@ -39,9 +39,6 @@ def with_fields(folder: Path, **defaults: object) -> Path:
     return launching.edited(folder, (place, "".join(fields) + place))
 
 
-# -- hyperparameters ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "values", [{"n_layr": 2}, {"n_layer": "two"}, {"n_embd": 30, "n_head": 4}, {"dropout": 1.5}]
 )
@@ -67,12 +64,12 @@ def test_unsendable_defaults_are_left_to_the_script(tmp_path):
     assert "motto" not in sendable_hyperparameters(job)
 
 
-@pytest.mark.parametrize("motto", ["a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501])
-def test_values_that_a_shell_executes_are_refused(tmp_path, motto):
+def test_values_that_a_shell_executes_are_refused(tmp_path):
     script = with_fields(tmp_path / "mine", motto="ab")
-    job = Request(entry_point=script, hyperparameters={"motto": motto})
-    with pytest.raises(InputError, match="motto="):
-        sendable_hyperparameters(job)
+    for motto in ("a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501):
+        job = Request(entry_point=script, hyperparameters={"motto": motto})
+        with pytest.raises(InputError, match="motto="):
+            sendable_hyperparameters(job)
 
 
 def test_more_than_80_hyperparameters_are_refused(tmp_path):
@@ -96,9 +93,6 @@ def test_assignments_split_at_the_first_equals_sign():
 def test_an_invalid_or_repeated_assignment_is_refused(words):
     with pytest.raises(InputError, match="--set"):
         pairs(None, click.Option(["--set"]), words)
-
-
-# -- the rest of a job ----------------------------------------------------------------------------
 
 
 def test_a_new_field_is_for_sagemaker_by_default():
@@ -131,9 +125,6 @@ def test_an_invalid_field_names_its_value_and_limit(values, named, limit):
     assert name == named
     assert limit in said
     assert "\n" not in said
-
-
-# -- one's own entry point ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,17 +192,11 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
     assert not (copy / "__pycache__").exists()  # what runs is what was read, not a file of the disk
 
 
-# -- what launch says to it -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--set", "n_layr=2"], "did you mean n_layer?"),
-        (["--set", "n_layer=two"], "n_layer='two'"),
         (["--set", "n_layer"], "must be name=value"),
-        (["--set", "warmup_steps=3000"], "warmup_steps=3000"),
-        (["--preset", "babby"], "did you mean baby?"),
         (["--config", "missing.toml"], "missing.toml"),
         (["--config", "unknown.toml"], "did you mean n_layer?"),
         (["--config", "table.toml"], "[model]"),
@@ -222,7 +207,6 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
         (["--instance-count", "2"], "--processes-per-instance 2"),
         (["--set", "block_size=60000"], "block_size=60000"),
         (["--instance-count", "0"], "instance_count=0: must be at least 1"),
-        (["--instance-count", "two"], "two"),
         (["--entry-point", "missing.py"], "missing.py"),
         (["--instance", "ml.g5.xlarge"], "--region"),
         (["--instance", "g5.xlarge"], "did you mean ml.g5.xlarge"),
@@ -240,10 +224,8 @@ def test_invalid_options_send_and_start_nothing(home, cli, text_file, tmp_path, 
     }.items():
         (tmp_path / f"{name}.toml").write_bytes(content)
     ran = cli("launch", "--instance", "local", "--data", str(text_file), *words)
-    assert ran.code == 2
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert named in ran.error
-    assert ran.err.count("\n") == 1
-    assert ran.out == ""
     assert not home.exists() or launching.tree(home) == set()
 
 

@@ -9,6 +9,7 @@ import shutil
 import tarfile
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
@@ -29,27 +30,10 @@ ROLE = f"arn:aws:iam::{ACCOUNT}:role/training"
 TAGGED = "[1,mpirank:0,algo-1]<stdout>:"
 
 
-@pytest.fixture
-def launch(cloud, cli, text_file):
-    """Launches a job whose script fails for a reason or writes a log; returns its id."""
-
-    def start(*words: str, **script: Any) -> str:
-        cloud.sagemaker.next_script = script
-        ran = cli(*LAUNCH, "--data", str(text_file), *words)
-        assert ran.code == 0, ran.err
-        return str(ran.out.strip())
-
-    return start
-
-
-# -- launching -------------------------------------------------------------------------------------
-
-
-def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, cli, text_file):
-    ran = cli(*LAUNCH, "--data", str(text_file))
-    assert ran.code == 0, ran.err
-    job_id = ran.out.strip()
-    assert job_id in cloud.sagemaker.jobs
+def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):
+    ran = submit()
+    (job_id,) = cloud.sagemaker.jobs
+    assert ran.out == f"{job_id}\n"
     assert f"#/jobs/{job_id}" in ran.err
     assert f"sm-nanogpt fetch-and-sample {job_id}" in ran.err
     keys = [each["Key"] for each in s3.list_objects_v2(Bucket=s3.bucket)["Contents"]]
@@ -63,46 +47,33 @@ def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, cli, text_file)
 
 
 def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch):
-    there = ("--region", "us-east-1")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    ran = cli(*there, "upload-data", str(text_file))
+    ran = cli("--region", "us-east-1", "upload-data", str(text_file))
     assert "next: sm-nanogpt --region us-east-1 launch" in ran.err
-    ran = cli(*there, *LAUNCH, "--follow")
-    assert ran.code == 0, ran.err
-    assert f"next: sm-nanogpt --region us-east-1 fetch-and-sample {ran.out.strip()}" in ran.err
-    error = cli(*there, "status", "nope").error
+    error = cli("--region", "us-east-1", "status", "nope").error
     assert "`sm-nanogpt --region us-east-1 " in error
     assert not re.search("`sm-nanogpt (?!--region us-east-1 )", error)
 
 
-def test_a_launch_in_a_notebook_takes_and_names_its_role(
-    cloud, cli, text_file, tmp_path, monkeypatch
-):
+def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypatch):
     file = tmp_path / "resource-metadata.json"
     file.write_text('{"ResourceName": "mine"}')
     monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", file)
     described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
     cloud.sagemaker.DescribeNotebookInstance = lambda body: described
     monkeypatch.delenv("SM_NANOGPT_ROLE")
-    ran = cli(*LAUNCH, "--data", str(text_file))
-    assert ran.code == 0, ran.err
+    ran = submit()
     assert f"role: {ROLE} (" in ran.err
     assert cloud.sagemaker.jobs[ran.out.strip()].request["RoleArn"] == ROLE
 
 
-def test_the_default_bucket_is_the_store_but_is_never_created(
-    cloud, s3, cli, text_file, monkeypatch
-):
+def test_the_default_bucket_is_the_store(s3, submit, cli, text_file, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_STORE")
     bucket = f"sagemaker-us-east-1-{ACCOUNT}"
-    ran = cli(*LAUNCH, "--data", str(text_file))
-    assert ran.code == 2
-    assert "no default bucket" in ran.error
+    assert cli(*LAUNCH, "--data", str(text_file)).failed(2, "no default bucket")
     assert bucket not in [b["Name"] for b in s3.list_buckets()["Buckets"]]
     s3.create_bucket(Bucket=bucket)
-    ran = cli(*LAUNCH, "--data", str(text_file))
-    assert ran.code == 0, ran.err
-    assert f"store: s3://{bucket}/sm-nanogpt (" in ran.err
+    assert f"store: s3://{bucket}/sm-nanogpt (" in submit().err
 
 
 def test_the_default_bucket_must_belong_to_this_account(cloud):
@@ -117,11 +88,9 @@ def test_the_default_bucket_must_belong_to_this_account(cloud):
     assert owners == [ACCOUNT]
 
 
-# -- uploads ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
-@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("words", "tokens"), [((), ("--tokenizer", "bpe", "--vocab-size", "300")), (("--dry-run",), ())]
+)
 def test_a_launch_sends_a_newer_local_upload_to_s3(
     cloud, s3, cli, text_file, tmp_path, monkeypatch, words, tokens
 ):
@@ -132,8 +101,7 @@ def test_a_launch_sends_a_newer_local_upload_to_s3(
     monkeypatch.delenv("SM_NANOGPT_STORE")
     near = local_path(cli("upload-data", str(newer), *tokens).out.strip())
     assert near is not None
-    ran = cli("--store", store, *LAUNCH, *words)
-    assert ran.code == 0, ran.err
+    ran = cli("--store", store, *LAUNCH, *words).good
     place = f"{store}/data/{near.name}"
     assert f"data: {place} (the last upload, {near.as_uri()})" in ran.err
     request = json.loads(ran.out) if words else cloud.sagemaker.jobs[ran.out.strip()].request
@@ -143,49 +111,33 @@ def test_a_launch_sends_a_newer_local_upload_to_s3(
     assert names == (set() if words else {path.name for path in near.iterdir()})
 
 
-def test_a_deleted_local_upload_is_not_replaced_by_an_older_one(
-    cloud, s3, home, cli, text_file, monkeypatch
-):
-    store = f"s3://{s3.bucket}/some/prefix"
-    cli("upload-data", str(text_file))
+def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file, monkeypatch):
+    cli("upload-data", str(text_file))  # the older one, on S3
     monkeypatch.delenv("SM_NANOGPT_STORE")
     cli("upload-data", str(text_file))
     shutil.rmtree(home / "store")
-    ran = cli("--store", store, *LAUNCH)
-    assert ran.code == 2
-    assert "--data" in ran.error
+    assert cli("--store", f"s3://{s3.bucket}/some/prefix", *LAUNCH).failed(2, "--data")
     assert not cloud.sagemaker.jobs
 
 
-def test_a_launch_takes_others_upload_if_this_machine_has_none(
+def test_a_launch_takes_others_upload_if_it_is_alone(
     cloud, s3, cli, text_file, tmp_path, monkeypatch
 ):
-    (tmp_path / "theirs.txt").write_text("Some other text.\n" * 1000)
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SM_NANOGPT_HOME", str(tmp_path / "elsewhere"))
-        theirs = cli("upload-data", "theirs.txt").out.strip()
+        theirs = cli("upload-data", str(text_file)).out.strip()
     assert f"data: {theirs} (" in cli(*LAUNCH).err
-    ran = cli(*LAUNCH, "--dry-run")  # which cannot know of it
-    assert ran.code == 2
-    assert "a dry run does not ask" in ran.error
+    # A dry run cannot know of it.
+    assert cli(*LAUNCH, "--dry-run").failed(2, "a dry run does not ask")
     ours = cli("upload-data", str(text_file)).out.strip()
     s3.delete_object(Bucket=s3.bucket, Key="some/prefix/data/latest.json")
     assert f"data: {ours} (" in cli(*LAUNCH, "--dry-run").err  # without asking S3
 
 
-def test_an_upload_is_encrypted_with_the_configured_key(s3, cli, text_file, monkeypatch):
-    monkeypatch.setenv("SM_NANOGPT_KMS_KEY", "alias/mine")
-    uri = cli("upload-data", str(text_file)).out.strip()
-    key = uri.removeprefix(f"s3://{s3.bucket}/") + "/input.txt"
-    head = s3.head_object(Bucket=s3.bucket, Key=key)
-    assert head["ServerSideEncryption"] == "aws:kms"
-    assert head["SSEKMSKeyId"].endswith("alias/mine")
-
-
-# -- states ----------------------------------------------------------------------------------------
-
-
-def test_status_tells_the_states_times_and_numbers(cli, launch):
+def test_status_tells_the_states_times_and_numbers(cli, launch, monkeypatch):
+    # It trains until it was looked at often.
+    monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
+    monkeypatch.setattr("sagemaker_service.LOOKS", 20)
     job_id = launch("--spot")
     assert "state:       InProgress (" in cli("status", job_id).out
     empty = cli("logs", job_id)
@@ -193,10 +145,8 @@ def test_status_tells_the_states_times_and_numbers(cli, launch):
     assert re.fullmatch(r"[^\n]* InProgress \(\w+\); --raw [^\n]*\n", empty.err)
     assert cli("wait", job_id).code == 0
     told = cli("status", job_id).out
-    assert "state:       Completed" in told
-    assert "billable:    30 s, 70% saved by spot" in told
-    assert "best loss:   1.5000" in told
-    assert "step:        1000/1000" in told
+    for fact in ("state:       Completed", "30 s, 70% saved by spot", "1.5000", "1000/1000"):
+        assert fact in told
     assert json.loads(cli("status", job_id, "--json").out)["billable_seconds"] == 30
 
 
@@ -205,30 +155,24 @@ def test_stop_waits_and_names_the_checkpoint(cloud, s3, cli, launch):
     key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
     cloud.refuse["StopTrainingJob"] = ("ThrottlingException", "Rate exceeded")
-    refused = cli("stop", job_id)
-    assert refused.code == 1
-    assert refused.error.startswith("StopTrainingJob: AWS is throttling")
+    assert cli("stop", job_id).error.startswith("StopTrainingJob: AWS is throttling")
     del cloud.refuse["StopTrainingJob"]
-    ran = cli("stop", job_id)
-    assert ran.code == 0, ran.err
+    ran = cli("stop", job_id).good
     assert f"--resume {job_id}" in ran.err
     assert "checkpoint of step 10" in ran.err
-    again = cli("stop", job_id)
-    assert again.code == 1
-    assert "already ended: Stopped" in again.error
+    assert cli("stop", job_id).failed(1, "already ended: Stopped")
 
 
 def test_a_failed_job_shows_its_reason_and_its_last_lines(cloud, cli, text_file):
-    log = [(0.1, "algo-1", f"{TAGGED}one"), (0.7, "algo-1", f"{TAGGED}DataError: no text")]
-    failing = {"reason": "AlgorithmError: DataError: no text [Exception]", "log": log}
-    cloud.sagemaker.next_script = failing
+    log = [(0.1, "algo-1", f"{TAGGED}one"), (0.2, "algo-1", f"{TAGGED}DataError: no text")]
+    reason = "AlgorithmError: DataError: no text [Exception]"
+    cloud.sagemaker.next_script = {"reason": reason, "log": log}
     ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
     assert ran.code == 1
     assert "one" in ran.err.splitlines()
     assert "failed: DataError: no text;" in ran.error
     told = cli("status", ran.out.strip()).out
     assert "state:       Failed" in told
-    assert "reason:      DataError: no text\n" in told
     assert told.endswith("  one\n  DataError: no text\n")
 
 
@@ -241,9 +185,6 @@ def described(**values: Any) -> JobDescription:
 def wrapped(said: str) -> str:
     """What the toolkit makes of an error."""
     return f"AlgorithmError: ExecuteUserScriptError:\nExitCode 1\n{said}\nCommand, exit code: 1"
-
-
-RECLAIMED = {"SecondaryStatus": "Interrupted", "FailureReason": "Spot capacity was reclaimed"}
 
 
 @pytest.mark.parametrize(
@@ -264,10 +205,12 @@ def test_a_job_reports_the_scripts_own_failure(said, reason):
 
 
 def test_an_interruption_is_a_reason_once_the_job_has_ended():
-    assert described(TrainingJobStatus="InProgress", **RECLAIMED).failure_reason is None
-    ended = {**RECLAIMED, "SecondaryStatus": "MaxWaitTimeExceeded"}
-    job = described(TrainingJobStatus="Stopped", **ended)
-    assert job.failure_reason == "Spot capacity was reclaimed"
+    for state, second, told in (
+        ("InProgress", "Interrupted", None),
+        ("Stopped", "MaxWaitTimeExceeded", "reclaimed"),
+    ):
+        values = {"TrainingJobStatus": state, "SecondaryStatus": second}
+        assert described(**values, FailureReason="reclaimed").failure_reason == told
 
 
 @pytest.mark.parametrize(
@@ -276,22 +219,18 @@ def test_an_interruption_is_a_reason_once_the_job_has_ended():
 def test_advice_about_a_full_disk_depends_on_the_instance(instance, remedy):
     full = "TrainingError: No space left on device"
     job = described(FailureReason=full, ResourceConfig={"InstanceType": instance})
-    reason = reason_of(job)
-    assert reason is not None
-    assert re.findall(r"--[\w-]+", reason) == [remedy]
+    assert re.findall(r"--[\w-]+", reason_of(job) or "") == [remedy]
 
 
 def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge", "ml.g6.12xlarge"}
     job_id = launch(*TWO)
-    job = cloud.sagemaker.jobs[job_id]
-    launching.until(lambda: "Insufficient capacity" in job.transitions[-1]["StatusMessage"])
+    launching.until(lambda: cloud.sagemaker.jobs[job_id].secondary == "Pending")
     waiting = cli("status", job_id)
     assert "state:       InProgress (Pending)\n" in waiting.out
     assert "instance:    1 x ml.g5.12xlarge,ml.g6.12xlarge\n" in waiting.out
     assert "message:     Insufficient capacity error" in waiting.out
-    assert "cost:" not in waiting.out
-    assert "is not known" not in waiting.err
+    assert ("cost:" in waiting.out, "is not known" in waiting.err) == (False, False)
     assert "ml.g5.12xlarge,ml.g6.12xlarge" in cli("jobs").out
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
     assert cli("wait", job_id).code == 0
@@ -300,15 +239,20 @@ def test_status_shows_all_types_until_one_is_chosen(cloud, cli, launch):
 
 
 @pytest.mark.parametrize("words", ["wait {}", "logs {} --follow"])
-def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, words):
+def test_a_pending_job_says_why_and_ends_after_a_day(cloud, cli, launch, monkeypatch, words):
+    describe, looks = cloud.sagemaker.DescribeTrainingJob, iter(range(1000))
+
+    def described(body: dict[str, Any]) -> Any:
+        if next(looks) == 4:
+            cloud.sagemaker.rate = 1e9  # the day is over
+        return describe(body)
+
+    monkeypatch.setattr(cloud.sagemaker, "DescribeTrainingJob", described)
     cloud.sagemaker.exhausted = {"ml.g5.12xlarge"}
-    cloud.sagemaker.rate = 30_000  # a day of SageMaker's in three seconds of ours
     job_id = launch()
     ran = cli(*words.format(job_id).split())
     assert ran.err.count(f"job {job_id} is InProgress (Pending): Insufficient capacity error") == 1
-    ended = cli("wait", job_id)
-    assert ended.code == 1
-    assert "--instance TYPE,TYPE" in ended.error
+    assert cli("wait", job_id).failed(1, "--instance TYPE,TYPE")
     assert "reason:      CapacityError: " in cli("status", job_id).out
 
 
@@ -319,35 +263,31 @@ def test_a_job_waiting_for_capacity_can_be_stopped(cloud, cli, launch):
     assert "state:       Stopped\n" in cli("status", job_id).out
 
 
-# -- lists -----------------------------------------------------------------------------------------
-
-
 def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(cloud, cli, job, launch):
-    ids = [launch() for _ in range(4)]
-    cloud.sagemaker.jobs[ids[0]].created = 1e9  # the list is in the order of the ids
-    request = {**cloud.sagemaker.jobs[ids[0]].request, "TrainingJobName": "another", "Tags": []}
-    cloud.sagemaker.CreateTrainingJob(request)
+    ids = [launch(), *(f"sm-nanogpt-20991231-00000{n}-abcdef" for n in range(3))]
+    service = cloud.sagemaker
+    request = json.dumps(service.jobs[ids[0]].request)
+    for job_id in ids[1:]:
+        service.CreateTrainingJob(json.loads(request.replace(ids[0], job_id)))
+    service.jobs[ids[0]].created = 1e9  # the list is in the order of the ids
+    service.CreateTrainingJob({**json.loads(request), "TrainingJobName": "another", "Tags": []})
     listed = [job["job_id"] for job in json.loads(cli("jobs", "--json").out)]
     assert listed == [*reversed(ids), job.job_id]
     assert all(job_id in cli("jobs").out for job_id in listed)
 
 
 def test_without_aws_local_jobs_are_listed_and_none_is_guessed(cloud, cli, job, monkeypatch):
+    expired = "Search: the AWS credentials have expired"
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
     ran = cli("jobs")
-    assert ran.code == 1
-    assert job.job_id in ran.out
-    assert "Search: the AWS credentials have expired" in ran.err
-    with pytest.warns(UserWarning, match="Search: the AWS credentials have expired"):
+    assert (ran.code, job.job_id in ran.out, expired in ran.err) == (1, True, True)
+    with pytest.warns(UserWarning, match=expired):
         assert [description.job_id for description in jobs()] == [job.job_id]
-    for words in (("stop", "latest"), ("delete", "latest", "--yes"), ("status", job.job_id[-6:])):
-        ran = cli(*words)
-        assert ran.code == 1
-        assert "Search: the AWS credentials have expired" in ran.error
+    for words in ("stop latest", "delete latest --yes", f"status {job.job_id[-6:]}"):
+        assert cli(*words.split()).failed(1, expired)
     monkeypatch.setenv("AWS_PROFILE", "nope")
     ran = cli("jobs")
-    assert job.job_id in ran.out
-    assert "nope" in ran.err
+    assert (job.job_id in ran.out, "nope" in ran.err) == (True, True)
     assert cli("status", job.job_id).code == 0
 
 
@@ -377,42 +317,30 @@ def test_a_job_launched_by_another_tool_is_left_alone(cloud, cli, launch):
     request = {**cloud.sagemaker.jobs[launch()].request, "TrainingJobName": "prod-xgb"}
     cloud.sagemaker.CreateTrainingJob(request)
     for command in ("stop", "status", "logs", "fetch-and-sample"):
-        ran = cli(command, "prod-xgb")
-        assert ran.code == 1
-        assert "sm-nanogpt did not launch" in ran.error
+        assert cli(command, "prod-xgb").failed(1, "sm-nanogpt did not launch")
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]
-
-
-# -- logs ------------------------------------------------------------------------------------------
 
 
 def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
     # The first ten are there when one begins to look; the others come meanwhile, so that hosts may
     # be asked before and after a line.
-    times = [*(0.01 * i - 2 for i in range(10)), *(0.2 * i for i in range(10))]
+    times = [*(0.01 * i - 2 for i in range(10)), *(0.1 * i for i in range(10))]
     lines = [(at, f"algo-{1 + i % 2}", f"line {i}") for i, at in enumerate(times)]
     job_id = launch("--instance-count", "2", log=lines)
-    ran = cli("logs", job_id, "--follow", "--raw")
-    assert ran.code == 0, ran.err
+    ran = cli("logs", job_id, "--follow", "--raw").good
     said, told = [f"{host}: {line}" for _, host, line in lines], ran.out.splitlines()
     assert told[:10] == said[:10]
-    for host in ("algo-1", "algo-2"):
+    assert sorted(told) == sorted(said)
+    for host in ("algo-1", "algo-2"):  # each in its order
         own = [line for line in said if line.startswith(host)]
         assert [line for line in told if line.startswith(host)] == own
-    assert len(told) == len(said)
     assert cli("logs", job_id, "--raw").out.splitlines() == said
     assert cli("logs", job_id, "--raw", "--tail", "3").out.splitlines() == said[-3:]
-    assert "state:       Completed" in cli("status", job_id).out
 
 
 CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
-ENVIRONMENT = [
-    "SM_HOSTS=[...]",
-    "Invoking script with the following command:",
-    "",
-    "mpirun train.py",
-]
-PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded"
+ENVIRONMENT = ["SM_HOSTS=[...]", "Invoking script with the following command:", "", "mpirun"]
+PRELOAD = "ERROR: ld.so: object '/libchangehostname.so' from LD_PRELOAD cannot be preloaded (no)"
 
 
 def test_logs_show_only_the_lines_of_the_script():
@@ -422,7 +350,7 @@ def test_logs_show_only_the_lines_of_the_script():
         *(("algo-1-1", line) for line in ENVIRONMENT),
         ("algo-1-1", f"{TAGGED}step=1/2 train_loss=1.0"),
         ("algo-1-1", "[1,mpirank:3,algo-2]<stderr>:OutOfMemory: too much"),
-        ("algo-1-1", f"{TAGGED}{PRELOAD} (cannot open shared object file): ignored."),
+        ("algo-1-1", f"{TAGGED}{PRELOAD}"),
         ("algo-1-1", "mpirun noticed that process rank 3 exited"),
         ("algo-2-1", f"{CHATTER}INFO     Orted process exited"),
         ("algo-1-1", f"{CHATTER}ERROR    Reporting training FAILURE"),
@@ -439,24 +367,15 @@ def test_logs_find_the_lines_of_each_start_under_torchrun():
     """A spot job that starts again has new streams, which the toolkit begins anew."""
     lines = []
     for start in ("17", "18"):
-        streams = (f"algo-1-{start}", f"algo-2-{start}")
-        lines += [(stream, line) for stream in streams for line in ENVIRONMENT]
-        lines += [
-            (streams[0], f"step={start}/20"),
-            (streams[1], "a warning"),
-            (streams[1], f"{PRELOAD} (cannot open shared object file): ignored."),
-            (streams[0], f"{CHATTER}INFO     Done"),
-        ]
+        one, two = f"algo-1-{start}", f"algo-2-{start}"
+        lines += [(stream, line) for stream in (one, two) for line in ENVIRONMENT]
+        lines += [(one, f"step={start}/20"), (two, "a warning"), (two, PRELOAD)]
+        lines += [(one, f"{CHATTER}INFO     Done")]
     warned = "algo-2: a warning"
     assert list(script_lines(lines)) == ["step=17/20", warned, "step=18/20", warned]
 
 
-def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, cli, text_file, monkeypatch):
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("launcher.tracking.logs", interrupted)
-    ran = cli(*LAUNCH, "--data", str(text_file), "--follow")
-    assert ran.code == 0
-    assert "the job keeps running" in ran.err
+def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):
+    monkeypatch.setattr("launcher.tracking.logs", Mock(side_effect=KeyboardInterrupt))
+    assert "the job keeps running" in submit("--follow").err
     assert "StopTrainingJob" not in [operation for operation, _ in cloud.calls]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from typing import Any
+from unittest.mock import Mock
 
 import launching
 import pytest
 from access import Refusal
+from test_sagemaker_request import part
 
 from launcher import InputError, Request, launch
 from launcher.files import storage
@@ -23,13 +25,11 @@ CHECKPOINT = "some/prefix/checkpoints/{}/checkpoint-00000010.safetensors"
 
 
 @pytest.fixture
-def stopped(cloud, s3, cli, text_file):
+def stopped(s3, cli, launch):
     """Launches a job and stops it; it has a checkpoint."""
 
     def start(*words: str) -> str:
-        ran = cli(*LAUNCH, "--data", str(text_file), *words)
-        assert ran.code == 0, ran.err
-        job_id = str(ran.out.strip())
+        job_id = str(launch(*words))
         s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
         assert cli("stop", job_id).code == 0
         return job_id
@@ -42,9 +42,7 @@ def resume(cli):
     """The request that a dry run of a resumed job shows."""
 
     def shown(job_id: str, *words: str) -> Any:
-        ran = cli("launch", "--resume", job_id, "--dry-run", *words)
-        assert ran.code == 0, ran.err
-        return json.loads(ran.out)
+        return json.loads(cli("launch", "--resume", job_id, "--dry-run", *words).good.out)
 
     return shown
 
@@ -53,8 +51,7 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, s
     earlier = stopped()
     other = ("--store", f"s3://{s3.bucket}/other")  # than that of the earlier job
     for place, prefix in (((), "some/prefix"), (other, "other")):
-        ran = cli(*place, *LAUNCH, "--resume", earlier, "--set", "max_steps=6000")
-        assert ran.code == 0, ran.err
+        ran = cli(*place, *LAUNCH, "--resume", earlier, "--set", "max_steps=6000").good
         resumed = ran.out.strip()
         key = CHECKPOINT.format(resumed).replace("some/prefix", prefix)
         assert s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read() == b"x"
@@ -62,45 +59,53 @@ def test_a_resumed_job_starts_from_the_earlier_jobs_checkpoint(cloud, s3, cli, s
         assert after["InputDataConfig"] == before["InputDataConfig"]
         assert after["HyperParameters"]["max_steps"] == "6000"
         assert after["HyperParameters"]["n_embd"] == before["HyperParameters"]["n_embd"]
-    running = cli("launch", "--resume", resumed)
-    assert running.code == 1
-    assert f"`sm-nanogpt stop {resumed}`" in running.error
+    assert cli("launch", "--resume", resumed).failed(1, f"`sm-nanogpt stop {resumed}`")
 
 
 IMAGE = "AlgorithmSpecification.TrainingImage"
-KEEP_ALIVE = "ResourceConfig.KeepAlivePeriodInSeconds"
-LARGE = "--instance ml.m5.xlarge --volume-size 500"
+ISOLATION, KEEP_ALIVE = "EnableNetworkIsolation", "ResourceConfig.KeepAlivePeriodInSeconds"
+SPOT, VOLUME = "EnableManagedSpotTraining", "ResourceConfig.VolumeSizeInGB"
+TYPE, PREFERENCES = "ResourceConfig.InstanceType", "ResourceConfig.InstancePreferences"
 MERGED = {"A": "1", "B": "2"}
 TAGS = [{"Key": k, "Value": v} for k, v in {"sm-nanogpt": "job", **MERGED}.items()]
-PREFERENCES = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
+BOTH = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "path", "expected"),
+    ("before", "resumed"),
     [
-        ("--spot --max-wait 90000", "", "EnableManagedSpotTraining", True),
-        ("--spot --max-wait 90000", "--on-demand", "EnableManagedSpotTraining", None),
-        ("--network-isolation", "", "EnableNetworkIsolation", True),
-        ("--network-isolation", "--no-network-isolation", "EnableNetworkIsolation", None),
-        ("--image-uri mine:1", "--pytorch-version 2.8.0", IMAGE, OLD_IMAGE),
-        ("--pytorch-version 2.8.0", "--image-uri mine:1", IMAGE, "mine:1"),
-        ("--keep-alive 600", "", KEEP_ALIVE, 600),
-        ("--keep-alive 600", "--spot", KEEP_ALIVE, None),
-        (LARGE, "", "ResourceConfig.VolumeSizeInGB", 500),
-        (LARGE, "--instance ml.g5.xlarge", "ResourceConfig.VolumeSizeInGB", 50),
-        ("--environment A=1 --environment B=1", "--environment B=2", "Environment", MERGED),
-        ("--tag A=1 --tag B=1", "--tag B=2", "Tags", TAGS),
-        (TWO, "", "ResourceConfig.InstancePreferences", PREFERENCES),
-        (TWO, "--instance ml.g6.xlarge --spot", "ResourceConfig.InstanceType", "ml.g6.xlarge"),
+        (
+            "--network-isolation --keep-alive 600 --image-uri mine:1",
+            {
+                "": {ISOLATION: True, KEEP_ALIVE: 600, IMAGE: "mine:1"},
+                "--no-network-isolation": {ISOLATION: None, KEEP_ALIVE: 600},
+                "--spot": {KEEP_ALIVE: None},
+                "--pytorch-version 2.8.0": {IMAGE: OLD_IMAGE},
+            },
+        ),
+        (
+            "--pytorch-version 2.8.0 --environment A=1 --environment B=1 --tag A=1 --tag B=1",
+            {
+                "--environment B=2 --tag B=2": {"Environment": MERGED, "Tags": TAGS},
+                "--image-uri mine:1": {IMAGE: "mine:1"},
+            },
+        ),
+        ("--spot --max-wait 90000", {"": {SPOT: True}, "--on-demand": {SPOT: None}}),
+        (
+            "--instance ml.m5.xlarge --volume-size 500",
+            {"": {VOLUME: 500}, "--instance ml.g5.xlarge": {VOLUME: 50}},
+        ),
+        (
+            TWO,
+            {"": {PREFERENCES: BOTH}, "--instance ml.g6.xlarge --spot": {TYPE: "ml.g6.xlarge"}},
+        ),
     ],
 )
-def test_a_resumed_job_keeps_the_options_that_still_fit(
-    stopped, resume, before, after, path, expected
-):
-    value = resume(stopped(*before.split()), *after.split())
-    for name in path.split("."):
-        value = value.get(name)
-    assert value == expected
+def test_a_resumed_job_keeps_the_options_that_still_fit(stopped, resume, before, resumed):
+    earlier = stopped(*before.split())
+    for after, expected in resumed.items():
+        request = resume(earlier, *after.split())
+        assert {path: part(request, path) for path in expected} == expected
 
 
 def test_a_resumed_job_gets_later_changes_of_the_config_file(home, stopped, resume):
@@ -118,8 +123,7 @@ tags = {team = "a", cost = "7"}
 
 def test_resuming_refuses_options_that_the_job_cannot_have(cli, stopped, job):
     refused = cli("launch", "--resume", stopped(*TWO.split()), "--spot")
-    assert refused.code == 2
-    assert "--spot takes one --instance type" in refused.error
+    assert refused.failed(2, "--spot takes one --instance type")
     with pytest.raises(InputError, match="--spot is for SageMaker"):
         launch(Request(resume=job.job_id, hyperparameters={"max_steps": 12}, spot=True))
     assert len(list((job.home / "jobs").iterdir())) == 1
@@ -127,41 +131,32 @@ def test_resuming_refuses_options_that_the_job_cannot_have(cli, stopped, job):
 
 def test_a_job_of_a_cpu_is_not_resumed_silently_on_gpus(s3, cli, stopped):
     job_id = stopped("--instance", "ml.m5.xlarge", "--preset", "quick")
-    refused = cli(*LAUNCH, "--resume", job_id)
-    assert refused.code == 2
-    assert "`--set device=auto`" in refused.error
+    assert cli(*LAUNCH, "--resume", job_id).failed(2, "`--set device=auto`")
     for device in ("auto", "cpu"):
-        ran = cli(*LAUNCH, "--resume", job_id, "--set", f"device={device}")
-        assert ran.code == 0, ran.err
+        ran = cli(*LAUNCH, "--resume", job_id, "--set", f"device={device}").good
     again = ran.out.strip()  # on a GPU instance, where the CPU was asked for
     s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(again), Body=b"x")
     assert cli("stop", again).code == 0
     assert cli("launch", "--resume", again).code == 0
 
 
-def test_resuming_a_completed_job_requires_more_steps(cloud, s3, cli, text_file):
+def test_resuming_a_completed_job_requires_more_steps(cloud, s3, cli, launch):
     """It would be billed for its start and its upload, and make the same model."""
-    words = (*LAUNCH, "--data", str(text_file), "--set", "max_steps=10")
-    job_id = cli(*words).out.strip()
+    job_id = launch("--set", "max_steps=10")
     s3.put_object(Bucket=s3.bucket, Key=CHECKPOINT.format(job_id), Body=b"x")
     assert cli("wait", job_id).code == 0
-    refused = cli("launch", "--resume", job_id)
-    assert refused.code == 2
-    assert "--set max_steps=N" in refused.error
+    assert cli("launch", "--resume", job_id).failed(2, "--set max_steps=N")
     assert list(cloud.sagemaker.jobs) == [job_id]
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"instance": "ml.g5.12xlarge", "more": 1}'])
-def test_a_damaged_record_in_the_store_is_named(s3, cli, stopped, content):
+def test_a_damaged_record_in_the_store_is_named(s3, cli, stopped):
     earlier = stopped()
     key = f"some/prefix/jobs/{earlier}/job.json"
-    s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
-    ran = cli("launch", "--resume", earlier)
-    assert ran.code == 1
-    assert ran.error.startswith(f"s3://{s3.bucket}/{key} is damaged")
-
-
-# -- what the store says, which others may write ---------------------------------------------------
+    for content in (b"{", b'{"instance": "ml.g5.12xlarge", "more": 1}'):
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=content)
+        ran = cli("launch", "--resume", earlier)
+        assert ran.code == 1
+        assert ran.error.startswith(f"s3://{s3.bucket}/{key} is damaged")
 
 
 def test_a_resumed_job_runs_the_script_of_its_launch_by_default(s3, home, cli, stopped, tmp_path):
@@ -171,14 +166,11 @@ def test_a_resumed_job_runs_the_script_of_its_launch_by_default(s3, home, cli, s
     mine = launching.edited(tmp_path / "mine", ("of initial weights", "of mine"))
     first = stopped("--entry-point", str(mine))
     shutil.rmtree(mine)
-    ran = cli("launch", "--resume", first)
-    assert ran.code == 0, ran.err
+    ran = cli("launch", "--resume", first).good
     sent = [s3.get_object(**archive(name))["Body"].read() for name in (first, ran.out.strip())]
     assert sent[0] == sent[1]
     shutil.rmtree(home / "sources")  # as on another machine
-    ran = cli("launch", "--resume", first)
-    assert ran.code == 2
-    assert "--entry-point DIR" in ran.error
+    assert cli("launch", "--resume", first).failed(2, "--entry-point DIR")
     other = launching.edited(tmp_path / "other", ("of initial weights", "of another"))
     s3.delete_object(**archive(first))
     assert cli("launch", "--resume", first, "--entry-point", str(other)).code == 0
@@ -209,16 +201,12 @@ def test_machines_and_ceilings_are_not_read_from_the_store(s3, cli, stopped, res
     evil: dict[str, Any] = {"image_uri": "evil:1", "environment": {"LD_PRELOAD": "evil"}}
     evil |= {"instance": "ml.p5.48xlarge", "instance_count": 8}
     storage.write_json(record, {**content, **evil, "max_cost": 1e6, "max_run": 7200})
+    parts: dict[str, Any] = {IMAGE: "mine:1", "Environment": {"A": "1"}}
+    parts |= {TYPE: "ml.g5.12xlarge", "ResourceConfig.InstanceCount": 1}
     request = resume(earlier)
-    assert request["AlgorithmSpecification"]["TrainingImage"] == "mine:1"
-    assert request["Environment"] == {"A": "1"}
-    resources = request["ResourceConfig"]
-    assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.12xlarge", 1)
+    assert {path: part(request, path) for path in parts} == parts
     ran = cli("launch", "--resume", earlier)
     assert (ran.code, ran.error.partition(",")[0]) == (2, "this may cost 15.56 USD")
-
-
-# -- what a refused launch leaves ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", ["ValidationException", "ResourceInUse"])
@@ -236,14 +224,11 @@ def test_a_refused_launch_names_no_job_and_leaves_no_files(cloud, s3, cli, stopp
 
 def test_a_launch_refused_after_a_retry_leaves_no_files(cloud, s3, cli, text_file, monkeypatch):
     answers = [Refusal("ThrottlingException", "no"), Refusal("ResourceLimitExceeded", "no quota")]
-
-    def refuse(body: dict[str, Any]) -> Any:
-        raise answers.pop(0)
-
-    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", refuse)
+    create = Mock(side_effect=answers)
+    monkeypatch.setattr(cloud.sagemaker, "CreateTrainingJob", create)
     ran = cli(*LAUNCH, "--data", str(text_file))
-    assert (ran.code, ran.out, answers) == (1, "", [])
-    assert "no quota" in ran.error
+    assert (ran.out, create.call_count) == ("", 2)
+    assert ran.failed(1, "no quota")
     left = storage.list_files(f"s3://{s3.bucket}/some/prefix")
     assert not [name for name in left if not name.startswith("data/")]
 
@@ -252,29 +237,19 @@ def test_a_resumed_job_without_checkpoints_leaves_no_files(s3, cli, stopped, mon
     earlier = stopped()
     before = storage.list_files(f"s3://{s3.bucket}")
     monkeypatch.setattr(storage, "copy", lambda *_: 0)
-    ran = cli("launch", "--resume", earlier)
-    assert ran.code == 1
-    assert f"job {earlier} has no checkpoints" in ran.error
+    assert cli("launch", "--resume", earlier).failed(1, f"job {earlier} has no checkpoints")
     assert storage.list_files(f"s3://{s3.bucket}") == before
 
 
-# -- models ----------------------------------------------------------------------------------------
-
-
-def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, text_file, finished):
-    job_id = cli(*LAUNCH, "--data", str(text_file)).out.strip()
+def test_a_model_is_fetched_at_the_end_and_again_if_changed(cloud, s3, cli, launch, finished):
+    job_id = launch()
     archive = finished.directory / "output" / "model.tar.gz"
     key = f"some/prefix/jobs/{job_id}/output/model.tar.gz"
     s3.put_object(Bucket=s3.bucket, Key=key, Body=archive.read_bytes())
-    early = cli("fetch-and-sample", job_id)
-    assert early.code == 1
-    assert "still InProgress" in early.error
+    assert cli("fetch-and-sample", job_id).failed(1, "still InProgress")
     assert cli("wait", job_id).code == 0
-    before = len(cloud.calls)
-    first = cli("fetch-and-sample", job_id, "--max-new-tokens", "20")
-    assert first.code == 0, first.err
-    assert [operation for operation, _ in cloud.calls[before:]] == ["DescribeTrainingJob"]
+    cloud.calls.clear()
+    assert cli("fetch-and-sample", job_id, "--max-new-tokens", "20").good
+    assert [operation for operation, _ in cloud.calls] == ["DescribeTrainingJob"]
     s3.put_object(Bucket=s3.bucket, Key=key, Body=b"another")
-    other = cli("fetch-and-sample", job_id)
-    assert other.code == 1
-    assert "damaged" in other.error
+    assert cli("fetch-and-sample", job_id).failed(1, "damaged")

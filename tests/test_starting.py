@@ -15,7 +15,10 @@ import torch
 from runs import SMALL, Ended, metrics, run, words
 
 from entry_point.checkpoint import read_safetensors, write_safetensors
-from entry_point.config import make_config
+from entry_point.config import Config, Options, make_config
+from entry_point.container import Ranks, read_container
+from entry_point.data import load_corpus
+from entry_point.distributed import Group
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
@@ -38,25 +41,22 @@ def byte_pairs(documents):
     return tokens.learn_words(find_text(documents, tokens.is_text), 300)
 
 
-def publish(directory: Path, byte_pairs: tokens.Words, **values: Any) -> Any:
+def publish(directory: Path, byte_pairs: tokens.Words, tied: bool = False) -> Any:
     """Write a small random model of the Qwen3 family, and return it."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        **{
-            "vocab_size": 320,  # more than the tokenizer has, as in published models
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 48,
-            "max_position_embeddings": 64,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": False,
-            **values,
-        }
+        vocab_size=320,  # more than the tokenizer has, as in published models
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+        max_position_embeddings=64,
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
     )
     model = transformers.Qwen3ForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -68,6 +68,19 @@ def publish(directory: Path, byte_pairs: tokens.Words, **values: Any) -> Any:
     (directory / "tokenizer.json").write_text(byte_pairs.content)
     (directory / "tokenizer_config.json").write_text(json.dumps(byte_pairs.config))
     return model
+
+
+@pytest.fixture(scope="module")
+def published(byte_pairs, tmp_path_factory):
+    """Such a model. It is shared: look, but change nothing."""
+    directory = tmp_path_factory.mktemp("published")
+    publish(directory, byte_pairs)
+    return directory
+
+
+@pytest.fixture
+def qwen(published, tmp_path):
+    return shutil.copytree(published, tmp_path / "qwen")
 
 
 def loaded(directory: Path) -> GPT:
@@ -89,7 +102,7 @@ def without_shape(values: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
-    theirs = publish(tmp_path, byte_pairs, tie_word_embeddings=tied)
+    theirs = publish(tmp_path, byte_pairs, tied)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ours = loaded(tmp_path)
     ids = torch.randint(320, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -104,25 +117,25 @@ def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, tmp_path, processes):
+def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, published, tmp_path):
     import transformers
 
-    publish(tmp_path / "qwen", byte_pairs)
     encode(documents, byte_pairs, tmp_path / "data")
-    where = {"data": tmp_path / "data", "init_from": tmp_path / "qwen", "out": tmp_path / "out"}
-    ended = run(words(**where, processes=processes, **without_shape(SMALL)), cwd=tmp_path)
+    where = {"data": tmp_path / "data", "init_from": published, "out": tmp_path / "out"}
+    ended = run(words(**where, processes=2, **without_shape(SMALL)), cwd=tmp_path)
     assert ended.status == 0, ended.output
     first, *_, last = metrics(tmp_path / "out/output")
     assert first["step"] == 0
     assert last["val_loss"] < first["val_loss"] - 0.5
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
-    config = json.loads((tmp_path / "out/model/config.json").read_text())
-    before = json.loads((tmp_path / "qwen/config.json").read_text())
-    same = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-    assert [config[name] for name in same] == [before[name] for name in same]
-    ours = loaded(tmp_path / "out/model")
+    before, config = (
+        json.loads((directory / "config.json").read_text())
+        for directory in (published, tmp_path / "out/model")
+    )
+    for name in ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"):
+        assert config[name] == before[name]
     ids = torch.arange(30)[None]
+    ours = loaded(tmp_path / "out/model")
     torch.testing.assert_close(ours(ids), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -140,21 +153,19 @@ def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, tmp_path
         ({"num_key_value_heads": 3}, "n_kv_head=3"),
     ],
 )
-def test_unsupported_model_features_are_named(tmp_path, byte_pairs, values, refused):
-    publish(tmp_path, byte_pairs)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_unsupported_model_features_are_named(published, tmp_path, values, refused):
+    config = json.loads((published / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
     with pytest.raises(ConfigError, match=re.escape(refused)):
         make_config(starting_values(tmp_path, {}))
 
 
-def test_a_model_with_masked_documents_stays_so(tmp_path, byte_pairs):
-    publish(tmp_path, byte_pairs)
-    assert not starting_values(tmp_path, {})["mask_documents"]
+def test_a_model_with_masked_documents_stays_so(qwen):
+    assert not starting_values(qwen, {})["mask_documents"]
     trained = {"config": {"mask_documents": True, "norm_weights": True}}
-    (tmp_path / "training.json").write_text(json.dumps(trained))
-    assert starting_values(tmp_path, {})["mask_documents"]
-    assert starting_values(tmp_path, {"mask_documents": "false"})["mask_documents"] == "false"
+    (qwen / "training.json").write_text(json.dumps(trained))
+    assert starting_values(qwen, {})["mask_documents"]
+    assert starting_values(qwen, {"mask_documents": "false"})["mask_documents"] == "false"
 
 
 def test_an_initial_model_has_a_config_json(tmp_path):
@@ -162,11 +173,10 @@ def test_an_initial_model_has_a_config_json(tmp_path):
         starting_values(tmp_path, {})
 
 
-def test_the_model_prescribes_hyperparameters(tmp_path, byte_pairs):
-    publish(tmp_path, byte_pairs)
+def test_the_model_prescribes_hyperparameters(published):
     with pytest.raises(ConfigError, match="n_layer=3: the initial model has 2"):
-        starting_values(tmp_path, {"n-layer": "3"})
-    values = starting_values(tmp_path, {"n_layer": "2", "learning_rate": "0.1"})
+        starting_values(published, {"n-layer": "3"})
+    values = starting_values(published, {"n_layer": "2", "learning_rate": "0.1"})
     assert (values["learning_rate"], values["block_size"]) == ("0.1", 64)
 
 
@@ -195,15 +205,11 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
     ],
     ids=["missing", "cut", "vast header", "no map", "elsewhere", "whole numbers", "other name"],
 )
-def test_weights_that_do_not_fit_are_refused(tmp_path, byte_pairs, damage, error):
-    publish(tmp_path, byte_pairs)
-    index = tmp_path / "model.safetensors.index.json"
-    damage(tmp_path / json.loads(index.read_text())["weight_map"][NORM], index)
+def test_weights_that_do_not_fit_are_refused(qwen, damage, error):
+    index = qwen / "model.safetensors.index.json"
+    damage(qwen / json.loads(index.read_text())["weight_map"][NORM], index)
     with pytest.raises((FormatError, TrainingError), match=error):
-        loaded(tmp_path)
-
-
-# -- from a model of characters --------------------------------------------------------------------
+        loaded(qwen)
 
 
 @pytest.fixture
@@ -214,7 +220,7 @@ def start(finished):
 def tune(start: Path, text: str, out: Path, **values: Any) -> Ended:
     file = out.with_suffix(".txt")
     file.write_text(text)
-    given = {**without_shape(SMALL), "block_size": 32, "max_steps": 6, **values}
+    given = {**without_shape(SMALL), "block_size": 32, **values}
     return run(words(data=file, init_from=start, out=out, **given), cwd=out.parent)
 
 
@@ -224,20 +230,32 @@ def test_the_tuning_rate_of_muon_is_not_for_adamw(start, optimizer, rate):
     assert make_config(values).learning_rate == rate
 
 
-def test_an_initial_model_of_words_is_refused(start, text, tmp_path):
-    shutil.copytree(start, tmp_path / "words")
-    file = tmp_path / "words/tokenizer.json"
-    document = json.loads(file.read_text())
+def test_data_unlike_the_initial_model_is_refused(
+    start, documents, byte_pairs, published, tmp_path
+):
+    of_words = shutil.copytree(start, tmp_path / "words")
+    document = json.loads((of_words / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["word"] = vocabulary.pop("a")
-    file.write_text(json.dumps(document))
-    ended = tune(tmp_path / "words", text[:10_000], tmp_path / "out")
-    assert (ended.status, ended.output.count("\n")) == (2, 1)
-    assert ended.output.startswith("DataError: the initial model has words")
+    (of_words / "tokenizer.json").write_text(json.dumps(document))
+    strange = tmp_path / "strange.txt"
+    strange.write_text("hōllo wūrld\n" * 99)
+    encode(documents, byte_pairs, tmp_path / "tokens")
+    for model, data, said in (
+        (start, strange, ": 'ō', 'ū'"),
+        (start, tmp_path / "tokens", "upload-data --tokenizer"),
+        (published, strange, "upload-data --tokenizer"),
+        (of_words, documents, "the initial model has words"),
+    ):
+        container = read_container({}, Options(data=str(data), init_from=str(model)))
+        group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), container)
+        with pytest.raises(DataError, match=said):
+            load_corpus(container, Config(block_size=8), group)
 
 
 def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
-    ended = tune(start, text, tmp_path / "out", eval_windows=32, precision="float32")
+    values = {"eval_windows": 32, "precision": "float32", "max_steps": 1}
+    ended = tune(start, text, tmp_path / "out", **values)
     assert ended.status == 0, ended.output
     first = metrics(tmp_path / "out/output")[0]
     before = json.loads((start / "training.json").read_text())
@@ -246,74 +264,53 @@ def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
     assert first["val_loss"] == first["best_loss"]
 
 
-def test_data_unlike_the_initial_model_is_refused(start, documents, byte_pairs, tmp_path):
-    (tmp_path / "strange.txt").write_text("hōllo wūrld\n" * 99)
-    encode(documents, byte_pairs, tmp_path / "tokens")
-    for data, named in (("strange.txt", ": 'ō', 'ū'"), ("tokens", "upload-data --tokenizer")):
-        where = {"data": tmp_path / data, "init_from": start, "out": tmp_path / "out"}
-        ended = run(words(**where), cwd=tmp_path)
-        assert ended.status == 2
-        assert ended.last_line.startswith("DataError: ")
-        assert named in ended.last_line
-
-
 def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
     """The text has fewer characters than the model, so their ids are not the text's own."""
     text = "to be or not to be, that is the question\n" * 99
-    for name in ("whole", "half"):
-        ended = tune(start, text, tmp_path / name, max_steps=8, checkpoint_seconds=0.001)
-        assert ended.status == 0, ended.output
-    for name in ("model", "output"):
-        shutil.rmtree(tmp_path / "half" / name)
-    checkpoints = sorted((tmp_path / "half/checkpoints").glob("checkpoint-*"))
-    checkpoints[-1].unlink()
-    ended = run(words(resume=tmp_path / "half"), cwd=tmp_path)
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    ended = tune(start, text, whole, max_steps=8, checkpoint_seconds=0.001)
+    assert ended.status == 0, ended.output
+    shutil.copytree(whole, half, ignore=shutil.ignore_patterns("model", "output"))
+    sorted((half / "checkpoints").glob("checkpoint-*"))[-1].unlink()
+    ended = run(words(resume=half), cwd=tmp_path)
     assert ended.status == 0, ended.output
     assert "resumed from the checkpoint of step 7" in ended.output
-    whole, half = (tmp_path / name / "model" for name in ("whole", "half"))
-    assert (whole / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
-    for model in (whole, half):
-        assert (model / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (whole / "model" / name).read_bytes() == (half / "model" / name).read_bytes()
+    tokenizer = (start / "tokenizer.json").read_bytes()
+    assert (whole / "model/tokenizer.json").read_bytes() == tokenizer
 
 
-# -- by launch -------------------------------------------------------------------------------------
-
-
-def test_three_commands_tune_a_published_model(documents, byte_pairs, home, cli, tmp_path):
-    publish(tmp_path / "qwen", byte_pairs)
-    qwen = str(tmp_path / "qwen")
-    assert cli("upload-data", str(documents), "--tokenizer", qwen).code == 0
+def test_three_commands_tune_a_published_model(documents, published, cli):
+    assert cli("upload-data", str(documents), "--tokenizer", str(published)).code == 0
     how = launching.sets(**without_shape(launching.TINY))
-    ran = cli("launch", "--instance", "local", "--init-from", qwen, *how)
-    assert ran.code == 0, ran.err
-    sampled = cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300")
-    assert sampled.code == 0, sampled.err
-    shown = cli("status", "latest", "--json")
-    assert json.loads(shown.out)["hyperparameters"]["n_kv_head"] == 2
+    assert cli("launch", "--instance", "local", "--init-from", str(published), *how).good
+    assert cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300").good
+    told = json.loads(cli("status", "latest", "--json").out)
+    assert told["hyperparameters"]["n_kv_head"] == 2
 
 
-def test_launch_refuses_text_unlike_the_model(job, documents, byte_pairs, cli, tmp_path):
-    qwen, strange = str(tmp_path / "qwen"), tmp_path / "strange.txt"
-    publish(tmp_path / "qwen", byte_pairs)
+def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tmp_path):
+    strange = tmp_path / "strange.txt"
     strange.write_text("¡Olé! " * 999)
-    encoded = cli("upload-data", str(documents), "--tokenizer", qwen).out.strip()
+    encoded = cli("upload-data", str(documents), "--tokenizer", str(published)).out.strip()
     for model, data, said in (
-        (job.job_id, str(strange), f"{job.job_id} does not know: '¡'"),
+        (job.job_id, strange, f"{job.job_id} does not know: '¡'"),
         (job.job_id, encoded, f"its tokens are not those of {job.job_id}; "),
-        (qwen, str(documents), f"{qwen} takes tokens; "),
+        (published, documents, f"{published} takes tokens; "),
     ):
-        ran = cli("launch", "--instance", "local", "--init-from", model, "--data", data)
-        assert ran.code == 2
-        assert said in ran.error
+        words = ("--init-from", str(model), "--data", str(data))
+        assert cli("launch", "--instance", "local", *words).failed(2, said)
 
 
-def test_a_character_model_encodes_a_tuning_text(job, text, cli, tmp_path):
+def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": text[5000:9000]}) + "\n")
     for name in ("latest", job.job_id[-6:], job.job_id):
         assert cli("upload-data", "other.jsonl", "--tokenizer", name).code == 0
     how = launching.sets(**{**without_shape(launching.TINY), "max_steps": 2})
-    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, *how)
-    assert ran.code == 0, ran.err
+    ran = cli("launch", "--instance", "local", "--init-from", job.job_id, *how).good
+    resumed = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=4").good
+    assert "resumed from the checkpoint of step 2" in resumed.err
 
 
 @pytest.mark.parametrize(
@@ -327,26 +324,13 @@ def test_a_character_model_encodes_a_tuning_text(job, text, cli, tmp_path):
 )
 def test_an_impossible_start_is_refused(job, cli, words, error):
     local = () if "--resume" in words else ("--instance", "local")
-    ran = cli("launch", *local, *(word.format(job=job.job_id) for word in words))
-    assert ran.code == 2
-    assert error in ran.error
-
-
-def test_a_resumed_job_keeps_its_initial_model(job, cli):
-    words = ("--instance", "local", "--init-from", job.job_id, *launching.sets(max_steps=4))
-    data = json.loads((job.directory / "job.json").read_text())["job"]["data"]
-    ran = cli("launch", *words, "--data", data)
-    assert ran.code == 0, ran.err
-    ran = cli("launch", "--resume", ran.out.strip(), "--set", "max_steps=6")
-    assert ran.code == 0, ran.err
-    assert "resumed from the checkpoint of step 4" in ran.err
+    assert cli("launch", *local, *(word.format(job=job.job_id) for word in words)).failed(2, error)
 
 
 @pytest.mark.usefixtures("cloud")
 def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli):
     words = ("--instance", "ml.g5.xlarge", "--init-from", job.job_id, "--data", str(text_file))
-    ran = cli("launch", *words, "--dry-run")
-    assert ran.code == 0, ran.err
+    ran = cli("launch", *words, "--dry-run").good
     channels = {
         c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"]
         for c in json.loads(ran.out)["InputDataConfig"]
@@ -356,22 +340,19 @@ def test_sagemaker_gets_the_model_as_a_channel(s3, job, text_file, cli):
 
 
 @pytest.mark.usefixtures("cloud")
-def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, text_file, cli, tmp_path):
-    publish(tmp_path / "qwen", byte_pairs)
+def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli):
     padded = json.loads(byte_pairs.content) | {"comment": "x" * (1 << 22)}  # as large as real ones
-    (tmp_path / "qwen/tokenizer.json").write_text(json.dumps(padded))
-    for path in (tmp_path / "qwen").iterdir():
+    (qwen / "tokenizer.json").write_text(json.dumps(padded))
+    for path in qwen.iterdir():
         s3.upload_file(str(path), s3.bucket, f"models/qwen/{path.name}")
     uri = f"s3://{s3.bucket}/models/qwen"
     words = ("launch", "--instance", "ml.g5.xlarge", "--dry-run", "--init-from", uri)
-    ran = cli(*words, "--data", f"s3://{s3.bucket}/tokens")
-    assert ran.code == 0, ran.err
+    ran = cli(*words, "--data", f"s3://{s3.bucket}/tokens").good
     request = json.loads(ran.out)
     assert request["HyperParameters"]["n_kv_head"] == "2"
     assert request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == f"{uri}/"
     ran = cli(*words[:-1], f"s3://{s3.bucket}/models", "--data", str(text_file))
-    assert ran.code == 2
-    assert f"s3://{s3.bucket}/models: no config.json" in ran.error
+    assert ran.failed(2, f"s3://{s3.bucket}/models: no config.json")
 
 
 def test_only_files_that_a_run_reads_are_sent(tmp_path):
