@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -188,6 +189,7 @@ def finished(tmp_path_factory, text_file):
         ran = launching.command(*launching.launching(data=text_file), home=home)
         making_finished.clear()
         assert ran.code == 0, ran.err
+        (directory / "launched.json").write_text(json.dumps([ran.code, ran.out, ran.err]))
         return home, ran.out.strip()
 
     home, job_id = launching.once(tmp_path_factory, "finished", build)

@@ -276,11 +276,6 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
 # -- size, and what is no file --------------------------------------------------------------------
 
 
-def replace_by_pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
 def test_a_document_may_have_just_the_largest_size(home):
     assert check_size(bytes(8), 8) == bytes(8)
     with pytest.raises(OSError, match="larger than"):
@@ -321,7 +316,8 @@ def test_a_launch_refuses_a_named_pipe(home, cli, name):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
 def test_a_model_with_a_named_pipe_is_refused(tmp_path, cli, name):
     model = some_model(tmp_path / "model")
-    replace_by_pipe(model / name)
+    (model / name).unlink()
+    os.mkfifo(model / name)
     launched = cli("launch", "--instance", "local", "--init-from", str(model))
     sampled = cli("fetch-and-sample", str(model))
     assert (launched.code, name in launched.error) == (2, True)
@@ -336,6 +332,7 @@ def test_tokens_with_a_named_pipe_are_refused(home, upload):
         find_channel(upload.uri, settings_of(home))
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize(
     ("name", "logs", "sample"),
     [
@@ -348,12 +345,13 @@ def test_tokens_with_a_named_pipe_are_refused(home, upload):
         ("output/model.tar.gz", 0, 1),
     ],
 )
-def test_a_job_with_a_named_pipe_hides_no_other(job, cli, name, logs, sample):
+def test_a_job_with_a_special_file_hides_no_other(job, cli, put, name, logs, sample):
     other = f"{job.job_id[:-6]}abcdef"
     shutil.copytree(job.directory, job.home / "jobs" / other)
     if name == "runner.log":  # which is read for the reason of a job that could not start
         (job.directory / "state.json").unlink()
-    replace_by_pipe(job.directory / name)
+    (job.directory / name).unlink(missing_ok=True)
+    put(job.directory / name)
     listed = cli("jobs")
     assert (listed.code, other in listed.out) == (0, True)
     assert job.job_id in listed.out + listed.err
