@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,13 +87,14 @@ def finished_edited(tmp_path_factory, text_file):
         home, edits = directory / "home", [edit for edits in EDITS.values() for edit in edits]
         script = launching.edited(directory / "mine", *edits)
         words = launching.launching("--entry-point", str(script), data=text_file)
-        ran = launching.command(*words, home=home)
-        assert ran.code == 0, ran.err
+        ran = launching.command(*words, home=home).good
         shutil.rmtree(script)
         return home, ran.out.strip()
 
     home, job_id = launching.once(tmp_path_factory, "finished-edited", build)
-    return Finished(Path(home), job_id)
+    job = Finished(Path(home), job_id)
+    module_of(job.directory / "code")  # a process loads modules once: here from what stays
+    return job
 
 
 @pytest.fixture
@@ -112,22 +112,11 @@ def module_of(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**{k: v for k, v in found.items() if not k.startswith("__")})
 
 
-@dataclass(frozen=True)
-class Written:
-    """A model of an edited folder, none of whose parts is idle, and why it is not Qwen3's."""
-
-    folder: Path
-    module: SimpleNamespace
-    model: Any
-    directory: Path
-    why: str
-
-
 @pytest.fixture
 def write(tmp_path):
-    """Writes a small model of a folder with edits, as a run of it does."""
+    """Writes a small model of an edited folder, as a run does; none of its parts is idle."""
 
-    def write(*edits: tuple[str, str], **values: Any) -> Written:
+    def write(*edits: tuple[str, str], **values: Any) -> SimpleNamespace:
         folder, directory = launching.edited(tmp_path / "mine", *edits), tmp_path / "model"
         module = module_of(folder)
         config = module.make_config({"n_layer": 1, "n_embd": 32, "block_size": 16, **values})
@@ -136,7 +125,9 @@ def write(tmp_path):
             torch.nn.init.normal_(parameter, std=0.4)
         training = {"script_sha256": module.SCRIPT_SHA256}
         why = module.write_artefact(directory, model, tokenizer_of(VOCABULARY), training)
-        return Written(folder, module, model, directory, why)
+        return SimpleNamespace(
+            folder=folder, module=module, model=model, directory=directory, why=why
+        )
 
     return write
 
@@ -166,8 +157,7 @@ def test_an_edited_model_is_sampled_as_it_was_trained(edited, cli):
     tokenizer = module.Tokenizer(state["tokenizer"])
     model = module.with_weights(module.make_config(training["config"]), len(tokenizer), best)
     words = ("--prompt", "The ", "--max-new-tokens", "60", "--temperature", "0")
-    ran = cli("fetch-and-sample", edited.job_id, *words)
-    assert ran.code == 0, ran.err
+    ran = cli("fetch-and-sample", edited.job_id, *words).good
     assert ran.out == greedy(model, characters(tokenizer), "The ", 60)
     assert "sampling with the edited" in ran.err
 
@@ -191,32 +181,25 @@ def test_an_edited_model_names_its_script_and_why(finished_edited):
 
 
 def test_tuning_an_edited_model_needs_its_script(edited, cli, text_file):
-    words: tuple[str, ...] = ("launch", "--instance", "local", "--init-from", edited.job_id)
-    words += ("--data", str(text_file), *launching.sets(max_steps=2, device="cpu", batch_size=4))
-    ran = cli(*words)
-    assert ran.code == 2
-    assert "--entry-point DIR" in ran.error
-    ran = cli(*words, "--entry-point", str(edited.directory / "code"))
-    assert ran.code == 0, ran.err
-    assert "step=0/2 val_loss=" in ran.err
+    how = launching.sets(max_steps=2, device="cpu", batch_size=4)
+    words = ["launch", "--instance", "local", "--init-from", edited.job_id, *how]
+    words += ["--data", str(text_file)]
+    assert cli(*words).failed(2, "--entry-point DIR")
+    tuned = cli(*words, "--entry-point", str(edited.directory / "code")).good
+    assert "step=0/2 val_loss=" in tuned.err
 
 
 def test_an_edited_model_needs_its_own_script(edited, cli, tmp_path):
     other, mine = launching.edited(tmp_path / "other", *EDITS["no QK-norm"]), tmp_path / "own"
     (edited.directory / "code").rename(mine)
     shutil.rmtree(edited.home / "sources")
-    for words, said in (
-        (("--entry-point", str(other)), f"{other} is another"),
-        ((), "--entry-point DIR"),
-    ):
-        ran = cli("fetch-and-sample", edited.job_id, *words)
-        assert (ran.code, ran.out) == (2, "")
-        assert said in ran.error
+    words = ("fetch-and-sample", edited.job_id)
+    assert cli(*words, "--entry-point", str(other)).failed(2, f"{other} is another")
+    assert cli(*words).failed(2, "--entry-point DIR")
     assert not (edited.home / "models" / edited.job_id).exists()
     with pytest.raises(InputError, match="--entry-point DIR"):
         load_model(edited.directory / "hosts/algo-1/model")
-    ran = cli("fetch-and-sample", edited.job_id, "--entry-point", str(mine))
-    assert ran.code == 0, ran.err
+    ran = cli(*words, "--entry-point", str(mine)).good
     (text,) = sample(edited.job_id, entry_point=mine)
     assert ran.out == text + "\n"
 
@@ -230,7 +213,7 @@ def test_a_stopped_job_is_exported_by_its_script(edited, cli):
     kept = settings.kept_source(module_of(edited.directory / "code").SCRIPT_SHA256)
     model, _ = load_model(directory, settings)
     assert type(model) is module_of(kept).GPT
-    assert cli("fetch-and-sample", edited.job_id).code == 0
+    assert cli("fetch-and-sample", edited.job_id).good
     shutil.rmtree(kept)
     shutil.rmtree(edited.home / "models")
     assert cli("fetch-and-sample", edited.job_id).code == 2
@@ -301,10 +284,13 @@ def test_models_unlike_qwen3_are_marked_edited(edit, why, write):
     assert config["model_type"] == "sm-nanogpt-edited"
 
 
+OTHER_ACTIVATION = (ACTIVATION, "activation = staticmethod(F.gelu)")
+
+
 def test_an_activation_known_to_qwen3_stays_loadable(write):
     import transformers
 
-    made = write((ACTIVATION, "activation = staticmethod(F.gelu)"))
+    made = write(OTHER_ACTIVATION)
     assert made.why == ""
     assert json.loads((made.directory / "config.json").read_text())["hidden_act"] == "gelu"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.directory)
@@ -315,14 +301,9 @@ def test_an_activation_known_to_qwen3_stays_loadable(write):
 
 
 def test_another_activation_needs_its_script(write, cli):
-    directory = str(write((ACTIVATION, "activation = staticmethod(F.gelu)")).directory)
-    for words in (
-        ("launch", "--instance", "local", "--init-from", directory),
-        ("fetch-and-sample", directory),
-    ):
-        ran = cli(*words)
-        assert (ran.code, ran.out) == (2, "")
-        assert "--entry-point DIR" in ran.error
+    directory = str(write(OTHER_ACTIVATION).directory)
+    for words in (["launch", "--instance", "local", "--init-from"], ["fetch-and-sample"]):
+        assert cli(*words, directory).failed(2, "--entry-point DIR")
 
 
 def exported(tmp_path: Path) -> str:
@@ -409,7 +390,5 @@ def test_copy_script_copies_and_replaces_nothing(cli, tmp_path):
     assert (ran.code, ran.out) == (0, f"{mine}\n")
     assert Source.read(mine).is_packaged
     other.write_text("mine")
-    ran = cli("copy-script", str(other))
-    assert ran.code == 2
-    assert f"{other} exists" in ran.error
+    assert cli("copy-script", str(other)).failed(2, f"{other} exists")
     assert other.read_text() == "mine"

@@ -117,11 +117,11 @@ def test_four_ranks_on_two_hosts_have_the_losses_of_one(job, excerpt, tmp_path):
     (tmp_path / "input.txt").write_text(excerpt)
     arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
     assert runs.run(arguments, cwd=tmp_path).status == 0
-    first, _ = job("mpirun")
-    rows = runs.metrics(tmp_path / "out/output"), runs.metrics(first.ml / "output/data")
-    for alone, together in zip(*rows, strict=True):
-        for name in ("step", "train_loss", "val_loss"):
-            assert together[name] == pytest.approx(alone[name], rel=1e-4)
+    for name in ("mpirun", "torchrun"):
+        rows = runs.metrics(job(name)[0].ml / "output/data")
+        for alone, together in zip(runs.metrics(tmp_path / "out/output"), rows, strict=True):
+            for value in ("step", "train_loss", "val_loss"):
+                assert together[value] == pytest.approx(alone[value], rel=1e-4)
 
 
 def test_hosts_that_nothing_launches_run_train_py(job):
