@@ -7,9 +7,8 @@ import os
 import container
 import launching
 import pytest
-from launching import Ran
+import training_runs
 from sagemaker_service import SageMaker
-from training_runs import Containers
 
 RATE = 40.0  # SageMaker's seconds in one of the tests'
 
@@ -18,29 +17,33 @@ RATE = 40.0  # SageMaker's seconds in one of the tests'
 def aws(emulator, s3, tmp_path, monkeypatch):
     """SageMaker with one rank on each host, and a person who may use it."""
     container.require()
-    runs = Containers(tmp_path / "machines", gpus=1, rate=RATE, threads=1)
+    runs = training_runs.Containers(tmp_path / "machines", gpus=1, rate=RATE, threads=1)
     runs.attach(emulator)
     emulator.reset(SageMaker(runs, RATE))
     monkeypatch.setenv("SM_NANOGPT_ROLE", "arn:aws:iam::123456789012:role/training")
     monkeypatch.setenv("SM_NANOGPT_ASK_ABOVE", "inf")  # the tests have no terminal
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("launcher.sagemaker.backend.SageMakerBackend.poll_seconds", 0.2)
-    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 1.0)
+    monkeypatch.setattr("launcher.sagemaker.backend.QUIET_SECONDS", 0.3)
+    for name in ("START_SECONDS", "GRACE_SECONDS"):  # waiting proves nothing here
+        monkeypatch.setattr(training_runs, name, 1.0)
     yield emulator
     runs.close()
 
 
 @pytest.fixture
-def user(aws):
-    """The environment of that person's shell."""
-    return {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
+def impatience():
+    """Code for a process of that person, which then waits as little as this one."""
+    return """
+from launcher.sagemaker import backend
+backend.QUIET_SECONDS, backend.SageMakerBackend.poll_seconds = 0.3, 0.2
+"""
 
 
 @pytest.fixture
-def command(user, home):
+def command(aws, home, impatience, monkeypatch):
     """sm-nanogpt as a process of its own, as that person types it."""
-
-    def run(*words: str) -> Ran:
-        return launching.command(*words, home=home, env=user)
-
-    return run
+    python, option, code = launching.PROGRAM
+    monkeypatch.setattr(launching, "PROGRAM", (python, option, impatience + code))
+    user = {name: v for name, v in os.environ.items() if name.startswith(("AWS_", "SM_NANOGPT_"))}
+    return lambda *words: launching.command(*words, home=home, env=user)

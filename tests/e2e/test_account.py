@@ -1,4 +1,4 @@
-"""From an empty account to a model and back: the stack, and what its policies allow.
+"""From an empty account to a sample without a typed name: the stack, and what its policies allow.
 
 The emulator judges each request of a user and of a role by their policies, and records it.
 """
@@ -9,29 +9,24 @@ import copy
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudformation_service
-import launching
 import pytest
 from access import ACCOUNT, Access, document_of, policies_of, role_of, trusts
 from cfnlint import decode
 from emulator import Emulator, client
-from launching import ENDLESS, Ran, sets, until
+from launching import ENDLESS, sets, until
 from moto.iam.models import iam_backends
 from policies import allowed, statements
 
 from launcher.files.storage import PART_BYTES
 from launcher.sagemaker import deploy
-from launcher.sagemaker.cost import usd
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "infra/README.md"
-TINY = {**launching.TINY, "batch_size": 8}
 
 
 @pytest.fixture
@@ -42,51 +37,6 @@ def account(aws, monkeypatch):
     monkeypatch.setitem(deploy.WAIT, "Delay", 0.01)
     with cloudformation_service.repaired():
         yield aws
-
-
-# -- the whole way ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(wheel, tmp_path):
-    """A directory with the installed wheel, which shadows the checkout."""
-    place = tmp_path / "installed"
-    launching.pip(sys.executable, "install", "--no-deps", "--target", place, wheel)
-    return place
-
-
-def test_an_empty_account_yields_a_sample_without_typed_names(
-    account, installed, user, home, text_file
-):
-    def command(*words: str) -> Ran:
-        ran = launching.command(*words, home=home, env={**user, "PYTHONPATH": str(installed)})
-        assert ran.code == 0, ran.err
-        return ran
-
-    code = "import launcher; print(launcher.__file__)"
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    found = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=home.parent)
-    assert found.decode().startswith(str(installed))
-
-    deployed = command("infra", "deploy", "--yes")
-    (bucket,) = re.findall(r"s3://([^/]+)/nanogpt", deployed.out)
-    doctor = command("doctor", "--no-train")
-    assert not re.search("^failure", doctor.out, re.MULTILINE)
-    assert re.search("^ok +role:", doctor.out, re.MULTILINE)
-    uploaded = command("upload-data", str(text_file))
-    assert uploaded.out.startswith(f"s3://{bucket}/nanogpt/data/")
-    launch = ("launch", "--instance", "ml.g5.12xlarge", "--max-cost", "5")
-    launched = command(*launch, *sets(**TINY))
-    assert re.search(r"^cost: at most \d\.\d\d USD", launched.err, re.MULTILINE)
-    job_id = launched.out.strip()
-    command("wait", job_id)
-    status = command("status", job_id).out
-    (billable,) = re.findall(r"^billable: +(\d+) s$", status, re.MULTILINE)
-    cost = usd(int(billable) / 3600 * 7.09)
-    assert re.search(rf"^cost: +{cost}, at 7.09 USD per instance and hour", status, re.MULTILINE)
-    assert len(command("fetch-and-sample", job_id, "--max-new-tokens", "50").out) >= 50
-    command("infra", "destroy", "--yes")
-    assert client("s3", account.url).list_objects_v2(Bucket=bucket)["KeyCount"] > 0
 
 
 # -- least privilege -------------------------------------------------------------------------------
@@ -136,9 +86,7 @@ def test_the_policies_allow_only_what_the_commands_need(
     words = ("launch", "--max-run", "7200", "--detach", "--instance")
     values = {**ENDLESS, "batch_size": 8, "checkpoint_seconds": 1}
     stopped = command(*words, "ml.p3.8xlarge", "--pytorch-version", "2.8.0", *sets(**values))
-    prefix = f"nanogpt/checkpoints/{stopped}/checkpoint-"
-    s3 = client("s3", account.url)
-    until(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"])
+    until(lambda: [a for a in account.accesses if of_a_job(a) and a.action == "s3:DeleteObject"])
     command("status", stopped)
     command("logs", stopped)
     command("stop", stopped)
@@ -149,7 +97,8 @@ def test_the_policies_allow_only_what_the_commands_need(
     command("logs", longer, "--follow")
     command("wait", longer)
     command("jobs")
-    command("fetch-and-sample", longer, "--max-new-tokens", "20")
+    sampled = command("fetch-and-sample", longer, "--prompt", "The", "--max-new-tokens", "20")
+    assert sampled.startswith("The")
     command("metrics", longer)
     command("report", longer, "-o", str(tmp_path / "report.html"))
     command("track", longer, "--tensorboard", str(tmp_path / "events"))
@@ -263,7 +212,7 @@ def test_the_bucket_is_private_and_deletes_old_checkpoints():
 
 
 def test_the_role_serves_only_our_sagemaker_jobs(account, cli):
-    assert cli("infra", "deploy", "--yes").code == 0
+    assert cli("infra", "deploy", "--yes").good
     role = role_of(json.loads(cli("infra", "show", "--json").out)["role"])
     job = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:training-job/sm-nanogpt-1"
     for service, origin, may in (

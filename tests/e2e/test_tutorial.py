@@ -15,11 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def shell(aws, user, monkeypatch):
+def shell(aws, impatience, tmp_path, text_file, monkeypatch):
     """The shell of a user who makes the tutorial's first try."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    first_try = {"INSTANCE": "ml.m5.xlarge", "PRESET": "cpu", "MAX_STEPS": "10"}
-    for name, value in first_try.items():
+    (tmp_path / "sitecustomize.py").write_text(impatience)
+    for name, value in {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path),
+        "TEXT": str(text_file),
+        "INSTANCE": "ml.m5.xlarge",
+        "PRESET": "cpu",
+        "MAX_STEPS": "10",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -37,8 +43,7 @@ def test_the_script_of_the_tutorial_runs(shell, text_file, tmp_path):
     assert '"InstanceCount": 1' in done.stdout  # of the dry run
 
 
-def test_the_notebook_of_the_tutorial_runs(shell, text_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEXT", str(text_file))
+def test_the_notebook_of_the_tutorial_runs(shell, tmp_path):
     notebook = nbformat.read(ROOT / "examples/sagemaker.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
