@@ -142,26 +142,21 @@ def test_archives_with_dot_names_and_zeros_are_accepted(tmp_path):
 
 
 LINK, HARD_LINK = tarfile.SYMTYPE, tarfile.LNKTYPE
+ESCAPES = ["../escaped", "a/../../escaped", "sub/../../../escaped", "..", "..\\escaped"]
+ESCAPES += ["C:\\escaped", "/tmp/escaped"]
+SPECIAL = [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
 
 
 @pytest.mark.parametrize(
     ("reason", "members"),
     [
-        ("outside of the model", [regular("../escaped", b"hostile")]),
-        ("outside of the model", [regular("a/../../escaped", b"hostile")]),
-        ("outside of the model", [regular("sub/../../../escaped", b"hostile")]),
-        ("outside of the model", [regular("..", b"hostile")]),
-        ("outside of the model", [regular("..\\escaped", b"hostile")]),
-        ("outside of the model", [regular("C:\\escaped", b"hostile")]),
-        ("outside of the model", [regular("/tmp/escaped", b"hostile")]),
+        *(("outside of the model", [regular(name, b"hostile")]) for name in ESCAPES),
         ("'link' is a link", [special("link", LINK, "/etc/passwd")]),
         ("'link' is a link", [regular("config.json"), special("link", LINK, "config.json")]),
         ("'link' is a link", [special("link", HARD_LINK, "/etc/passwd")]),
         ("'link' is a link", [regular("config.json"), special("link", HARD_LINK, "config.json")]),
         ("'link' is a link", [special("link", LINK, ".."), regular("link/escaped", b"hostile")]),
-        ("not a regular file", [special("device", tarfile.CHRTYPE)]),
-        ("not a regular file", [special("device", tarfile.BLKTYPE)]),
-        ("not a regular file", [special("pipe", tarfile.FIFOTYPE)]),
+        *(("not a regular file", [special("device", kind)]) for kind in SPECIAL),
         ("not a regular file", [sparse("sparse")]),
         ("'config.json' twice", [regular("config.json"), regular("config.json", b"{}")]),
         ("below a file", [regular("config.json"), regular("config.json/inside")]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -103,7 +102,7 @@ BROKEN = Mock(side_effect=ZeroDivisionError("oh no"))
 @pytest.mark.parametrize(
     ("patched", "by", "line"),
     [
-        ("shutil.disk_usage", FULL, "failure  disk:           0.1 GB free for "),
+        ("shutil.disk_usage", FULL, "failure  disk:           0.1 GB free for {home}"),
         ("platform.python_version", BROKEN, "failure  python:         ZeroDivisionError: oh no"),
     ],
 )
@@ -112,7 +111,7 @@ def test_a_check_that_fails_or_raises_stops_no_other(home, cli, monkeypatch, pat
     ran = cli("doctor", "--instance", "local", "--no-train")
     assert ran.code == 1
     assert len(ran.out.splitlines()) == len(HERE) - 1  # without the training
-    assert [each for each in ran.out.splitlines() if each.startswith(line)]
+    assert [each for each in ran.out.splitlines() if each.startswith(line.format(home=home))]
 
 
 def test_a_missing_profile_is_a_finding(home, cli):
@@ -209,12 +208,11 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
     assert (result, "ROLLBACK_COMPLETE" in said, "infra show" in said) == (WARNING, True, True)
 
 
-def test_the_role_of_a_sagemaker_notebook_is_found(examined, tmp_path, monkeypatch):
-    role = os.environ["SM_NANOGPT_ROLE"]
+def test_the_role_of_a_sagemaker_notebook_is_found(patient, tmp_path, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ROLE")
-    (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": role}))
+    (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": ROLE}))
     monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", tmp_path / "metadata.json")
-    assert examined()["role"] == (OK, role)
+    assert doctor.check_role(replace(patient, settings=Settings())) == ROLE
 
 
 @pytest.mark.parametrize(
