@@ -339,9 +339,7 @@ def test_an_unreadable_job_hides_no_other(job, newer, cli, file, content):
     for ran in (listed, alone):
         assert (ran.code, ran.err.count("\n")) == (0, 1)
         assert ran.err.startswith(f"job {NEWER} is left out: {broken} is damaged")
-    ran = cli("status", NEWER)
-    assert ran.code == 1
-    assert ran.error.startswith(f"{broken} is damaged")
+    assert cli("status", NEWER).failed(1, f"{broken} is damaged")
 
 
 def test_an_empty_list_of_jobs_says_how_to_begin(cli):
@@ -353,14 +351,12 @@ def test_an_empty_list_of_jobs_says_how_to_begin(cli):
 
 def test_a_job_is_found_by_a_unique_part_of_its_id(job, cli):
     for part in (job.job_id[:14], job.job_id[-6:], "latest"):
-        ran = cli("status", part)
-        assert ran.code == 0, ran.err
+        ran = cli("status", part).good
         assert f"job:         {job.job_id}\n" in ran.out
     other = f"{job.job_id[:-6]}ffffff"
     shutil.copytree(job.directory, job.directory.parent / other)
     ran = cli("status", "sm-nanogpt-2")
-    assert (ran.code, "matches 2 jobs: " in ran.error) == (2, True)
-    assert job.job_id in ran.error and other in ran.error
+    assert ran.failed(2, "matches 2 jobs: ", job.job_id, other)
 
 
 def test_the_list_of_jobs_shows_losses_and_changes(job, cli):
@@ -385,8 +381,7 @@ def test_logs_print_the_output_of_the_run(job, cli):
 
 
 def test_an_ended_job_cannot_be_stopped(job, cli):
-    ran = cli("stop", job.job_id)
-    assert (ran.code, "has already ended: Completed" in ran.error) == (1, True)
+    assert cli("stop", job.job_id).failed(1, "has already ended: Completed")
 
 
 class Terminal(io.StringIO):

@@ -114,8 +114,7 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
 def test_upload_data_refuses_what_it_cannot_take(words, reason, cli, tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
     (tmp_path / "short.txt").write_text("some words\n")
-    ran = cli("upload-data", *words.split())
-    assert (ran.code, reason in ran.error) == (2, True), ran.error
+    assert cli("upload-data", *words.split()).failed(2, reason)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="which has no such names")
@@ -147,8 +146,7 @@ def test_a_text_that_changes_meanwhile_is_refused(home, cli, source, monkeypatch
         write(path, *rest)
 
     monkeypatch.setattr(storage, "write_file", write_late)
-    ran = cli("upload-data", str(source))
-    assert (ran.code, "the text changed" in ran.error) == (2, True)
+    assert cli("upload-data", str(source)).failed(2, "the text changed")
     assert list((home / "store/data").glob("*.json")) == []
 
 
@@ -163,8 +161,7 @@ def test_a_character_may_lie_across_two_chunks(home, tmp_path, monkeypatch):
 
 
 def test_an_upload_prints_only_its_uri(cli, source):
-    ran = cli("upload-data", str(source))
-    assert ran.code == 0
+    ran = cli("upload-data", str(source)).good
     assert re.fullmatch(r"file:///\S+/store/data/fox-[0-9a-f]{12}\n", ran.out)
     assert (stored(ran.out.strip()) / "fox.txt").read_text() == LONG
     assert "1 file, 4,500 bytes, 4,500 characters, 30 distinct" in ran.err
@@ -358,8 +355,7 @@ def shakespeare(monkeypatch):
 
 
 def test_shakespeare_is_downloaded_only_once(home, cli, shakespeare):
-    ran = cli("upload-data")
-    assert ran.code == 0, ran.err
+    ran = cli("upload-data").good
     assert (stored(ran.out.strip()) / "shakespeare.txt").read_text() == LONG
     assert cli("upload-data").code == 0
     assert shakespeare == ["/input.txt"]
@@ -371,8 +367,7 @@ def test_shakespeare_is_downloaded_only_once(home, cli, shakespeare):
 
 def test_a_download_with_a_wrong_hash_is_deleted(home, cli, shakespeare, monkeypatch):
     monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_SHA256", "0" * 64)
-    ran = cli("upload-data")
-    assert (ran.code, "SHA-256" in ran.error) == (1, True)
+    assert cli("upload-data").failed(1, "SHA-256")
     assert not list(home.glob("cache/*"))
 
 
@@ -383,5 +378,4 @@ def test_a_failed_download_names_the_url(cli, monkeypatch):
     assert (ran.code, ran.out, url in ran.error) == (1, "", True)
     interrupted = Mock(side_effect=http.client.IncompleteRead(b"some"))
     monkeypatch.setattr("urllib.request.urlopen", interrupted)
-    ran = cli("upload-data")
-    assert (ran.code, "IncompleteRead" in ran.error) == (1, True)
+    assert cli("upload-data").failed(1, "IncompleteRead")

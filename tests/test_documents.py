@@ -309,8 +309,7 @@ def test_a_launch_refuses_a_named_pipe(home, cli, name):
     home.mkdir()
     os.mkfifo(home.parent / name)
     words = {"mine.py": ["--entry-point", name], "mine.toml": ["--config", name]}.get(name, [])
-    ran = cli("launch", "--instance", "local", *words)
-    assert (ran.code, name in ran.error) == (2, True)
+    assert cli("launch", "--instance", "local", *words).failed(2, name)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "training.json"])
@@ -320,8 +319,8 @@ def test_a_model_with_a_named_pipe_is_refused(tmp_path, cli, name):
     os.mkfifo(model / name)
     launched = cli("launch", "--instance", "local", "--init-from", str(model))
     sampled = cli("fetch-and-sample", str(model))
-    assert (launched.code, name in launched.error) == (2, True)
-    assert (sampled.code, name in sampled.error) == (1, True)
+    assert launched.failed(2, name)
+    assert sampled.failed(1, name)
 
 
 def test_tokens_with_a_named_pipe_are_refused(home, upload):

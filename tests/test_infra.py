@@ -87,8 +87,7 @@ def statuses() -> list[str]:
 def test_deploy_shows_its_changes_and_repeats_none(account, cli):
     dry = cli("infra", "deploy", "--dry-run")
     assert (dry.code, stacks()) == (0, [])
-    ran = cli("infra", "deploy", "--yes")
-    assert ran.code == 0
+    ran = cli("infra", "deploy", "--yes").good
     for told in (dry.err, ran.err):
         assert "add      AWS::IAM::Role Role" in told
     outputs = dict(line.split(":", 1) for line in ran.out.splitlines())
@@ -101,8 +100,7 @@ def test_deploy_shows_its_changes_and_repeats_none(account, cli):
 
 @pytest.mark.parametrize("command", ["deploy", "destroy"])
 def test_without_a_terminal_yes_is_needed(account, deployed, cli, command):
-    ran = cli("infra", command)
-    assert (ran.code, "--yes" in ran.error) == (2, True)
+    assert cli("infra", command).failed(2, "--yes")
     assert account.described == 0
     assert cli("infra", "show").code == 0
 
@@ -130,12 +128,11 @@ def test_an_outage_does_not_hide_a_declined_answer(account, cli, question, monke
 def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, text_file):
     """The cause is the first resource that failed, and no cancellation of another one."""
     cause = "ROLLBACK_COMPLETE: Role: no such right"
-    assert failed.code == 1
-    assert failed.error.startswith(f"stack sm-nanogpt is {cause};")
+    assert failed.failed(1, f"stack sm-nanogpt is {cause};")
     shown, launched = cli("infra", "show"), cli("launch", "--data", str(text_file))
     assert (cause in shown.err, "ROLLBACK_COMPLETE" in launched.error) == (True, True)
     for ran in (shown, launched):
-        assert (ran.code, "`sm-nanogpt infra deploy`" in ran.error) == (1, True)
+        assert ran.failed(1, "`sm-nanogpt infra deploy`")
     account.set_status(stacks()[0]["StackId"], "ROLLBACK_IN_PROGRESS")
     assert "ROLLBACK_IN_PROGRESS: Role: no such right" in cli("infra", "show").err
 
@@ -176,8 +173,9 @@ def test_another_projects_stack_is_left_alone(account, cli, command, status):
     client = boto3.client("cloudformation")
     made = client.create_stack(StackName="theirs", TemplateBody=template)
     account.set_status(made["StackId"], status)
-    ran = cli("infra", command, "--stack", "theirs", "--yes")
-    assert (ran.code, f"theirs ({status}) does not belong" in ran.error) == (2, True)
+    assert cli("infra", command, "--stack", "theirs", "--yes").failed(
+        2, f"theirs ({status}) does not belong"
+    )
     assert statuses() == [status]
 
 
@@ -210,8 +208,7 @@ def test_a_leftover_change_set_does_not_block_deploy(pending, cli):
 
 def test_an_unreadable_plan_leaves_nothing(account, emulator, cli):
     emulator.refuse["DescribeChangeSet"] = ("AccessDenied", "no such luck")
-    ran = cli("infra", "deploy", "--yes")
-    assert (ran.code, "DescribeChangeSet" in ran.error) == (1, True)
+    assert cli("infra", "deploy", "--yes").failed(1, "DescribeChangeSet")
     assert stacks() == []
 
 
@@ -234,8 +231,7 @@ def test_destroy_deletes_an_unfinished_deployment(account, cli):
 
 
 def test_two_stacks_have_nothing_in_common(deployed, cli):
-    ran = cli("infra", "deploy", "--stack", "other", "--yes")
-    assert ran.code == 0
+    ran = cli("infra", "deploy", "--stack", "other", "--yes").good
     assert "next: sm-nanogpt --stack other upload-data" in ran.err
     other = json.loads(cli("infra", "show", "--stack", "other", "--json").out)
     assert not {other["store"], other["role"], other["policy"]} & set(asdict(deployed).values())
@@ -252,8 +248,7 @@ def test_two_stacks_have_nothing_in_common(deployed, cli):
 )
 def test_infra_refuses_unusable_settings(account, cli, monkeypatch, words, fact):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    ran = cli(*words.split())
-    assert (ran.code, fact in ran.error) == (2, True), ran.error
+    assert cli(*words.split()).failed(2, fact)
 
 
 def test_a_role_keeps_its_boundary_and_path(account, cli):
@@ -270,8 +265,7 @@ def test_a_role_keeps_its_boundary_and_path(account, cli):
 
 
 def test_a_missing_stack_is_shown_and_destroyed(account, cli):
-    shown = cli("infra", "show")
-    assert (shown.code, "`sm-nanogpt infra deploy`" in shown.error) == (1, True)
+    assert cli("infra", "show").failed(1, "`sm-nanogpt infra deploy`")
     ran = cli("infra", "destroy", "--yes")
     assert (ran.code, ran.out, "nothing to delete" in ran.err) == (0, "", True)
 
@@ -289,15 +283,14 @@ def test_a_missing_stack_is_shown_and_destroyed(account, cli):
 def test_an_unusable_stack_names_a_remedy(account, deployed, cli, status, command, remedy):
     account.set_status(stacks()[0]["StackId"], status)
     ran = cli("infra", command, *["--yes"] * (command != "show"))
-    assert (ran.code, remedy in ran.error) == (1, True)
-    assert f"stack sm-nanogpt is {status}" in ran.error
+    assert ran.failed(1, f"stack sm-nanogpt is {status}", remedy)
 
 
 def test_show_works_if_events_cannot_be_read(account, emulator, deployed, cli):
     account.set_status(stacks()[0]["StackId"], "UPDATE_ROLLBACK_COMPLETE")
     emulator.refuse["DescribeStackEvents"] = ("AccessDenied", "not you")
-    ran = cli("infra", "show")
-    assert (ran.code, deployed.store in ran.out) == (0, True)
+    ran = cli("infra", "show").good
+    assert deployed.store in ran.out
     assert "(DescribeStackEvents: not allowed" in ran.err
 
 
@@ -401,8 +394,8 @@ def test_a_named_stack_that_is_missing_is_an_error(
     words = ("--stack", "by-words") if way == "words" else ()
     for command in (("upload-data", str(text_file)), ("launch", "--data", str(text_file))):
         ran = cli(*words, "--role", ROLE, *command)
-        assert (ran.code, ran.out) == (1, "")
-        assert f"no stack by-{way} in us-east-1" in ran.error
+        assert ran.failed(1, f"no stack by-{way} in us-east-1")
+        assert ran.out == ""
 
 
 def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeypatch):
@@ -420,7 +413,7 @@ def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeyp
 
 def test_another_store_is_without_the_stacks_role(deployed, cli, text_file):
     ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
-    assert (ran.code, "no execution role" in ran.error) == (2, True)
+    assert ran.failed(2, "no execution role")
     assert f"it can access only {deployed.store}" in ran.err
 
 
@@ -437,8 +430,7 @@ def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, text_file, m
 
 def test_a_local_launch_without_text_makes_no_request(deployed, cli, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
-    ran = cli("launch", "--instance", "local")
-    assert (ran.code, "nothing was uploaded" in ran.error) == (2, True)
+    assert cli("launch", "--instance", "local").failed(2, "nothing was uploaded")
 
 
 def test_a_stack_is_remembered_by_profile(deployed, monkeypatch):
@@ -491,8 +483,7 @@ def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     launch = ("launch", "--data", str(text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
-        ran = cli(*launch, *words)
-        assert (ran.code, "VPC: allow it with `sm-nanogpt infra" in ran.error) == (2, True)
+        assert cli(*launch, *words).failed(2, "VPC: allow it with `sm-nanogpt infra")
     assert cli("--role", ROLE, *launch, "--dry-run").code == 0
     ran = cli("infra", "deploy", "--yes", "--vpc")
     assert ("kms key:" in ran.out, "vpc:" in ran.out) == (True, True)

@@ -101,8 +101,8 @@ def test_a_launch_asks_before_it_costs_much(cloud, launch, s3, monkeypatch, word
 )
 def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, settings, facts):
     ran = launch(words, **settings)
-    assert (ran.code, ran.out) == (2, "")
-    assert [fact for fact in facts.split(", ") if fact not in ran.error] == []
+    assert ran.failed(2, *facts.split(", "))
+    assert ran.out == ""
     assert not cloud.sagemaker.jobs
     assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)
 
@@ -117,38 +117,32 @@ def test_a_launch_that_may_cost_too_much_is_refused(cloud, launch, s3, words, se
     ],
 )
 def test_a_launch_within_its_limits_is_sent(cloud, launch, words, settings):
-    ran = launch(words, **settings)
-    assert ran.code == 0, ran.err
+    ran = launch(words, **settings).good
     assert ("--dry-run" in words) or ran.out.strip() in cloud.sagemaker.jobs
     assert "the most expensive" not in ran.err  # of one type
 
 
 @pytest.mark.parametrize("amount", ["0", "-1", "nan", "inf", "lots"])
 def test_a_ceiling_must_be_an_amount_of_money(home, cli, monkeypatch, amount):
-    ran = cli(*LAUNCH, "--max-cost", amount)
-    assert (ran.code, "max" in ran.error) == (2, True)
+    assert cli(*LAUNCH, "--max-cost", amount).failed(2, "max")
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", amount)
-    ran = cli("jobs")
-    assert ran.code == 2
-    assert ran.error.startswith(f"SM_NANOGPT_MAX_COST={amount!r}: ")
+    assert cli("jobs").failed(2, f"SM_NANOGPT_MAX_COST={amount!r}: ")
 
 
 @pytest.mark.parametrize("command", [LAUNCH, ("jobs",), (*LAUNCH, "--dry-run")])
 def test_an_unknown_region_names_the_nearest_one(cloud, cli, text_file, command):
     data = ("--data", str(text_file)) if command[0] == "launch" else ()
     ran = cli("--region", "us-esat-1", *command, *data)
-    assert ran.code == 2
-    assert ran.error.startswith("region us-esat-1: ")
-    assert "us-east-1" in ran.error
+    assert ran.failed(2, "region us-esat-1: ", "us-east-1")
     assert not cloud.calls
 
 
 def test_a_local_job_does_not_mention_money(home, cli, text_file, monkeypatch):
-    refused = cli("launch", "--instance", "local", "--max-cost", "5")
-    assert (refused.code, "--max-cost is for SageMaker" in refused.error) == (2, True)
+    assert cli("launch", "--instance", "local", "--max-cost", "5").failed(
+        2, "--max-cost is for SageMaker"
+    )
     monkeypatch.setenv("SM_NANOGPT_MAX_COST", "5")
-    ran = cli(*launching("--detach", data=text_file))
-    assert ran.code == 0, ran.err
+    ran = cli(*launching("--detach", data=text_file)).good
     assert "USD" not in ran.err + cli("status", ran.out.strip()).out
 
 
@@ -323,8 +317,7 @@ def test_a_launch_continues_without_a_price_list(launch, money, answer, why):
         money.refuse["GetProducts"] = ("AccessDeniedException", "no")
     else:
         money.instead["GetProducts"] = answer
-    ran = launch()
-    assert ran.code == 0, ran.err
+    ran = launch().good
     assert f"price list: {why}" in ran.err
     assert "7.09 USD an hour, by the offline table of 2026-07" in ran.err
 
@@ -337,9 +330,7 @@ def stopped(cloud, s3, launch, cli):
     """Launches a job and stops it; it is billed for 100 s, 0.197 USD, and has a checkpoint."""
 
     def run(words: str = "", **settings: str) -> str:
-        ran = launch(words, **settings)
-        assert ran.code == 0, ran.err
-        job_id = str(ran.out.strip())
+        job_id = str(launch(words, **settings).good.out.strip())
         key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
         s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
         cli("stop", job_id)  # unless it has ended already
@@ -357,11 +348,9 @@ def test_a_ceiling_covers_a_chain_of_resumed_jobs(cloud, stopped, launch):
     assert f"s, from --max-cost of job {third} (" in ran.err
     limits = [limit(cloud, each) for each in (first, second, third, ran.out.strip())]
     assert limits == [1938, 1331, 9355, 9255]  # 100 s less for each earlier one
-    refused = launch(f"--resume {third} --max-cost 1.5")
-    assert (refused.code, "0.60 USD of the earlier jobs" in refused.error) == (2, True)
+    assert launch(f"--resume {third} --max-cost 1.5").failed(2, "0.60 USD of the earlier jobs")
     del cloud.sagemaker.jobs[first]
-    refused = launch(f"--resume {second} --max-cost 5")
-    assert (refused.code, f"job {first} is unknown" in refused.error) == (2, True)
+    assert launch(f"--resume {second} --max-cost 5").failed(2, f"job {first} is unknown")
     assert launch(f"--resume {second}").code == 0  # without a ceiling
 
 
@@ -373,8 +362,7 @@ def test_disks_and_warm_pools_of_the_chain_count(stopped, launch, cli):
     cost = json.loads(cli("status", first, "--json").out)["cost"]
     assert cost == pytest.approx(6.4646, abs=1e-4)
     assert "6.47 USD" in cli("jobs").out
-    refused = launch(f"--resume {first} {cpu} --max-cost 1")
-    assert (refused.code, "6.47 USD of the earlier jobs" in refused.error) == (2, True)
+    assert launch(f"--resume {first} {cpu} --max-cost 1").failed(2, "6.47 USD of the earlier jobs")
 
 
 def test_a_job_without_capacity_cost_nothing(cloud, stopped, launch):

@@ -499,8 +499,9 @@ def test_a_launch_refuses_what_the_run_would(words, reason, home, uploaded, tmp_
 
 def test_a_launch_refuses_tokens_without_a_file(uploaded, cli):
     (stored(uploaded.uri) / "val-00000.bin").unlink()
-    ran = cli("launch", "--instance", "local", "--data", uploaded.uri)
-    assert (ran.code, "a file of this upload is missing" in ran.error) == (2, True)
+    assert cli("launch", "--instance", "local", "--data", uploaded.uri).failed(
+        2, "a file of this upload is missing"
+    )
 
 
 def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
@@ -522,8 +523,7 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
 )
 def test_an_upload_error_names_the_directory(documents, home, cli, monkeypatch, failing, code):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
-    ran = cli("upload-data", str(documents), *BPE)
-    assert (ran.code, f"{home / 'cache'}: " in ran.error) == (1, True)
+    assert cli("upload-data", str(documents), *BPE).failed(1, f"{home / 'cache'}: ")
 
 
 # -- sampling --------------------------------------------------------------------------------------
