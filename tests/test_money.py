@@ -412,7 +412,7 @@ def test_jobs_asks_once_for_the_price_of_a_type(launch, money, cli, home):
 
 
 def test_jobs_are_listed_without_known_prices(launch, cli):
-    job_id = launch(f"--instance {P4D}").out.strip()
+    job_id = launch(f"--instance {P4D}").good.out.strip()
     ran = cli("jobs")
     assert (ran.code, job_id in ran.out) == (0, True)
     assert UNPRICED in ran.err
