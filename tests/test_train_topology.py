@@ -158,7 +158,7 @@ def test_a_current_host_outside_the_hosts_is_refused(base):
         read(base, SM_HOSTS='["algo-3", "algo-4"]', SM_CURRENT_HOST="algo-9")
 
 
-def test_a_missing_training_channel_error_lists_the_channels(base):
+def test_a_missing_training_channel_names_the_others(base):
     (base / "input/data/training").rmdir()
     with pytest.raises(DataError, match=r"'training' .*: none$"):
         read(base)
@@ -367,7 +367,7 @@ def test_a_group_error_omits_the_cpp_stack_trace(monkeypatch):
 # -- real processes --------------------------------------------------------------------------------
 
 
-def test_hosts_started_alone_form_one_group_and_make_one_model(text, tmp_path):
+def test_hosts_started_alone_make_one_model(text, tmp_path):
     envs = make_hosts(tmp_path / "ml", text, n_hosts=2)
     first, second = run_hosts(words(**SMALL), cwd=tmp_path, envs=envs)
     assert (first.status, second.status) == (0, 0), first.output + second.output
@@ -594,7 +594,7 @@ def test_the_first_failure_is_the_reason_for_sagemaker(tmp_path, monkeypatch, th
     assert failure.read_text() == (there or "OSError: cause")
 
 
-def test_an_unexpected_error_shows_no_code_in_a_container(monkeypatch):
+def test_an_unexpected_error_hides_code_in_containers(monkeypatch):
     with pytest.raises(OSError) as caught:
         raise OSError("none")
     report = failure_report(caught.value)
@@ -605,7 +605,7 @@ def test_an_unexpected_error_shows_no_code_in_a_container(monkeypatch):
     assert re.fullmatch(r"  at \w+\.py:\d+ in test_an_unexpected_\w+\nOSError: none", report)
 
 
-def test_a_failure_is_one_line_with_a_name_for_the_toolkit(monkeypatch):
+def test_a_failure_is_one_line_for_the_toolkit(monkeypatch):
     assert failure_report(DataError("two\nlines")) == "DataError: two lines"
     monkeypatch.setenv("SM_FRAMEWORK_MODULE", "sagemaker_pytorch_container.training:main")
     assert failure_report(DataError("none")) == "DataError: none [Exception]"

@@ -113,7 +113,7 @@ def test_one_host_is_one_group_whose_metrics_are_read(finished):
         assert read == [pytest.approx(row[name], abs=near) for row in rows]
 
 
-def test_four_ranks_on_two_hosts_have_the_losses_of_one(job, excerpt, tmp_path):
+def test_two_hosts_have_the_losses_of_one_process(job, excerpt, tmp_path):
     (tmp_path / "input.txt").write_text(excerpt)
     arguments = words(**VALUES, data=tmp_path / "input.txt", out=tmp_path / "out")
     assert runs.run(arguments, cwd=tmp_path).status == 0
@@ -152,7 +152,7 @@ def test_mpirun_sets_none_of_torchruns_variables(job):
     assert found == [(None, None)] * 4
 
 
-def test_ranks_share_the_cores_of_their_host_by_default(job):
+def test_ranks_share_their_hosts_cores_by_default(job):
     threads = max(1, cores() // 2)
     assert f"(launched by mpirun; {threads} CPU thread" in job("mpirun, broken")[0].log
 
@@ -192,9 +192,7 @@ def test_the_new_images_complaint_is_not_shown(job):
         ("torchrun", "raise", RAISED, RAISED),
     ],
 )
-def test_a_rank_that_dies_fails_the_job_and_names_the_cause(
-    launcher, fault, says, cause, excerpt, tmp_path
-):
+def test_a_dead_rank_fails_the_job_with_its_cause(launcher, fault, says, cause, excerpt, tmp_path):
     options: dict[str, Any] = dict(launcher=launcher, hosts=2, gpus=1, new_image=True)
     options["variables"] = {"NANOGPT_FAULT": f"1:3:{fault}"}
     with Job(tmp_path / "job", text=excerpt, values=VALUES, **options) as job:
