@@ -51,8 +51,7 @@ def detach(home, text_file, cli):
 
     def call(*words: str, **values: Any) -> Finished:
         values = {**ENDLESS, **values}
-        ran = cli(*launching.launching("--detach", *words, data=text_file, **values))
-        assert ran.code == 0, ran.err
+        ran = cli(*launching.launching("--detach", *words, data=text_file, **values)).good
         return Finished(home, ran.out.strip())
 
     return call
@@ -368,9 +367,8 @@ def test_a_killed_rank_fails_the_job_and_says_how_to_resume(home, text_file):
     words = launching.launching(*TWO, data=text_file, **ENDLESS)
     ran = launching.command(*words, home=home, env={"NANOGPT_FAULT": "1:60:kill"})
     job = Finished(home, ran.out.strip())
-    assert ran.code == 1
-    assert "rank 1 on algo-1 was killed by SIGKILL" in ran.error
-    assert f"`sm-nanogpt launch --resume {job.job_id}`" in ran.error
+    goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
+    assert ran.failed(1, "rank 1 on algo-1 was killed by SIGKILL", goes_on)
     assert state_of(job) == "Failed"
     assert not launching.ranks_of(job.directory)
 
@@ -434,9 +432,7 @@ def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
     ("words", "named"), [([], "nowhere.txt: no such file"), (["--dry-run"], "--dry-run shows")]
 )
 def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
-    ran = cli(*launching.launching(*words, data=str(home / "nowhere.txt")))
-    assert ran.code == 2
-    assert named in ran.error
+    assert cli(*launching.launching(*words, data=str(home / "nowhere.txt"))).failed(2, named)
     assert not (home / "jobs").exists()
 
 
@@ -449,7 +445,7 @@ def test_an_impossible_local_launch_starts_nothing(home, cli, words, named):
     ],
 )
 def test_a_job_that_cannot_be_written_leaves_nothing(home, text_file, cli, monkeypatch, failing):
-    assert cli("upload-data", str(text_file)).code == 0
+    assert cli("upload-data", str(text_file)).good
     keep(Source.packaged(), launching.settings_of(home))
     with monkeypatch.context() as context:
         context.setattr(failing, Mock(side_effect=FULL))
@@ -533,10 +529,8 @@ def test_a_killed_runner_ends_its_ranks_and_fails_the_job(detach, cli):
 
 def test_a_job_whose_processes_are_gone_has_failed(job, cli):
     change(job.directory / "state.json", status="InProgress")
-    ran = cli("wait", job.job_id)
-    assert ran.code == 1
-    assert backend.GONE in ran.error
-    assert f"`sm-nanogpt launch --resume {job.job_id}`" in ran.error
+    goes_on = f"`sm-nanogpt launch --resume {job.job_id}`"
+    assert cli("wait", job.job_id).failed(1, backend.GONE, goes_on)
 
 
 def test_deleting_a_jobs_directory_ends_its_processes(detach):
@@ -726,8 +720,7 @@ def test_wait_gives_up_after_its_timeout(home):
 
 def test_a_resumed_job_keeps_what_its_launch_named(pair):
     words = ("launch", "--instance", "local", "--resume", pair.job_id, "--set", "max_steps=15")
-    ran = launching.command(*words, home=pair.home)
-    assert ran.code == 0, ran.err
+    ran = launching.command(*words, home=pair.home).good
     assert "resumed from the checkpoint of step 10" in ran.err
     settings = launching.settings_of(pair.home)
     before, after = (describe(each, settings) for each in (pair.job_id, ran.out.strip()))
@@ -775,9 +768,7 @@ def test_a_resumed_job_keeps_the_values_of_its_launch(job, caplog):
     ],
 )
 def test_resuming_with_unfit_options_starts_nothing(job, resume, words, code, named):
-    ran = resume(*words.split())
-    assert ran.code == code
-    assert named in ran.error
+    assert resume(*words.split()).failed(code, named)
     assert jobs_in(job.home) == [job.job_id]
 
 
@@ -793,8 +784,7 @@ def test_a_job_without_a_checkpoint_cannot_be_resumed(job, resume):
 def test_a_running_job_cannot_be_resumed(home, cli):
     with running(home / "jobs/a"):
         ran = cli("launch", "--instance", "local", "--resume", "a")
-    assert ran.code == 1
-    assert "`sm-nanogpt stop a`" in ran.error
+    assert ran.failed(1, "`sm-nanogpt stop a`")
     assert jobs_in(home) == ["a"]
 
 
@@ -808,8 +798,7 @@ def test_a_job_with_a_damaged_record_cannot_be_resumed(job, resume):
 
 def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, resume):
     change(job.directory / "state.json", status="Failed")
-    ran = resume("--detach")
-    assert ran.code == 0, ran.err
+    assert resume("--detach").good
 
 
 # -- devices --------------------------------------------------------------------------------------
