@@ -117,6 +117,25 @@ def test_a_published_model_matches_transformers(tmp_path, byte_pairs, tied):
         torch.testing.assert_close(names[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+def test_a_published_model_of_bfloat16_starts_alike(published, tmp_path):
+    import transformers
+
+    half = transformers.AutoModelForCausalLM.from_pretrained(published).bfloat16()
+    half.save_pretrained(tmp_path)
+    rounded = {
+        name: tensor.bfloat16().float() for name, tensor in loaded(published).state_dict().items()
+    }
+    for name, tensor in loaded(tmp_path).state_dict().items():
+        assert torch.equal(tensor, rounded[name]), name
+
+
+def test_a_tuning_has_defaults_of_its_own(published):
+    config = make_config(starting_values(published, {}))
+    rates = config.learning_rate, config.embedding_learning_rate, config.head_learning_rate
+    assert (*rates, config.max_steps) == (0.005, 0.005, 0.002, 500)
+    assert starting_values(published, {"max_steps": "7"})["max_steps"] == "7"
+
+
 def test_a_tuned_published_model_loads_elsewhere(documents, byte_pairs, published, tmp_path):
     import transformers
 

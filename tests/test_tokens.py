@@ -277,6 +277,20 @@ def test_a_tenth_of_the_documents_validates(made):
     assert 25 <= len(validated) <= 35
 
 
+def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document, tmp_path):
+    end, vocabulary = document["added_tokens"][0], document["model"]["vocab"]
+    before, last = end["id"], 1 << 16
+    vocabulary |= {f"{number}a": number for number in range(len(vocabulary) + 1, last)}
+    vocabulary.pop(end["content"], None)
+    end["id"] = last
+    words = tokens.Words(json.dumps(document), tokens.END_OF_TEXT)
+    large = corpus_of(encode_text(documents, words, tmp_path))
+    assert json.loads((tmp_path / "meta.json").read_text())["dtype"] == "uint32"
+    ids = large.train[torch.arange(len(large.train))].tolist()
+    assert last in ids
+    assert [before if id == last else id for id in ids] == ids_of(corpus_of(made).train)
+
+
 @pytest.mark.parametrize(
     ("lengths", "validates"),
     [
