@@ -1,5 +1,5 @@
 # make demo: set up, then upload, train for about a minute, sample.
-# make test: set up, then lint, types, tests. make test-all: also tests/slow.
+# make test: set up, then lint, types, tests. make test-all: also the slow ones, as CI runs it.
 # make check: the same, but for tests that start a process, a server or a container.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
 # make emulator: AWS on this machine, whose training jobs really run; CONTRIBUTING.md tells more.
@@ -25,17 +25,18 @@ demo: .venv/installed
 	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
 
 pytest := $(BIN)/pytest -n auto --dist worksteal
+slow := tests/slow tests/e2e/test_day.py tests/e2e/test_tutorial.py
 
 test: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml
-	$(pytest) --ignore tests/slow
+	$(pytest) $(addprefix --ignore=,$(slow))
 
 test-all: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml
 	$(pytest)
 
 check: lint
-	$(pytest) -q -r '' --quick --ignore tests/slow
+	$(pytest) -q -r '' --quick
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff check .

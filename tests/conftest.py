@@ -45,7 +45,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    slow = collection_path.name in ("contract", "e2e") and collection_path.is_dir()
+    slow = collection_path.name in ("contract", "e2e", "slow") and collection_path.is_dir()
     return True if slow and config.getoption("--quick") else None
 
 
@@ -98,7 +98,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 @pytest.hookimpl(trylast=True)  # pytest itself puts tests together that share a parameter
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each worker begins with its part of the longest tests, which are those of contract and e2e.
+    """Each worker begins with its part of the longest tests, those of contract, e2e and slow.
 
     It gets a stretch of this list, and takes from the ends of the others' when it is through.
     """

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import nbformat
 import pytest
 
 import launcher
@@ -241,3 +242,9 @@ def test_a_skip_fails_where_ci_is_set(test, pytester, pytestconfig, monkeypatch)
     _, skipped, failed = pytester.inline_run(plugins=[plugin]).listoutcomes()
     assert (len(skipped), len(failed)) == (0, 1)
     assert re.search("no.tool", str(failed[0].longrepr))
+
+
+def test_committed_notebooks_hold_no_output():
+    for path in (ROOT / "examples").rglob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        assert not any(cell.get("outputs") for cell in cells)

@@ -66,7 +66,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             f"{HEAD}\n        c = self.config.softcap\n        logits = c * (logits / c).tanh()",
         ),
     ],
-    "more weights": [  # the last, as it replaces what others keep
+    "more weights": [  # last: it overwrites lines that the edits above look for
         ("n_out * n_fused, bias=False)", "n_out * n_fused, bias=True)"),
         (
             "F.linear(x, self.weight.to(x.dtype))\n",
@@ -93,7 +93,7 @@ def finished_edited(tmp_path_factory, text_file):
 
     home, job_id = launching.once(tmp_path_factory, "finished-edited", build)
     job = Finished(Path(home), job_id)
-    module_of(job.directory / "code")  # a process loads modules once: here from what stays
+    module_of(job.directory / "code")  # cached by hash: load them from what no test deletes
     return job
 
 
@@ -247,7 +247,7 @@ OF_WIDTH = ("8 * round(self.n_embd / 3)", "4 * self.n_embd")
 @pytest.mark.parametrize(
     ("edit", "packaged"), [(OF_MODEL, False), (OF_SCHEDULE, True), (OF_WIDTH, False)]
 )
-def test_the_package_computes_what_it_computes_alike(edit, packaged, write, home):
+def test_the_package_computes_the_same_model_alone(edit, packaged, write, home):
     """As it is faster, and only then, if the folder is there."""
     made = write(edit)
     keep(Source.read(made.folder), launching.settings_of(home))
@@ -340,7 +340,9 @@ def test_out_of_memory_is_not_called_edited(tmp_path, monkeypatch, error):
         ("more weights", 1, "attention.out.bias is nothing in the checkpoint"),
     ],
 )
-def test_another_script_resumes_the_same_weights(edit, status, said, finished, text_file, tmp_path):
+def test_another_script_resumes_weights_of_one_shape(
+    edit, status, said, finished, text_file, tmp_path
+):
     """Its best weights are its own, so those before are dropped."""
     shutil.copytree(finished.directory / "hosts/algo-1", tmp_path / "run")
     command = runs.edited_folder(tmp_path / "mine", *EDITS[edit])

@@ -163,7 +163,8 @@ def test_a_failed_stack_is_replaced_if_agreed(failed, cli, question, words, answ
     ran = cli("infra", "deploy", *words)
     assert (ran.code, "ROLLBACK_COMPLETE" in ran.err) == (code, True)
     assert (statuses(), question.call_count) == ([status], len(answers))
-    assert not answers or question.call_args_list[0].args[0].startswith("Delete stack sm-nanogpt")
+    asked = "Delete stack sm-nanogpt in account 123456789012, us-east-1?"
+    assert not answers or question.call_args_list[0].args[0] == asked
 
 
 @pytest.mark.parametrize("status", ["CREATE_COMPLETE", "ROLLBACK_COMPLETE"])
@@ -264,7 +265,7 @@ def test_a_role_keeps_its_boundary_and_path(account, cli):
 # -- show and destroy ------------------------------------------------------------------------------
 
 
-def test_a_missing_stack_is_shown_and_destroyed(account, cli):
+def test_without_a_stack_show_fails(account, cli):
     assert cli("infra", "show").failed(1, "`sm-nanogpt infra deploy`")
     ran = cli("infra", "destroy", "--yes")
     assert (ran.code, ran.out, "nothing to delete" in ran.err) == (0, "", True)

@@ -192,7 +192,7 @@ def pair(tmp_path_factory, text_file):
     """A finished job of 2 processes, from an unfriendly environment and directory.
 
     Its packages are on PYTHONPATH alone, as modules of a cluster have them. Its ranks wrote down
-    their environment, argv and working directory. It is shared.
+    their environment, argv and working directory. It is shared, and resumed there by its id.
     """
 
     def build(base: Path) -> tuple[Path, str]:
@@ -417,7 +417,9 @@ def test_a_resumed_job_fails_if_its_checkpoints_are_gone(tmp_path):
 
 def test_a_ranks_child_process_does_not_delay_the_end(tmp_path, monkeypatch):
     join = threading.Thread.join
-    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: join(self, timeout / 20))
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda self, timeout=None: join(self, timeout and timeout / 20)
+    )
     script = """
         model.touch()
         child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
@@ -674,10 +676,10 @@ def test_ctrl_c_in_logs_keeps_the_job_and_stop_ends_it(home, detach, cli):
 @pytest.mark.parametrize(
     ("script", "status"),
     [
-        ("stop.touch(); time.sleep(600)", "Stopped"),  # it does not catch the signal yet
+        ("stop.touch(); time.sleep(20)", "Stopped"),  # it does not catch the signal yet
         ("be_stopped(); model.touch()", "Completed"),  # in its last step
         # It does not react, and is stopped again.
-        ("be_stopped(); (job / 'stop-now').touch(); time.sleep(600)", "Stopped"),
+        ("be_stopped(); (job / 'stop-now').touch(); time.sleep(20)", "Stopped"),
     ],
 )
 def test_a_stop_ends_a_script_wherever_it_is(tmp_path, script, status):
@@ -798,7 +800,8 @@ def test_a_job_with_a_damaged_record_cannot_be_resumed(job, resume):
 
 def test_a_job_that_failed_after_its_last_step_can_be_resumed(job, resume):
     change(job.directory / "state.json", status="Failed")
-    assert resume("--detach").good
+    ran = resume().good
+    assert (job.home / "jobs" / ran.out.strip() / "output/model.tar.gz").exists()
 
 
 # -- devices --------------------------------------------------------------------------------------

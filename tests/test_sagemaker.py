@@ -120,7 +120,7 @@ def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file,
     assert not cloud.sagemaker.jobs
 
 
-def test_a_launch_takes_others_upload_if_it_is_alone(
+def test_a_launch_takes_others_upload_if_it_has_none(
     cloud, s3, cli, text_file, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as elsewhere:

@@ -172,7 +172,7 @@ def test_a_stopped_sweep_starts_no_more_jobs(ran):
     assert fake.stopped == list(fake.jobs) == [f"{GROUP}-1", f"{GROUP}-2"]
 
 
-def test_a_job_at_its_ceiling_keeps_no_other(ran):
+def test_a_job_at_its_ceiling_does_not_block_others(ran):
     stopped = replace(described(f"{GROUP}-1", "Stopped"), checkpoint_uri="s3://x")
     fake, prepared = ran(stopped, used_up=(stopped.job_id,))
     assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]

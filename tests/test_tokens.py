@@ -529,15 +529,17 @@ def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("failing", "code"),
+    ("failing", "code", "reason"),
     [
-        ("launcher.text.tokens.encode", errno.ENOSPC),
-        ("tempfile.mkdtemp", errno.EROFS),
+        ("launcher.text.tokens.encode", errno.ENOSPC, "this machine's disk is full"),
+        ("tempfile.mkdtemp", errno.EROFS, "Read-only file system"),
     ],
 )
-def test_an_upload_error_names_the_directory(documents, home, cli, monkeypatch, failing, code):
+def test_an_upload_error_names_the_directory(
+    documents, home, cli, monkeypatch, failing, code, reason
+):
     monkeypatch.setattr(failing, Mock(side_effect=OSError(code, os.strerror(code))))
-    assert cli("upload-data", str(documents), *BPE).failed(1, f"{home / 'cache'}: ")
+    assert cli("upload-data", str(documents), *BPE).failed(1, f"{home / 'cache'}: {reason}")
 
 
 # -- sampling --------------------------------------------------------------------------------------

@@ -514,7 +514,7 @@ def test_the_other_host_names_a_hung_rank(tmp_path, text):
     with ExitStack() as stack:
 
         def start(name: str, processes: int, fault: str = "") -> list[subprocess.Popen[str]]:
-            arguments = words(**ENDLESS, processes=processes)
+            arguments = words(**{**ENDLESS, "processes": processes, "hang_seconds": 10})
             return [
                 stack.enter_context(
                     started(arguments, cwd=tmp_path, env={**env, "NANOGPT_FAULT": fault})

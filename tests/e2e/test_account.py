@@ -1,4 +1,4 @@
-"""From an empty account to a sample without a typed name: the stack, and what its policies allow.
+"""The stack, and what its policies allow, from deploy to destroy.
 
 The emulator judges each request of a user and of a role by their policies, and records it.
 """

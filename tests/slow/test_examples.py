@@ -51,9 +51,3 @@ def test_the_example_of_conversations_asks_before_and_after(tmp_path, environmen
     )
     rows = [line.split("|")[2].strip() for line in out.splitlines()[2:]]
     assert rows == ["sum", "larger", "spelling"]
-
-
-def test_committed_notebooks_hold_no_output():
-    for path in (ROOT / "examples").rglob("*.ipynb"):
-        cells = nbformat.read(path, as_version=4).cells
-        assert not any(cell.get("outputs") for cell in cells)
