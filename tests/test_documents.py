@@ -287,6 +287,13 @@ def test_a_document_may_have_just_the_largest_size(home):
         read_toml(home / "config.toml")
 
 
+def test_a_damaged_document_names_the_place_of_its_fault():
+    with pytest.raises(ServiceError, match=r"job\.json is damaged.*\b2\.steps: "):
+        parse(b'[{}, {}, {"steps": "x"}]', list[dict[str, int]], "job.json")
+    with pytest.raises(ServiceError, match=r"\((?!None)[^:]+\)$"):
+        parse(b"1", list[int], "job.json")
+
+
 def put_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):
         server.bind(path.name)  # the path of a socket is short
