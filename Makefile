@@ -27,13 +27,10 @@ demo: .venv/installed
 pytest := $(BIN)/pytest -n auto --dist worksteal
 slow := tests/slow tests/e2e/test_day.py tests/e2e/test_tutorial.py
 
-test: lint .venv-contract/installed
+test: left_out := $(addprefix --ignore=,$(slow))
+test test-all: lint .venv-contract/installed
 	$(BIN)/cfn-lint infra/template.yaml
-	$(pytest) $(addprefix --ignore=,$(slow))
-
-test-all: lint .venv-contract/installed
-	$(BIN)/cfn-lint infra/template.yaml
-	$(pytest)
+	$(pytest) $(left_out)
 
 check: lint
 	$(pytest) -q -r '' --quick

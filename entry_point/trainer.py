@@ -238,7 +238,7 @@ class Trainer:
         self.steps_summed += 1
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor, float]]:
-        """Of each pass of a step: inputs and targets [rows, length], and the weight of its loss."""
+        """A step's passes: inputs and targets [rows, length], and the weight of the pass's loss."""
         group, weights = self.group, [1.0] * self.passes
         length = window_length(step, self.config)
         x, y = self.batches.rows(step, group.rank, group.world_size)

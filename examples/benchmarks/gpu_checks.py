@@ -179,13 +179,6 @@ def trainer_of(text: Path, out: Path, words: Mapping[str, Any]) -> Any:
     return Trainer(config, container, group, corpus)
 
 
-def step(trainer: Any) -> None:
-    trainer.forward_backward(trainer.step)
-    trainer.optimizer.step(1.0)
-    trainer.optimizer.zero_grad(set_to_none=not trainer.graphs)
-    trainer.step += 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Is it right
 
@@ -348,10 +341,10 @@ def waits(args: Namespace, scratch: Path, found: Found, words: Mapping[str, Any]
     import torch
 
     trainer = trainer_of(args.text, scratch / "waits", words)
-    step(trainer)
+    trainer.train_step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(trainer)
+        trainer.train_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     found.check("operations of a step that wait for the GPU", 0, 0)

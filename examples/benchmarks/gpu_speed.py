@@ -26,7 +26,6 @@ from gpu_checks import (
     metrics,
     no_cudnn_attention,
     started,
-    step,
     trained,
     trainer_of,
 )
@@ -224,13 +223,13 @@ def profiled(
         synchronize()
         return (time.perf_counter() - began) / steps
 
-    seconds(lambda: step(trainer))
-    whole = seconds(lambda: step(trainer))
+    seconds(trainer.train_step)
+    whole = seconds(trainer.train_step)
     trainer.forward_backward(trainer.step)
     update = seconds(lambda: trainer.optimizer.step(1e-6))
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=kinds) as profiler:
-        step(trainer)
+        trainer.train_step()
         synchronize()
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
     averages = profiler.key_averages()

@@ -5,11 +5,11 @@ Examples:
   python examples/benchmarks/time_to_loss.py --text input.txt --target 1.55 --ours='--preset laptop'
 
 Each round trains ours with a new seed and the options of --ours only (default: BUDGETS below), and
-nanoGPT by the recipe of its README, to the end, in the way that is fastest here. The loss is that
-of the finished model over the whole validation part, in windows of its own context. The time
-excludes evaluations, checkpoints, compilation and start, on both sides; the time of the whole
-command stands beside it. nanoGPT's script has a fixed seed, so it draws one more batch at its first
-evaluation in each round.
+nanoGPT by the recipe of its README, to the end, in the way that is fastest here (compiled, on a
+GPU). The loss is that of the finished model over the whole validation part, in windows of its own
+context. The time excludes evaluations, checkpoints, compilation and start, on both sides; the time
+of the whole command stands beside it. nanoGPT's script has a fixed seed, so it draws one more batch
+at its first evaluation in each round.
 """
 
 from __future__ import annotations
