@@ -108,7 +108,7 @@ class Source:
         if self.is_packaged:
             return importlib.import_module(f"entry_point.{name}")
         package = f"user_{self.sha256[:16]}"
-        FINDER.loaders.setdefault(package, Loader(package, self))
+        FINDER.loaders[package] = Loader(package, self)  # the folder may have moved
         if FINDER not in sys.meta_path:
             sys.meta_path.append(FINDER)
         leave = os._exit

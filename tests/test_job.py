@@ -167,6 +167,13 @@ def test_only_visible_python_files_belong_to_a_folder(tmp_path):
     assert source.sha256 == folder_sha256(folder) == packaged.sha256
 
 
+def test_a_folder_that_moved_is_imported_from_its_new_place(tmp_path):
+    folder = launching.edited(tmp_path / "mine", ("PRESETS: dict", "MOVES = 1\nPRESETS: dict"))
+    Source.read(folder).module("config")
+    moved = folder.rename(tmp_path / "moved")
+    Source.read(moved).module("huggingface")
+
+
 def test_an_edited_copy_adds_fields_and_presets(tmp_path):
     copy = with_fields(tmp_path / "mine", extra=3)
     config, preset = copy / "config.py", '    "cpu": dict('
