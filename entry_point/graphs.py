@@ -14,6 +14,8 @@ from .errors import TrainingError, counted, first_line, log
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+NO_GRAPH = "note: no CUDA graph, so the host may be slower than the GPU"
+
 
 class PassGraph:
     """Replays a pass whose kernels were recorded once, with other inputs.
@@ -54,6 +56,7 @@ def record_passes(
     device = passes[0][0].device
     there = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.max_memory_allocated() > there / 2:
+        log(f"{NO_GRAPH}: the passes take over half of its memory")
         return {}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -61,7 +64,7 @@ def record_passes(
         for x, y, _ in passes:
             rehearse(run, x, y)
     except RuntimeError as error:
-        log(f"note: no CUDA graph, so the host may be slower than the GPU: {first_line(error)}")
+        log(f"{NO_GRAPH}: {first_line(error)}")
         return {}
     try:
         pool = torch.cuda.graph_pool_handle()

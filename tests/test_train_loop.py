@@ -773,7 +773,7 @@ def test_where_nothing_can_be_recorded_there_is_no_graph(tmp_path, cuda, capsys,
         cuda.set_sync_debug_mode.side_effect = [RuntimeError(fault), None]
     trainer.warm_up()
     assert trainer.graphs == {}
-    assert (fault in capsys.readouterr().out) is (fault != "memory")
+    assert fault in capsys.readouterr().out
     assert all(p.grad is None for p in trainer.model.parameters())
     trainer.train_step()
 
