@@ -45,7 +45,7 @@ class PassGraph:
 def record_passes(
     run: Run, passes: Sequence[tuple[Tensor, Tensor, float]], model: nn.Module
 ) -> dict[int, PassGraph]:
-    """A graph for each length of windows [rows, length] in the passes, if the memory suffices.
+    """A graph for each length of windows [rows, length] in the passes, if there can be one.
 
     The graphs share the memory of the largest pass, and an evaluation needs memory in addition. The
     caller clears the gradients.
@@ -56,13 +56,12 @@ def record_passes(
     device = passes[0][0].device
     there = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.max_memory_allocated() > there / 2:
-        log(f"{NO_GRAPH}: the passes take over half of its memory")
+        log(f"{NO_GRAPH}: the run takes over half of its memory")
         return {}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        for x, y, _ in passes:
-            rehearse(run, x, y)
+        rehearse(run, passes)
     except RuntimeError as error:
         log(f"{NO_GRAPH}: {first_line(error)}")
         return {}
@@ -72,23 +71,26 @@ def record_passes(
     except RuntimeError as error:
         cause = first_line(error.__context__ or error)
         raise TrainingError(f"no CUDA graph (compile=off needs none): {cause}") from error
+    torch.cuda.reset_peak_memory_stats()  # of the rehearsal, which needs more than training
     log(f"recorded {counted(len(graphs), 'CUDA graph')}")
     return graphs
 
 
-def rehearse(run: Run, x: Tensor, y: Tensor) -> None:
-    """Runs a pass on a stream of its own, as torch asks for before a graph is recorded.
+def rehearse(run: Run, passes: Sequence[tuple[Tensor, Tensor, float]]) -> None:
+    """Runs passes on a stream of their own, as torch asks for before a graph is recorded.
 
     Raises:
-        RuntimeError: it waits for the GPU, as `tensor.item()` does, which no graph can.
+        RuntimeError: one waits for the GPU, as `tensor.item()` does, which no graph can.
     """
-    stream, weight = torch.cuda.Stream(), torch.ones((), device=x.device)
-    stream.wait_stream(torch.cuda.current_stream())
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    weight = torch.ones((), device=passes[0][0].device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls this mode a prototype
         torch.cuda.set_sync_debug_mode("error")
         try:
-            run(x, y, weight)
+            for x, y, _ in passes:
+                run(x, y, weight)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(stream)
+            current.wait_stream(stream)  # which may still read these tensors
