@@ -258,7 +258,7 @@ def resumed(args: Namespace, scratch: Path, found: Found, words: Mapping[str, An
 
 
 def parts(args: Namespace, found: Found) -> None:
-    """Gradients, the loss in chunks and sampling, in float32."""
+    """Gradients, the loss in chunks and sampling, in float32 unless said."""
     import torch
 
     from entry_point import model as module
@@ -287,6 +287,9 @@ def parts(args: Namespace, found: Found) -> None:
     for name, end in (("gradients", None), ("gradients within documents", 7)):
         on_cpu = gradients(torch.device("cpu"), end)
         found.check(f"{name}, device against CPU", far(gradients(device, end), on_cpu), 5e-4)
+    model.compute_dtype = torch.bfloat16  # which has another kernel for attention with a mask
+    found.check("gradients within documents, bfloat16", far(gradients(device, 7), on_cpu), 5e-2)
+    model.compute_dtype = torch.float32
     whole, most = gradients(device), module.LOGITS_AT_ONCE
     module.LOGITS_AT_ONCE = 1 << 15
     found.check("gradients, loss in chunks against whole", far(gradients(device), whole), 5e-4)

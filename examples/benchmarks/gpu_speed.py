@@ -211,6 +211,9 @@ def profiled(
     from torch.profiler import ProfilerActivity
 
     torch.compiler.reset()
+    if torch.cuda.is_available():  # memory of the run before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     trainer = trainer_of(text, out, words)
     synchronize, cuda = trainer.group.synchronize, trainer.group.device.type == "cuda"
     trainer.warm_up()
