@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from launcher.errors import ServiceError
 from launcher.files import storage
@@ -26,9 +25,6 @@ from launcher.files.storage import Progress
 from launcher.job import JobDescription
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
-
-if TYPE_CHECKING:
-    pass
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
 # unpacks to much more is no model.

@@ -6,16 +6,11 @@ import hashlib
 import http.client
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
 from launcher.settings import Settings, load_settings
-
-if TYPE_CHECKING:  # it imports torch
-    pass
-
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
