@@ -351,10 +351,6 @@ class SageMakerBackend:
             }
         )
 
-    def files_of(self, job_id: str) -> str:
-        """The prefix of a job's files, in the store that it was launched to."""
-        return storage.join(self.known(job_id)["OutputDataConfig"]["S3OutputPath"], job_id)
-
     def list(self) -> Iterator[JobDescription]:
         with service_errors("Search"):
             for raw in self.all_raw():
@@ -389,7 +385,9 @@ class SageMakerBackend:
         return rows_of_log(self.logs(job_id, follow=False)), f"the log in {LOG_GROUP}"
 
     def places(self, job_id: str) -> Sequence[str]:
-        return [self.files_of(job_id), self.known(job_id)["CheckpointConfig"]["S3Uri"]]
+        raw = self.known(job_id)
+        files = storage.join(raw["OutputDataConfig"]["S3OutputPath"], job_id)
+        return [files, raw["CheckpointConfig"]["S3Uri"]]
 
     def forget(self, job_id: str) -> None:
         with service_errors("DeleteTrainingJob"):
