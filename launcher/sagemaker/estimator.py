@@ -79,43 +79,33 @@ def quiet_sdk(home: Path) -> Iterator[None]:
             root.handlers[:] = handlers
 
 
-def take_config_as_it_is(config: dict[Any, Any]) -> None:
-    """Replaces the SDK's validation of its config."""
-
-
 @contextmanager
-def no_tensorboard() -> Iterator[None]:
-    """Keep estimators from making a TensorBoard client.
+def lean_sdk() -> Iterator[None]:
+    """Keep the SDK from validating its config, and estimators from making a TensorBoard client.
 
-    They make it from boto3's default session, which fails if the default profile's login has
-    expired, even if another profile launches.
+    The config is our constant, and fifty look-ups would each validate it (2 s). The client comes
+    from boto3's default session, which fails if the default profile's login has expired, even if
+    another profile launches.
     """
-    import sagemaker.estimator
-
-    module: Any = sagemaker.estimator
-    app = module.TensorBoardApp
-    module.TensorBoardApp = lambda region: None
-    try:
-        yield
-    finally:
-        module.TensorBoardApp = app
-
-
-@contextmanager
-def trusted_config() -> Iterator[None]:
-    """Keep the SDK from validating its config, our constant, at each of fifty look-ups (2 s)."""
     import sagemaker.config.config
+    import sagemaker.estimator
     import sagemaker.utils
 
-    validate = sagemaker.utils.validate_sagemaker_config
-    modules: tuple[Any, ...] = (sagemaker.config.config, sagemaker.utils)
-    for module in modules:
-        module.validate_sagemaker_config = take_config_as_it_is
+    replaced: list[tuple[Any, str, Any]] = [
+        (module, name, getattr(module, name))
+        for module, name in (
+            (sagemaker.config.config, "validate_sagemaker_config"),
+            (sagemaker.utils, "validate_sagemaker_config"),
+            (sagemaker.estimator, "TensorBoardApp"),
+        )
+    ]
     try:
+        for module, name, _ in replaced:
+            setattr(module, name, lambda *_, **__: None)
         yield
     finally:
-        for module in modules:
-            module.validate_sagemaker_config = validate
+        for module, name, original in replaced:
+            setattr(module, name, original)
 
 
 def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dict[str, Any]:
@@ -124,7 +114,7 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan, home: Path) -> dic
     Raises:
         InputError: the text is not on S3, or the SDK refuses the job.
     """
-    with quiet_sdk(home), trusted_config(), no_tensorboard():
+    with quiet_sdk(home), lean_sdk():
         return record_request(job_id, job, plan)
 
 
