@@ -6,7 +6,7 @@ import csv
 import sys
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from launcher.cli.options import (
     JSON,
     Command,
     complete_job,
-    presets_and_defaults,
     settings_of,
 )
 from launcher.cli.show import (
@@ -114,19 +113,20 @@ def print_jobs(found: list[JobDescription], settings: Settings) -> None:
 
 def settings_words(values: Mapping[str, Any]) -> str:
     """The nearest preset, and the hyperparameters that differ from it."""
-    presets, defaults = presets_and_defaults()
-    defaults = {**defaults, "learning_rate": 0.02}  # of Muon, which a default of 0 means
+    from entry_point.config import PRESETS, Config
+
+    defaults = asdict(Config())
     shown_elsewhere = ("max_steps", "device")
 
     def changes(preset: str) -> list[str]:
-        base = {**values, **defaults, **presets[preset]}
+        base = {**values, **defaults, **PRESETS[preset]}
         return [
             f"{name}={f'{value:g}' if isinstance(value, float) else value}"
             for name, value in values.items()
             if base[name] != value and name not in shown_elsewhere
         ]
 
-    nearest: list[str] = min(([name, *changes(name)] for name in presets), key=len)
+    nearest: list[str] = min(([name, *changes(name)] for name in PRESETS), key=len)
     return " ".join(nearest)
 
 

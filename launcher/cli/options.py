@@ -115,24 +115,19 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
 def complete_preset(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    presets, _ = presets_and_defaults()
-    return [name for name in ["auto", *presets] if name.startswith(incomplete)]
+    from entry_point.config import PRESETS
+
+    return [name for name in ["auto", *PRESETS] if name.startswith(incomplete)]
 
 
 def complete_hyperparameter(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    _, defaults = presets_and_defaults()
-    return [f"{name}=" for name in defaults if name.startswith(incomplete)]
-
-
-def presets_and_defaults() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The presets and default hyperparameters."""
     from dataclasses import fields
 
-    from entry_point.config import PRESETS, Config
+    from entry_point.config import Config
 
-    return PRESETS, {f.name: f.default for f in fields(Config)}
+    return [f"{f.name}=" for f in fields(Config) if f.name.startswith(incomplete)]
 
 
 def pairs(
