@@ -179,7 +179,7 @@ class Group:
         hang_seconds: float = Config.hang_seconds,
     ) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        self.local_world_size = ranks.local_world_size
         self.device = device
         self.objects = 0  # how many broadcast has sent
         self.watchdog: Watchdog | None = None

@@ -114,11 +114,6 @@ def parse_argv(argv: Sequence[str]) -> tuple[Config, Options]:
     return make_config(values, options.preset or None, saved.get("config")), options
 
 
-def usage() -> str:
-    """The text of --help."""
-    return f"{__doc__}\n{option_table()}"
-
-
 def train(config: Config, options: Options, container: Container, ranks: Ranks) -> int:
     """Runs one rank from start to end; returns its exit status."""
     device = rank_device(config, container, ranks)
@@ -158,7 +153,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
-        print(usage(), flush=True)
+        print(f"{__doc__}\n{option_table()}", flush=True)
         return 0
     # The log's encoding may lack characters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
