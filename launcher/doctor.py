@@ -31,6 +31,7 @@ from launcher.aws import (
     why,
 )
 from launcher.errors import InputError, ServiceError
+from launcher.files import storage
 from launcher.job import Request
 from launcher.launching.launch import launch
 from launcher.local.backend import LocalBackend
@@ -268,8 +269,12 @@ def check_store(patient: Patient) -> str:
             "no store: create one with `sm-nanogpt infra deploy`, or set"
             " --store or SM_NANOGPT_STORE to s3://bucket/prefix"
         )
-    bucket, prefix = bucket_and_prefix(patient.store)
-    key = f"{prefix}doctor-{secrets.token_hex(4)}.txt"
+    if not patient.store.startswith("s3://"):
+        raise InputError(
+            f"SageMaker cannot read {patient.store}: set --store to s3://bucket/prefix"
+        )
+    place = storage.join(patient.store, f"doctor-{secrets.token_hex(4)}.txt")
+    bucket, _, key = place.removeprefix("s3://").partition("/")
     encryption = {}
     if patient.settings.kms_key:
         encryption = dict(ServerSideEncryption="aws:kms", SSEKMSKeyId=patient.settings.kms_key)
@@ -280,17 +285,8 @@ def check_store(patient: Patient) -> str:
     try:
         patient.ask("s3", "delete_object", Bucket=bucket, Key=key)
     except Doubt:
-        left = f"s3://{bucket}/{key}"
-        raise Doubt(f"{patient.store} is writable, but {left} could not be deleted") from None
+        raise Doubt(f"{patient.store} is writable, but {place} could not be deleted") from None
     return f"{patient.store} is writable"
-
-
-def bucket_and_prefix(store: str) -> tuple[str, str]:
-    """Split a store into bucket and `some/prefix/`. Raises InputError if it is not on S3."""
-    if not store.startswith("s3://"):
-        raise InputError(f"SageMaker cannot read {store}: set --store to s3://bucket/prefix")
-    bucket, _, prefix = store.removeprefix("s3://").partition("/")
-    return bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
 
 
 def check_data(patient: Patient) -> str:
@@ -311,17 +307,14 @@ def check_instance_type(patient: Patient) -> str:
 
 def check_image(patient: Patient) -> str:
     """The default image runs on the instance type, and AWS patches it."""
-    uri, launcher, today = default_image(patient), default_launcher(patient.instance), date.today()
+    uri = training_image(patient.region, DEFAULT_VERSION, looks_like_gpu(patient.instance))
+    launcher, today = default_launcher(patient.instance), date.today()
     if unfit := problem(uri, patient.instance, launcher):
         raise InputError(unfit)
     image = find_image(DEFAULT_VERSION)
     if image.patched_until < today:
         raise Doubt(no_patches(image, uri, patient.instance, launcher, today))
     return f"{uri}, patched until {image.patched_until}"
-
-
-def default_image(patient: Patient) -> str:
-    return training_image(patient.region, DEFAULT_VERSION, looks_like_gpu(patient.instance))
 
 
 def check_price(patient: Patient) -> str:
