@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, Self
@@ -208,9 +208,6 @@ class Request(BaseModel):
         """
         config = asdict(self.config(1))
         return {name: value for name, value in config.items() if value not in (None, "")}
-
-    def hyperparameter_names(self) -> set[str]:
-        return {f.name for f in fields(self.module.Config)}
 
     def explicit_hyperparameters(
         self, base: Mapping[str, Scalar] | None = None

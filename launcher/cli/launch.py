@@ -251,6 +251,7 @@ def launch_command(
     from launcher.files.documents import read_toml
     from launcher.job import Request
     from launcher.launching.launch import naming, new_job_id, prepare
+    from launcher.launching.sweeps import record_of
 
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
@@ -262,7 +263,7 @@ def launch_command(
                 " machine; for SageMaker, set --region, SM_NANOGPT_REGION or AWS_REGION"
             )
         given.setdefault("instance", "ml.g5.12xlarge")
-    elif sweeping.is_sweep(given["resume"], settings):
+    elif record_of(given["resume"], settings).exists():
         others = {"set": assignments, "config": config_file, "sweep": sweep, "dry-run": dry_run}
         others |= {
             "seeds": seeds > 1,

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from launcher.settings import Settings
 
 
-def is_sweep(word: str, settings: Settings) -> bool:
-    from launcher.launching.sweeps import record_of
-
-    return record_of(word, settings).exists()
-
-
 def launch_sweep(
     job: Request,
     settings: Settings,

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from launcher.machines import (
     looks_like_gpu,
     types_of,
 )
-from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.backend import SageMakerBackend, notebook_role
 from launcher.sagemaker.stack import with_stack
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source, keep
@@ -142,7 +142,7 @@ def cloud_settings(settings: Settings) -> Settings:
     """
     settings = with_stack(settings)
     backend = SageMakerBackend(settings)
-    if not settings.role and not settings.offline and (role := backend.notebook_role()):
+    if not settings.role and not settings.offline and (role := notebook_role(backend.client)):
         logger.info(f"role: {role} (from this SageMaker notebook)")
         settings = settings.model_copy(update={"role": role})
     if settings.store:
@@ -240,7 +240,7 @@ def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Req
         source = find_source(before.source_sha256 or "", settings)
         given["entry_point"] = source.directory
         request = request.model_copy(update={"entry_point": source.directory})
-    sent, known = description.hyperparameters, request.hyperparameter_names()
+    sent, known = description.hyperparameters, {f.name for f in fields(request.module.Config)}
     if unknown := sorted(sent.keys() - known):
         logger.info(
             f"{request.source.directory} has no {', '.join(unknown)};"

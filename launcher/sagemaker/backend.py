@@ -125,10 +125,6 @@ class SageMakerBackend:
             raise ServiceError(f"s3://{bucket}, the default bucket: {error}") from None
         return bucket
 
-    def notebook_role(self) -> str:
-        """The role of the SageMaker notebook that this runs in, or ''."""
-        return notebook_role(self.client)
-
     def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Plan]:
         plan = self.check(job)
         job = self.afford(job)
