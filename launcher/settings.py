@@ -234,9 +234,7 @@ def load_settings(**given: str | None) -> Settings:
         meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
         reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
         value = first["input"]
-        huge = (
-            isinstance(value, int) and value.bit_length() > 1 << 13
-        )  # which Python does not print
+        huge = isinstance(value, int) and value.bit_length() > 1 << 13  # Python does not print it
         value = "..." if huge else repr(value)
         raise InputError(f"{source_of(name, words)}={value}: {reason}") from None
     except SettingsError as error:

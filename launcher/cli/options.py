@@ -42,9 +42,8 @@ class Command(click.Command):
         except click.UsageError as error:  # click omits it for an option without value
             error.ctx = error.ctx or ctx
             raise
-        for parameter in (
-            () if ctx.resilient_parsing else self.params
-        ):  # a shell asks for completions
+        # Resilient means that a shell asks for completions.
+        for parameter in () if ctx.resilient_parsing else self.params:
             value = ctx.params.get(parameter.name or "")
             if value == "" or (isinstance(value, tuple) and "" in value):
                 argument = isinstance(parameter, click.Argument)

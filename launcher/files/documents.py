@@ -168,9 +168,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises InputError if that fails, or if it has tables."""
     try:
         values = tomllib.loads(read_file(path).decode())
-        json.dumps(
-            values, default=str
-        )  # fails for an integer of 5,000 digits, which no message could show
+        json.dumps(values, default=str)  # fails for an integer that is too long for any message
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -112,9 +112,7 @@ def reported(uri: str) -> Iterator[None]:
             ) from None
         if error.strerror and not error.__cause__:
             raise ServiceError(f"{uri}: {error.strerror}") from None
-        if (
-            isinstance(error, FileNotFoundError) and not error.__cause__
-        ):  # for a bucket it has a cause
+        if isinstance(error, FileNotFoundError) and not error.__cause__:  # a bucket's has one
             raise ServiceError(f"{uri}: nothing is there") from None
         raise failure(uri, error) from None
     except Exception as error:

@@ -247,9 +247,8 @@ def safe_place(member: tarfile.TarInfo, uri: str) -> PurePosixPath:
     place = PurePosixPath(member.name)
     if place.is_absolute() or ".." in place.parts or "\\" in member.name or ":" in member.name:
         raise ServiceError(f"{uri} is refused: {member.name!r} would lie outside of the model")
-    if member.issparse() or not (
-        member.isreg() or member.isdir()
-    ):  # holes take no space in the archive
+    # The holes of a sparse file take no space in the archive.
+    if member.issparse() or not (member.isreg() or member.isdir()):
         kind = "a link" if member.issym() or member.islnk() else "not a regular file"
         raise ServiceError(f"{uri} is refused: {member.name!r} is {kind}")
     return place

@@ -287,10 +287,8 @@ def export_checkpoint(
         FormatError: the folder cannot read it.
         InputError: the folder is not here.
     """
-    with (
-        errors_of(Source.packaged()),
-        contextlib.redirect_stdout(sys.stderr),
-    ):  # it prints which it skips
+    # load_latest prints which checkpoints it skips.
+    with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
         loaded = Checkpoints(checkpoint_dir).load_latest()
     if loaded is None:
         raise TrainingError(f"no checkpoint in {checkpoint_dir}")

@@ -92,9 +92,8 @@ class SageMakerBackend:
         self.settings = settings
         self.session = aws_session(settings)
         self.clients: dict[str, Any] = {}
-        self.read: dict[
-            str, tuple[Sequence[Event], dict[str, str]]
-        ] = {}  # by job; see stream_lines
+        # By job; see stream_lines.
+        self.read: dict[str, tuple[Sequence[Event], dict[str, str]]] = {}
 
     @property
     def place(self) -> str:
@@ -432,11 +431,8 @@ class SageMakerBackend:
         The argument is not changed, so that no line is lost if an outage interrupts the call.
         """
         raw, seen = self.raw(job_id), dict(seen)
-        return (
-            raw,
-            sorted(new_events(self.client("logs"), job_id, seen), key=lambda event: event[0]),
-            seen,
-        )
+        events = sorted(new_events(self.client("logs"), job_id, seen), key=lambda event: event[0])
+        return raw, events, seen
 
 
 def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
