@@ -48,26 +48,17 @@ if TYPE_CHECKING:
     from launcher.text.corpus import Upload, upload_data
     from launcher.tracking import describe, jobs, logs, metrics, stop, wait
 
-_MODULE = {
-    "fetch_model": "models.fetch",
-    "Upload": "text.corpus",
-    "upload_data": "text.corpus",
-    "InputError": "errors",
-    "ServiceError": "errors",
-    "JobDescription": "job",
-    "Request": "job",
-    "load_model": "models.sample",
-    "sample": "models.sample",
-    "stream_samples": "models.sample",
-    "Settings": "settings",
-    "launch": "launching.launch",
-    "describe": "tracking",
-    "jobs": "tracking",
-    "logs": "tracking",
-    "metrics": "tracking",
-    "stop": "tracking",
-    "wait": "tracking",
+_NAMES = {
+    "errors": "InputError ServiceError",
+    "job": "JobDescription Request",
+    "launching.launch": "launch",
+    "models.fetch": "fetch_model",
+    "models.sample": "load_model sample stream_samples",
+    "settings": "Settings",
+    "text.corpus": "Upload upload_data",
+    "tracking": "describe jobs logs metrics stop wait",
 }
+_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "InputError",
