@@ -46,7 +46,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
             more = {"init_from": base / "model", **tuning, **seed}
         else:
             more = {**words, **seed, "max_steps": steps}
-        measure.output(ours(new, out, more, threads=1 if args.quick else None).process)
+        measure.output(ours(new, out, more).process)
         return our_result(out, new)[0], our_seconds(out)
 
     found = measure.alternate(

@@ -32,7 +32,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     def trained(more: dict[str, str], index: int) -> tuple[float, float]:
         out = scratch / f"{index}-{'plain' if more else 'shipped'}"
         seeded = {**words, **more, "seed": args.first_seed + index}
-        measure.output(ours(args.text, out, seeded, threads=1 if args.quick else None).process)
+        measure.output(ours(args.text, out, seeded).process)
         return our_result(out, args.text)[0], our_seconds(out)
 
     found = measure.alternate(

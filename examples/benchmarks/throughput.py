@@ -58,8 +58,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     words |= args.ours
 
     def our_pace(index: int) -> Pace:
-        threads = 1 if args.quick else None
-        return pace(ours(text, scratch / f"ours-{index}", words, threads), shape, seconds)
+        return pace(ours(text, scratch / f"ours-{index}", words), shape, seconds)
 
     sides, looks = {"ours": our_pace}, []
     if args.nanogpt:

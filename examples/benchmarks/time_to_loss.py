@@ -55,7 +55,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
     def our_run(index: int) -> Run:
         out, seeded = scratch / f"ours-{index}", {**words, "seed": args.first_seed + index}
         started = time.perf_counter()
-        measure.output(ours(args.text, out, seeded, threads=1 if args.quick else None).process)
+        measure.output(ours(args.text, out, seeded).process)
         whole = time.perf_counter() - started
         return our_seconds(out), whole, *our_result(out, args.text)
 

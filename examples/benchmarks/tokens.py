@@ -50,7 +50,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         out = scratch / f"{index}-{name}-{steps}"
         last = {"max_steps": steps, "eval_interval": max(1, steps // 8), "eval_windows": 0}
         more = {**words, **last, "seed": args.first_seed + index}
-        measure.output(ours(texts[name], out, more, threads=1 if args.quick else None).process)
+        measure.output(ours(texts[name], out, more).process)
         rows = map(json.loads, (out / "output" / "metrics.jsonl").read_text().splitlines())
         return min(row["bits_per_byte"] for row in rows if "val_loss" in row), our_seconds(out)
 
