@@ -35,10 +35,7 @@ class Found:
         self.write()
 
     def write(self) -> None:
-        document = {"rows": self.report.rows, "findings": self.report.findings}
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        temporary.replace(self.path)
+        measure.write_json(self.path, self.report, {})
 
     def row(self, what: str, **cells: Any) -> None:
         self.report.rows.append({"": what, **cells})

@@ -106,11 +106,16 @@ def run(made: argparse.ArgumentParser, benchmark: Callable[[Any, Path], Report])
     for name, value in {**report.findings, **about}.items():
         print(f"{name}: {value}")
     if args.json:
-        document = {"machine": about, "rows": report.rows, "findings": report.findings}
-        temporary = args.json.with_name(f".{args.json.name}.tmp")
-        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        temporary.replace(args.json)
+        write_json(args.json, report, {"machine": about})
     sys.exit(0)
+
+
+def write_json(path: Path, report: Report, more: Mapping[str, Any]) -> None:
+    """Write a report, whole at any time."""
+    document = {**more, "rows": report.rows, "findings": report.findings}
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    temporary.replace(path)
 
 
 def stop(why: str, code: int) -> NoReturn:
@@ -252,9 +257,8 @@ def started(process: Process, **streams: Any) -> Iterator[subprocess.Popen[Any]]
         yield popen
     finally:
         RUNNING.discard(popen)
-        if (
-            popen.poll() is None
-        ):  # torchrun's workers are in sessions of their own, so stop torchrun first
+        if popen.poll() is None:
+            # torchrun's workers are in sessions of their own, so stop torchrun first.
             popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 popen.wait(SECONDS_TO_STOP)
@@ -296,10 +300,8 @@ def cost(process: Process) -> tuple[float, float]:
         popen.returncode = os.waitstatus_to_exitcode(status)
     if popen.returncode:
         raise Failed(f"{shlex.join(process.command)}: exit status {popen.returncode}")
-    unit = (
-        1e6 if sys.platform == "darwin" else 1e3
-    )  # ru_maxrss: bytes on macOS, kilobytes elsewhere
-    return seconds, usage.ru_maxrss * (1 if unit == 1e6 else 1.024) / unit
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return seconds, usage.ru_maxrss * unit / 1e6
 
 
 # ------------------------------------------------------------------------------------------------

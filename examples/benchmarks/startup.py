@@ -152,9 +152,8 @@ def checkpoints(args: Namespace, scratch: Path, report: Report) -> None:
             for moment, line in measure.lines(training.process)
             if (found := re.search(r"^step=.* tokens_per_second=(\d+)", line))
         )
-        moments, paces = zip(
-            *list(measured)[:-1], strict=True
-        )  # the last interval includes an evaluation
+        # The last interval includes an evaluation.
+        moments, paces = zip(*list(measured)[:-1], strict=True)
         in_steps = sum(SHAPES[name]["block_size"] / pace for pace in paces[1:])
         return (moments[-1] - moments[0] - in_steps) / (len(moments) - 1)
 
