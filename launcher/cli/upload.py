@@ -38,8 +38,7 @@ def upload_data_command(
 
     PATH is a text file or a directory of *.txt files. With --tokenizer, it may also be *.jsonl with
     a document in the field `text` of each line, or a conversation in `messages`, and end in .gz or
-    .zst. Without PATH, download tiny
-    Shakespeare. A file that is in the store is not sent again.
+    .zst. Without PATH, download tiny Shakespeare. A file that is in the store is not sent again.
 
     \b
     Example:
