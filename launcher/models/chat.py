@@ -127,14 +127,8 @@ class Chat:
 
         It ends where the context does.
         """
+        most = min(max_new_tokens, self.room(ids))
         columns = stream_samples(
-            self.model,
-            self.tokenizer,
-            ids,
-            min(max_new_tokens, self.room(ids)),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
+            self.model, self.tokenizer, ids, most, 1, temperature, top_k, top_p, seed
         )
         return (piece for (piece,) in columns)

@@ -298,7 +298,8 @@ class Prices:
 
     def of(self, instance: str) -> Price | None:
         """The price of an instance type, or None if it is unknown. Raises nothing."""
-        answer = self.kept(instance)
+        kept = storage.read_cache(self.file, Answers)
+        answer = kept.get(self.region, {}).get(instance)
         asks = self.session is not None and not self.trouble
         if asks and not (answer and answer.is_fresh):
             answer = self.ask(instance) or answer
@@ -334,10 +335,6 @@ class Prices:
         known.setdefault(self.region, {})[instance] = answer
         storage.write_cache(self.file, known)
         return answer
-
-    def kept(self, instance: str) -> Answer | None:
-        """The cached answer."""
-        return storage.read_cache(self.file, Answers).get(self.region, {}).get(instance)
 
 
 def training_price(products: list[str], instance: str) -> float | None:

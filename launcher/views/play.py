@@ -226,10 +226,12 @@ def make_app(
     def generate(player: Player) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                wanted = parse_request(await request.body())
+                wanted = adapter(SamplingRequest).validate_json(await request.body())
                 tokens = stream_tokens(player, wanted)
             except ClientDisconnect:
                 return Response()
+            except ValidationError as error:
+                return PlainTextResponse(reason_of(error), status_code=422)
             except InputError as error:
                 return PlainTextResponse(str(error), status_code=422)
 
@@ -249,15 +251,6 @@ def make_app(
     for number, player in enumerate(players):
         routes.append(Route(f"/generate/{number}", generate(player), methods=["POST"]))
     return guarded(Starlette(routes=routes), port, token)
-
-
-def parse_request(body: bytes) -> SamplingRequest:
-    """Raises InputError, in one line, if the body is no SamplingRequest."""
-    try:
-        wanted: SamplingRequest = adapter(SamplingRequest).validate_json(body)
-        return wanted
-    except ValidationError as error:
-        raise InputError(reason_of(error)) from None
 
 
 def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
