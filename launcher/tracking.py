@@ -245,10 +245,7 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
 
 
 def logs(
-    job_id: str,
-    follow: bool = False,
-    settings: Settings | None = None,
-    raw: bool = False,
+    job_id: str, follow: bool = False, settings: Settings | None = None, raw: bool = False
 ) -> Iterator[str]:
     """Yield the lines that a job's training script printed.
 
@@ -296,9 +293,7 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
 
 
 def wait(
-    job_id: str,
-    settings: Settings | None = None,
-    timeout: float | None = None,
+    job_id: str, settings: Settings | None = None, timeout: float | None = None
 ) -> JobDescription:
     """Wait until a job ends and return its description.
 

@@ -126,12 +126,7 @@ def test_a_day_whose_stack_failed_is_cleaned_up(begin):
 
 @pytest.mark.parametrize(
     ("words", "numbers"),
-    [
-        ([], [*range(17)]),
-        (["3"], [3]),
-        (["0-2", "16"], [0, 1, 2, 16]),
-        (["2", "0-1"], [0, 1, 2]),
-    ],
+    [([], [*range(17)]), (["3"], [3]), (["0-2", "16"], [0, 1, 2, 16]), (["2", "0-1"], [0, 1, 2])],
 )
 def test_steps_are_named_by_numbers_and_ranges(words, numbers):
     assert first_day.chosen(words) == numbers

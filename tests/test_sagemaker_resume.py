@@ -95,10 +95,7 @@ BOTH = [{"InstanceType": "ml.g5.12xlarge"}, {"InstanceType": "ml.g6.12xlarge"}]
             "--instance ml.m5.xlarge --volume-size 500",
             {"": {VOLUME: 500}, "--instance ml.g5.xlarge": {VOLUME: 50}},
         ),
-        (
-            TWO,
-            {"": {PREFERENCES: BOTH}, "--instance ml.g6.xlarge --spot": {TYPE: "ml.g6.xlarge"}},
-        ),
+        (TWO, {"": {PREFERENCES: BOTH}, "--instance ml.g6.xlarge --spot": {TYPE: "ml.g6.xlarge"}}),
     ],
 )
 def test_a_resumed_job_keeps_the_options_that_still_fit(stopped, resume, before, resumed):

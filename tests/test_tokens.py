@@ -293,11 +293,7 @@ def test_a_vocabulary_beyond_uint16_has_ids_of_uint32(made, documents, document,
 
 @pytest.mark.parametrize(
     ("lengths", "validates"),
-    [
-        ([9, 9, 9000, 9, 9], [9, 9, 9, 9]),
-        ([700, 500, 600], [500]),
-        ([1, 9000], [1]),
-    ],
+    [([9, 9, 9000, 9, 9], [9, 9, 9, 9]), ([700, 500, 600], [500]), ([1, 9000], [1])],
 )
 def test_the_longest_document_is_trained_on(lengths, validates):
     ends = array("Q", itertools.accumulate(lengths))

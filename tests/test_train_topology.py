@@ -51,13 +51,7 @@ from entry_point.container import (
     read_container,
 )
 from entry_point.distributed import Group, Watchdog, read_ranks, start_ranks
-from entry_point.errors import (
-    ConfigError,
-    DataError,
-    TrainingError,
-    failure_report,
-    report_failure,
-)
+from entry_point.errors import ConfigError, DataError, TrainingError, failure_report, report_failure
 from launcher.machines import cores
 
 ENDLESS = {**SMALL, "max_steps": 10**6, "hang_seconds": 5}

@@ -252,10 +252,7 @@ def run(argv: list[str]) -> None:
         import launcher.local.backend
         import launcher.local.runner
 
-        for module, start in (
-            (launcher.local.backend, Process),
-            (launcher.local.runner, Fork),
-        ):
+        for module, start in ((launcher.local.backend, Process), (launcher.local.runner, Fork)):
             module.subprocess = replacing(start)  # type: ignore[attr-defined]
         sys.path[0] = ""
         main = sys.modules["__main__"] = types.ModuleType("__main__")

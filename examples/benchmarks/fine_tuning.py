@@ -50,8 +50,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
         return our_result(out, new)[0], our_seconds(out)
 
     found = measure.alternate(
-        args.rounds,
-        {name: partial(trained, name) for name in ("scratch", "tuned")},
+        args.rounds, {name: partial(trained, name) for name in ("scratch", "tuned")}
     )
     (losses, seconds), (tuned_losses, tuned_seconds) = (
         map(list, zip(*runs, strict=True)) for runs in found.values()

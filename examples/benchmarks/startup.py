@@ -95,12 +95,7 @@ def first_step(training: Training) -> float:
 
 
 def tokenizing(
-    kind: str,
-    unit: str,
-    args: Namespace,
-    scratch: Path,
-    nanogpt: NanoGPT | None,
-    report: Report,
+    kind: str, unit: str, args: Namespace, scratch: Path, nanogpt: NanoGPT | None, report: Report
 ) -> None:
     """Adds speed, per byte of UTF-8, and memory on the unit repeated."""
 

@@ -38,24 +38,12 @@ Words = Mapping[str, Any]
 # train_shakespeare_char, gpt2 its train_gpt2, half a million tokens a step, by GPT2_PASSES passes.
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": dict(
-        n_layer=4,
-        n_head=4,
-        n_embd=128,
-        block_size=64,
-        batch_size=12,
-        dropout=0.0,
-        device="cpu",
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0, device="cpu"
     ),
     "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=480, dropout=0.0),
     "smoke": dict(
-        n_layer=1,
-        n_head=2,
-        n_embd=16,
-        block_size=32,
-        batch_size=4,
-        dropout=0.0,
-        device="cpu",
+        n_layer=1, n_head=2, n_embd=16, block_size=32, batch_size=4, dropout=0.0, device="cpu"
     ),
 }
 GPT2_PASSES = 40

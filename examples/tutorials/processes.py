@@ -43,10 +43,7 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
     def job(processes: int, **more: Any) -> Request:
         return Request(
-            processes_per_instance=processes,
-            data=str(args.text),
-            hyperparameters=values,
-            **more,
+            processes_per_instance=processes, data=str(args.text), hyperparameters=values, **more
         )
 
     curves: dict[str, Curve] = {}

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.options import (
-    GROUP,
-    YES,
-    Command,
-    agree,
-    can_ask,
-    complete_job,
-    settings_of,
-)
+from launcher.cli.options import GROUP, YES, Command, agree, can_ask, complete_job, settings_of
 from launcher.cli.show import byte_progress, note
 from launcher.errors import InputError, ServiceError
 
@@ -34,11 +26,7 @@ def in_units(size: float) -> str:
 @YES
 @click.pass_context
 def delete_command(
-    context: click.Context,
-    job_ids: tuple[str, ...],
-    group: str | None,
-    keep_model: bool,
-    yes: bool,
+    context: click.Context, job_ids: tuple[str, ...], group: str | None, keep_model: bool, yes: bool
 ) -> None:
     """Delete jobs with their files and models.
 

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.options import (
-    GROUP,
-    JOB_ID,
-    JSON,
-    Command,
-    complete_job,
-    settings_of,
-)
+from launcher.cli.options import GROUP, JOB_ID, JSON, Command, complete_job, settings_of
 from launcher.cli.show import (
     explain,
     following,

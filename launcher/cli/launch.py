@@ -68,11 +68,7 @@ class LaunchCommand(Command):
     type=int,
     help="With local and no GPU: number of processes (default: the fastest).",
 )
-@click.option(
-    "--data",
-    metavar="URI|PATH",
-    help="Text to train on (default: the last upload).",
-)
+@click.option("--data", metavar="URI|PATH", help="Text to train on (default: the last upload).")
 @click.option(
     "--validation",
     metavar="URI|PATH",
@@ -188,12 +184,7 @@ class LaunchCommand(Command):
     help="Set an environment variable in the container.",
 )
 @cloud_option(
-    "--tag",
-    "tags",
-    metavar="KEY=VALUE",
-    multiple=True,
-    callback=pairs,
-    help="Tag the job.",
+    "--tag", "tags", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Tag the job."
 )
 @cloud_option("--kms-key", metavar="KEY", help="KMS key that encrypts the job's disks and output.")
 @cloud_option(

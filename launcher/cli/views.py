@@ -103,10 +103,7 @@ POLL_SECONDS = 5.0
 @click.option("--follow", is_flag=True, help="Add new rows until the jobs end.")
 @click.pass_context
 def track_command(
-    context: click.Context,
-    job_ids: tuple[str, ...],
-    tensorboard: Path,
-    follow: bool,
+    context: click.Context, job_ids: tuple[str, ...], tensorboard: Path, follow: bool
 ) -> None:
     """Show the curves of jobs in TensorBoard. The jobs may still run.
 

@@ -178,10 +178,7 @@ def replacing(path: Path, make_directory: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_file(
-    source: Path,
-    uri: str,
-    progress: Progress = lambda n: None,
-    settings: Settings | None = None,
+    source: Path, uri: str, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> None:
     """Upload a local file atomically.
 
@@ -351,10 +348,7 @@ def list_files(uri: str, settings: Settings | None = None) -> dict[str, int]:
 
 
 def fetch(
-    uri: str,
-    directory: Path,
-    progress: Progress = lambda n: None,
-    settings: Settings | None = None,
+    uri: str, directory: Path, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> list[Path]:
     """Download a file, or all files below a prefix, into a directory; return their paths.
 

@@ -48,11 +48,7 @@ class Sweep(Document):
     parallel: Annotated[Count, Field(ge=1)]
 
     def ready(
-        self,
-        number: int,
-        settings: Settings,
-        job_id: str,
-        tries: Sequence[JobDescription] = (),
+        self, number: int, settings: Settings, job_id: str, tries: Sequence[JobDescription] = ()
     ) -> Ready:
         """The member's next job, checked. It continues the last try if that left a checkpoint.
 

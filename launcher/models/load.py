@@ -230,11 +230,7 @@ def errors_of(source: Source) -> Iterator[None]:
 
 @torch.no_grad()
 def build_model(
-    source: Source,
-    config: Any,
-    tensors: Mapping[str, Tensor],
-    edited: bool,
-    vocabulary_size: int,
+    source: Source, config: Any, tensors: Mapping[str, Tensor], edited: bool, vocabulary_size: int
 ) -> GPT:
     """Create the folder's model with the tensors of a file.
 

@@ -132,10 +132,7 @@ def limited(job: TrainingJob, per_hour: float, ceiling: Ceiling, spent: float) -
 
 
 def afford(
-    job: TrainingJob,
-    settings: Settings,
-    prices: Prices,
-    spent: Callable[[], float],
+    job: TrainingJob, settings: Settings, prices: Prices, spent: Callable[[], float]
 ) -> TrainingJob:
     """The job with a time limit that keeps it below its ceiling. Logs what it may cost.
 

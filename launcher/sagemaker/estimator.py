@@ -19,13 +19,7 @@ from launcher.errors import InputError
 from launcher.files import storage
 from launcher.job import TAG_KEY, TAG_VALUE, TrainingJob
 from launcher.machines import looks_like_gpu
-from launcher.sagemaker.request import (
-    LONGEST_PENDING,
-    Plan,
-    channels_of,
-    max_wait_of,
-    mpi_options,
-)
+from launcher.sagemaker.request import LONGEST_PENDING, Plan, channels_of, max_wait_of, mpi_options
 
 # os.environ belongs to the process: two threads that change it at once would restore each other's
 # values.

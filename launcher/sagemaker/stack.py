@@ -9,13 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.aws import (
-    Missing,
-    aws_session,
-    check_region,
-    quick_client,
-    service_errors,
-)
+from launcher.aws import Missing, aws_session, check_region, quick_client, service_errors
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -44,8 +38,7 @@ Seen = dict[str, dict[str, Stack]]  # stacks.json: by region, and by known_as
 
 
 def with_stack(
-    settings: Settings,
-    names: tuple[str, ...] = ("store", "role", "kms_key"),
+    settings: Settings, names: tuple[str, ...] = ("store", "role", "kms_key")
 ) -> Settings:
     """Fill store, role and key that the settings leave open from the stack, if there is one.
 

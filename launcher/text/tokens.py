@@ -345,11 +345,7 @@ def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
 
 
 def write_documents(
-    whole: Iterator[Iterator[str]],
-    words: Words,
-    code: str,
-    file: IO[bytes],
-    progress: Progress,
+    whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
 ) -> array[int]:
     """Write the ids of each document and of its end; returns where each ends, counted in ids."""
     tokenizer = words.tokenizer

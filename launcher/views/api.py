@@ -24,15 +24,7 @@ from launcher.errors import InputError, ServiceError
 from launcher.files.documents import reason_of
 from launcher.models.chat import Message
 from launcher.models.sample import encode
-from launcher.views.play import (
-    Player,
-    Queued,
-    SamplingRequest,
-    Token,
-    problem,
-    stream_tokens,
-    turn,
-)
+from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
 
 
 class Options(BaseModel):

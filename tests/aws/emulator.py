@@ -27,14 +27,7 @@ from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
 import boto3
-from access import (
-    ACCOUNT,
-    Access,
-    Principal,
-    Refusal,
-    accesses,
-    principal_of,
-)
+from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
 from cloudformation_service import repaired
 from money_service import MoneyService
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app

@@ -224,9 +224,7 @@ class Host:
             network_interface_name="eth0",
         )
         channel = dict(
-            TrainingInputMode="File",
-            S3DistributionType="FullyReplicated",
-            RecordWrapperType="None",
+            TrainingInputMode="File", S3DistributionType="FullyReplicated", RecordWrapperType="None"
         )
         config = {
             "hyperparameters": hyperparameters,

@@ -54,10 +54,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "mpirun, broken": dict(second_environment_sed=LOSSES, threads=None, values=ODD_VALUES),
     "torchrun": dict(launcher="torchrun", values=VALUES),
     "torchrun, new": dict(
-        launcher="torchrun",
-        new_image=True,
-        variables={"NCCL_DEBUG": "INFO"},
-        values=ODD_VALUES,
+        launcher="torchrun", new_image=True, variables={"NCCL_DEBUG": "INFO"}, values=ODD_VALUES
     ),
     # {"pytorchddp": {"enable": True}}: nothing launches ranks or names their places
     "train.py": dict(launcher="typo", values={**VALUES, "processes": 2}),
