@@ -154,15 +154,9 @@ class LocalBackend:
         with (directory / "lock").open("w") as lock, (directory / "runner.log").open("w") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             write_json(directory / "job.json", record)
+            root = str(Path(__file__).parents[2].absolute())
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    RUNNER,
-                    str(directory),
-                    str(lock.fileno()),
-                    str(Path(__file__).parents[2].absolute()),
-                ],
+                [sys.executable, "-c", RUNNER, str(directory), str(lock.fileno()), root],
                 cwd=directory,  # it holds nothing to import by mistake
                 env={
                     **os.environ,

@@ -134,30 +134,21 @@ class LocalRun:
 
     def write_config(self, channels: list[str]) -> None:
         config = self.base / "input" / "config"
-        values = self.record.hyperparameters
-        write_json(
-            config / "hyperparameters.json", {name: json.dumps(values[name]) for name in values}
-        )
-        write_json(
-            config / "resourceconfig.json",
-            {
-                "current_host": HOST,
-                "hosts": [HOST],
-                "current_instance_type": "local",
-                "network_interface_name": LOOPBACK,
-            },
-        )
-        write_json(
-            config / "inputdataconfig.json",
-            {
-                channel: {
-                    "TrainingInputMode": "File",
-                    "S3DistributionType": "FullyReplicated",
-                    "RecordWrapperType": "None",
-                }
-                for channel in channels
-            },
-        )
+        values = {name: json.dumps(value) for name, value in self.record.hyperparameters.items()}
+        write_json(config / "hyperparameters.json", values)
+        resources = {
+            "current_host": HOST,
+            "hosts": [HOST],
+            "current_instance_type": "local",
+            "network_interface_name": LOOPBACK,
+        }
+        write_json(config / "resourceconfig.json", resources)
+        copied = {
+            "TrainingInputMode": "File",
+            "S3DistributionType": "FullyReplicated",
+            "RecordWrapperType": "None",
+        }
+        write_json(config / "inputdataconfig.json", dict.fromkeys(channels, copied))
 
     def environment(self) -> dict[str, str]:
         """The variables of the container, without those of an outer SageMaker job or launcher.
@@ -165,16 +156,11 @@ class LocalRun:
         Variables that change Python are dropped too, except PYTHONPATH, which may provide torch.
         """
         base = self.base
+        outer = ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name == "PYTHONPATH"
-            or (
-                not name.startswith(
-                    ("SM_", "OMPI_", "PMIX_", "SAGEMAKER_", "TORCHELASTIC_", "PYTHON")
-                )
-                and name not in RENDEZVOUS
-            )
+            if name == "PYTHONPATH" or not (name.startswith(outer) or name in RENDEZVOUS)
         }
         channels = {path.name: str(path) for path in sorted((base / "input" / "data").iterdir())}
         values = self.record.hyperparameters
