@@ -201,14 +201,7 @@ def write_file(
     fs, path = file_system(uri, settings)
     sha256 = file_sha256(source)
     with reported(uri):
-        fs.put_file(
-            str(source),
-            path,
-            callback=Told(progress),
-            chunksize=PART_BYTES,
-            max_concurrency=PARALLEL_PARTS,
-            Metadata={"sha256": sha256},
-        )
+        fs.put_file(str(source), path, Metadata={"sha256": sha256}, **by_parts(progress))
         arrived = fs.info(path, refresh=True)
         there = (arrived["size"], fs.metadata(path, refresh=True).get("sha256"))
     if there != (source.stat().st_size, sha256):
@@ -224,6 +217,12 @@ class Told(fsspec.Callback):
 
     def relative_update(self, inc: int = 1) -> None:
         self.progress(inc)
+
+
+def by_parts(progress: Progress) -> dict[str, Any]:
+    """What makes s3fs move a file by parallel parts, and tell of them."""
+    told = Told(progress)
+    return dict(callback=told, chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
 
 
 def file_sha256(path: Path) -> str:
@@ -370,13 +369,7 @@ def fetch(
             target.parent.mkdir(parents=True, exist_ok=True)
             source = path if single else f"{path}/{name}"
             if local_path(uri) is None:
-                fs.get_file(
-                    source,
-                    str(target),
-                    callback=Told(progress),
-                    chunksize=PART_BYTES,
-                    max_concurrency=PARALLEL_PARTS,
-                )
+                fs.get_file(source, str(target), **by_parts(progress))
                 check_arrival(fs, source, target)
             else:
                 with open_file(Path(source)) as file, target.open("wb") as out:
