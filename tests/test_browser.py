@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from launcher.models.chat import Message
 from launcher.views.play import Player
 
 __all__ = ["directory", "site", "tuned"]  # fixtures
-
-Visit = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
