@@ -102,7 +102,7 @@ def read_file(path: Path, largest: int = LARGEST) -> bytes:
         return check_size(file.read(largest + 1), largest)
 
 
-def check_size(content: bytes, largest: int = LARGEST) -> bytes:
+def check_size(content: bytes, largest: int) -> bytes:
     """Return the content. Raises OSError if it has more than `largest` bytes."""
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB")

@@ -77,7 +77,7 @@ def worst_case(per_hour: float, time_limit: int, keep_alive: int = 0) -> float:
     return per_hour * (time_limit + AROUND_SECONDS + keep_alive) / 3600
 
 
-def longest_run(amount: float, per_hour: float, keep_alive: int = 0) -> int:
+def longest_run(amount: float, per_hour: float, keep_alive: int) -> int:
     """The time limit in seconds, possibly negative, at which a job costs at most `amount`."""
     return math.floor(amount * 3600 / per_hour) - AROUND_SECONDS - keep_alive
 

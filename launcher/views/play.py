@@ -199,9 +199,7 @@ class Queued(StreamingResponse):
                 await super().__call__(scope, receive, impatient)
 
 
-def make_app(
-    players: Sequence[Player], port: int, token: str, more: Sequence[Route] = ()
-) -> ASGIApp:
+def make_app(players: Sequence[Player], port: int, token: str, more: Sequence[Route]) -> ASGIApp:
     """The page, its models, their generations, and more, for requests that carry the token."""
     html = PAGE.read_text(encoding="utf-8")
 
