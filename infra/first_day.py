@@ -32,7 +32,7 @@ ALLOWANCE = 600  # seconds billed besides the run, on which --max-cost counts
 NAME = "sm-nanogpt-first-day"  # of the stack and of the IAM user
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 JOB_ID = re.compile(r"sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6}(?:-\d+)?")
-CHECKPOINTS = re.compile(r"(?:checkpoint|best)-\d+\.safetensors|metrics[\w.-]*\.jsonl")
+CHECKPOINTS = re.compile(r"checkpoint-\d+\.safetensors|metrics[\w.-]*\.jsonl")
 
 M5 = ("--instance", "ml.m5.xlarge")
 TWO = ("--instance-count", "2")
