@@ -85,45 +85,40 @@ def size_of(channel: Channel, settings: Settings) -> tuple[int, int]:
 
 def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
     """Raise InputError if a run of this config would refuse the texts."""
-    parts = []
     for name, channel in channels.items():
-        if channel.upload is None:
+        if (text := channel.upload) is None:
             continue
-        if channel.upload.train_tokens and len(channels) > 1:
+        unit = "tokens" if text.train_tokens else "characters"
+        if text.train_tokens and len(channels) > 1:
             raise InputError(
                 f"{channel.named}: it holds tokens, with their own validation part; leave out"
                 " --validation, or give two texts"
             )
-        if not channel.upload.train_tokens and getattr(config, "mask_documents", False):
+        if not text.train_tokens and getattr(config, "mask_documents", False):
             raise InputError(
                 f"{channel.named}: mask_documents needs tokens, whose documents have an end; leave"
                 " it out, or encode the text with `upload-data --tokenizer`"
             )
-        if 0 < getattr(config, "vocab_size", 0) < channel.upload.vocabulary_size:
-            unit = "tokens" if channel.upload.train_tokens else "characters"
+        if 0 < getattr(config, "vocab_size", 0) < text.vocabulary_size:
             raise InputError(
-                f"{channel.named}: it has {channel.upload.vocabulary_size} different {unit}, more"
-                f" than vocab_size={config.vocab_size}"
+                f"{channel.named}: it has {text.vocabulary_size} different {unit}, more than"
+                f" vocab_size={config.vocab_size}"
             )
-        if channel.upload.chats and getattr(config, "short_windows", False):
+        if text.chats and getattr(config, "short_windows", False):
             raise InputError(
                 f"{channel.named}: short_windows would cut conversations; add --set short_windows=0"
             )
-        n = channel.upload.characters
-        if channel.upload.train_tokens:
-            parts += [(channel, "training", channel.upload.train_tokens)]
-            parts += [(channel, "validation", channel.upload.val_tokens)]
+        if text.train_tokens:
+            parts = {"training": text.train_tokens, "validation": text.val_tokens}
         elif len(channels) == 1:
-            n_train = int(n * (1 - config.validation_fraction))
-            parts += [(channel, "training", n_train), (channel, "validation", n - n_train)]
+            n_train = int(text.characters * (1 - config.validation_fraction))
+            parts = {"training": n_train, "validation": text.characters - n_train}
         else:
-            parts.append((channel, "training" if name == "data" else name, n))
-    for channel, part, length in parts:
-        assert channel.upload is not None
-        unit = "tokens" if channel.upload.train_tokens else "characters"
-        if length < config.block_size + 1 and not channel.upload.chats:
-            raise InputError(
-                f"{channel.named}: the {part} text has {length} {unit}, and one window of"
-                f" block_size={config.block_size} needs {config.block_size + 1}; use more text or"
-                " a smaller block_size"
-            )
+            parts = {"training" if name == "data" else name: text.characters}
+        for part, length in parts.items():
+            if length < config.block_size + 1 and not text.chats:
+                raise InputError(
+                    f"{channel.named}: the {part} text has {length} {unit}, and one window of"
+                    f" block_size={config.block_size} needs {config.block_size + 1}; use more text"
+                    " or a smaller block_size"
+                )
