@@ -393,25 +393,18 @@ def write_shards(
     """Write documents, in this order, to files of SHARD_BYTES; returns what meta.json says."""
     shards: list[dict[str, Any]] = []
     chunks = (ids[(ends[i] - length(ends, i)) * width : ends[i] * width] for i in order)
-    pending = b""
-    last = False
-    while not last:
+    pending, left = b"", width * sum(length(ends, i) for i in order)
+    while left:
         path = directory / f"{name}-{len(shards):05d}.bin"
-        digest, left = hashlib.sha256(), SHARD_BYTES
+        size = here = min(left, SHARD_BYTES)
+        digest = hashlib.sha256()
         with path.open("wb") as file:
-            while left:
-                if not pending:
-                    pending = next(chunks, b"")
-                    if not pending:
-                        last = True
-                        break
-                part, pending = pending[:left], pending[left:]
+            while here:
+                pending = pending or next(chunks)
+                part, pending = pending[:here], pending[here:]
                 file.write(part)
                 digest.update(part)
-                left -= len(part)
-        if left == SHARD_BYTES:  # empty: the one before was full
-            path.unlink()
-            break
-        tokens = (SHARD_BYTES - left) // width
-        shards.append({"name": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+                here -= len(part)
+        left -= size
+        shards.append({"name": path.name, "tokens": size // width, "sha256": digest.hexdigest()})
     return shards
