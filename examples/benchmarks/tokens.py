@@ -16,7 +16,6 @@ import json
 import math
 import re
 import shlex
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,8 @@ from trainers import SHAPES, our_seconds, ours
 def encoded(text: Path, vocab_size: int, home: Path) -> Path:
     """The directory of the text's tokens."""
     words = ["upload-data", str(text), "--tokenizer", "bpe", "--vocab-size", str(vocab_size)]
-    command = [sys.executable, "-m", "launcher.cli", *words, "--json"]
-    output = measure.output(measure.Process(command, env={"SM_NANOGPT_HOME": str(home)}))
+    process = measure.Process([*measure.CLI, *words, "--json"], env={"SM_NANOGPT_HOME": str(home)})
+    output = measure.output(process)
     (uri,) = re.findall(r'"uri": "file://(.+)"', output)
     return Path(uri)
 
