@@ -111,7 +111,8 @@ def sketch(
     columns, rows = width * across, height * down
     (left, _), (right, _) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    dots = set()
+    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)) if braille else ((1,),)
+    cells = [[0] * width for _ in range(height)]
     before, index = None, 0
     for column in range(columns):
         x = left + (right - left) * column / (columns - 1)
@@ -121,21 +122,12 @@ def sketch(
         y = y0 + (y1 - y0) * min(1.0, (x - x0) / (x1 - x0) if x1 > x0 else 1.0)
         row = round((high - y) / ((high - low) or 1) * (rows - 1))
         start = row if before is None else before + (row > before) - (row < before)
-        dots |= {(column, each) for each in range(min(start, row), max(start, row) + 1)}
+        for each in range(min(start, row), max(start, row) + 1):
+            cells[each // down][column // across] |= bits[column % across][each % down]
         before = row
-    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)) if braille else ((1,),)
     lines = []
-    for y in range(height):
-        cells = [
-            sum(
-                bits[i][j]
-                for i in range(across)
-                for j in range(down)
-                if (x * across + i, y * down + j) in dots
-            )
-            for x in range(width)
-        ]
-        drawn = "".join(chr(0x2800 + cell) if braille else " *"[cell] for cell in cells)
+    for y, line in enumerate(cells):
+        drawn = "".join(chr(0x2800 + cell) if braille else " *"[cell] for cell in line)
         label = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}.get(y, "")
         lines.append(f"{label:>9} {drawn}".rstrip(" \u2800"))
     return [*lines, f"{'step':>9} {f'{left:g}':<{width - 10}}{f'{right:g}':>10}"]
