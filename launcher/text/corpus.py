@@ -266,12 +266,9 @@ def digest_of(files: Sequence[tuple[str, Path]]) -> str:
     digest = hashlib.sha256()
     for name, path in files:
         digest.update(f"{name}\0".encode())
-        size = 0
         with path.open("rb") as file:
-            while chunk := file.read(storage.CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
-        digest.update(size.to_bytes(8, "little"))
+            hashlib.file_digest(file, lambda: digest)
+            digest.update(file.tell().to_bytes(8, "little"))
     return digest.hexdigest()
 
 
