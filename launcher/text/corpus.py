@@ -86,6 +86,8 @@ def upload_data(
 ) -> Upload:
     """Puts a text file, or the *.txt files below a directory, into the store as one data set.
 
+    Hidden files and directories are left out.
+
     With a tokenizer, the data set is of tokens: `bpe` learns vocab_size of them from the text; else
     it is a tokenizer.json, a directory that has one, or a job whose model has one. The text may
     then also be *.jsonl, and compressed as .gz or .zst.
@@ -377,8 +379,11 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
         elif not root.is_dir():
             raise InputError(f"{root}: neither a file nor a directory")
         else:
-            below = os.walk(root, onerror=raise_error)  # rglob would skip unreadable directories
-            files = sorted(Path(place, name) for place, _, names in below for name in names)
+            files = []
+            for place, below, names in os.walk(root, onerror=raise_error):  # rglob ignores errors
+                below[:] = (name for name in below if not name.startswith("."))  # such as .venv
+                files += [Path(place, name) for name in names if not name.startswith(".")]
+            files.sort()
             found = [(path.relative_to(root).as_posix(), path) for path in files if wanted(path)]
             for path in (path for _, path in found if not path.is_file()):
                 raise InputError(f"{path}: not a file, or a broken link; delete it")
