@@ -237,8 +237,9 @@ class Request(BaseModel):
             config = module.make_config(self.hyperparameters, self.preset, base)
             config.check_world_size(world_size)
         except module.ConfigError as error:
-            of_launch = ", or auto" * str(error).startswith("preset=")  # which the script lacks
-            raise InputError(f"{error}{of_launch}") from None
+            words, *meant = str(error).partition(", did you mean")
+            of_launch = ", or auto" * words.startswith("preset=")  # which the script lacks
+            raise InputError("".join([words, of_launch, *meant])) from None
         return config
 
 

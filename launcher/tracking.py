@@ -153,6 +153,7 @@ def full_id(word: str, settings: Settings) -> str:
     Raises:
         InputError: several jobs match.
         InputError, ServiceError: SageMaker cannot be asked, so another job may match.
+        ServiceError: `latest`, and there are no jobs.
     """
     if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
         return word
@@ -163,7 +164,9 @@ def full_id(word: str, settings: Settings) -> str:
     if failure is not None:
         raise type(failure)(f"which job {word!r} means is not known ({failure}); give a whole id")
     if word == "latest":
-        return found[0] if found else word
+        if not found:
+            raise ServiceError("there are no jobs yet; `sm-nanogpt launch` starts one")
+        return found[0]
     matches = [job_id for job_id in found if job_id.startswith(word) or job_id.endswith(word)]
     if not matches:
         return word

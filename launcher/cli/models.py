@@ -112,6 +112,8 @@ def fetch_and_sample_command(
     loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.models.sample import stream_samples
 
+    if tokenizer.chats and prompt is None:
+        note(f"the model has learned from conversations: `sm-nanogpt chat {model}` talks to it")
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(
@@ -139,8 +141,12 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
     from launcher.tracking import describe, full_id
 
     directory = path_of(word)
-    if not directory.is_dir():
-        if "/" in word:
+    if directory.is_dir():
+        if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
+            model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
+            raise InputError(f"{word}: not a model directory; {model}")
+    else:
+        if "/" in word or "." in word:  # which no job's id has
             raise InputError(f"{word}: no such directory")
         description = describe(full_id(word, settings), settings)
         with byte_progress("fetch") as progress:

@@ -194,7 +194,9 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
     part = member[1] if member else word
     if failure is not None and part not in groups:
         raise failure
-    if word == "latest" and groups:
+    if word == "latest":
+        if not groups:
+            raise InputError("there are no sweeps yet; `sm-nanogpt launch --sweep` starts one")
         part = groups[0]
     matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
     if len(matches) != 1:
