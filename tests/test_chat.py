@@ -12,6 +12,7 @@ import random
 import select
 import shutil
 import signal
+import subprocess
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,11 +76,13 @@ def tuned(tmp_path_factory, text_file):
     """A job that has learned from conversations, and its data set; look, but change nothing."""
 
     def build(directory: Path) -> list[str | Path]:
-        home = directory / "home"
+        home, said = directory / "home", ""
 
         def command(*given: str) -> str:
             ran = launching.command(*given, home=home)
             assert ran.code == 0, ran.err
+            nonlocal said
+            said = ran.err
             return ran.out.strip()
 
         command("upload-data", str(text_file), "--tokenizer", "bpe", "--vocab-size", "300")
@@ -87,6 +90,7 @@ def tuned(tmp_path_factory, text_file):
         data = command(
             "upload-data", str(write_chats(directory / "chats.jsonl")), "--tokenizer", base
         )
+        assert f"sm-nanogpt launch --instance local --init-from {base}" in said
         steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
         job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
         return [home, base, job_id, data.removeprefix("file://")]
@@ -111,10 +115,12 @@ def directory(tuned):
         ({}, "`messages`"),
         (["a"], "None"),
         ([{"role": "tool", "content": "x"}], "'tool'"),
-        (asked("a", " \n"), "message 2 has no content"),
-        (asked("a", None), "message 2 has no content"),
+        (asked("a", " \n"), "message 2 has no text"),
+        (asked("a", None), "message 2 has no text"),
         ([*asked("a", "b"), {"role": "system", "content": "c"}], "message 3"),
         (HELLO, "says nothing"),
+        ([*HELLO, {"role": "assistant", "content": "a", "weight": 0}], "weight"),
+        ([*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}], "tools"),
         (asked("a", "\ud800"), "surrogate"),
     ],
 )
@@ -385,6 +391,13 @@ def test_a_conversation_is_kept_saved_and_reset(chat, tmp_path, directory):
     assert turns_of({"messages": first}, "")
 
 
+def test_a_message_that_is_not_utf8_is_refused_alone(directory):
+    command = [*launching.PROGRAM, "chat", str(directory), "--max-new-tokens", "6"]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    ran = subprocess.run(command, input=b"caf\xe9?\r\nHi\r\n", capture_output=True, env=strict)
+    assert (ran.returncode, b"not UTF-8" in ran.stderr, bool(ran.stdout.strip())) == (0, True, True)
+
+
 def test_old_turns_are_dropped_and_that_is_said(chat, directory):
     model, _ = load_model(directory)
     ran = chat(*["What is 1 + 1, and what is 2 + 2?"] * 6)
@@ -554,6 +567,7 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat):
         ({"n": 2}, 400),
         ({"temperature": -1}, 400),
         ({"max_tokens": 0}, 400),
+        ({"max_completion_tokens": 0}, 400),
         ({"logprobs": True}, 400),
         ({"stop": ["a"] * 5}, 400),
         ({"response_format": {"type": "json_object"}}, 400),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -49,8 +50,8 @@ def chat_command(
     """Talk to a model in the terminal. Ctrl-C ends an answer, and Ctrl-D the conversation.
 
     A model that has learned from conversations answers; any other continues what you type. A line
-    that ends with a backslash continues on the next. /reset begins anew, /system TEXT too, with an
-    instruction, and /save FILE writes the conversation as a line of JSON.
+    that ends with a backslash continues on the next. In a conversation, /reset begins anew,
+    /system TEXT too, with an instruction, and /save FILE writes it as a line of JSON.
 
     \b
     Example:
@@ -95,7 +96,7 @@ class Conversation:
     def instruct(self, text: str | None) -> None:
         from launcher.models.chat import Message
 
-        self.messages = [Message("system", text)] if text else []
+        self.messages = [Message("system", text)] if text and text.strip() else []
 
     def talk(self, line: str, n: int) -> Generator[str]:
         """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
@@ -129,7 +130,7 @@ class Conversation:
                 said += piece
                 yield piece
         finally:
-            if said:
+            if said.strip():  # upload-data refuses an empty message
                 self.messages = [*asked, Message("assistant", said)]
 
     def save(self, path: Path) -> None:
@@ -154,10 +155,12 @@ def converse(talk: Talk, told: str) -> None:
         import readline  # noqa: F401  (gives `input` a history)
 
         note(f"{told}; Ctrl-D quits")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a message that is not UTF-8 is refused alone
+        sys.stdin.reconfigure(errors="surrogateescape")
     n = 0
     while True:
         try:
-            line = input("> " * terminal)
+            line = input("> " * terminal).rstrip("\r")
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + input(". " * terminal)
         except EOFError:

@@ -35,7 +35,9 @@ def turns_of(found: dict[str, Any], name: str) -> list[str]:
                 f"message {number} has the role {str(role)[:20]!r}, not one of {', '.join(ROLES)}"
             )
         if not isinstance(content, str) or not content.strip():
-            raise wrong(f"message {number} has no content")
+            raise wrong(f"message {number} has no text as content")
+        if fields.get("weight") == 0 or fields.get("tool_calls"):
+            raise wrong(f"message {number} has a weight of 0 or calls tools, which is not there")
         if role == "system" and number > 1:
             raise wrong(f"message {number} is the system's, which can only be the first")
         turns.append(f"{role}\n{content}")

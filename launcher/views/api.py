@@ -26,6 +26,8 @@ from launcher.models.chat import Message
 from launcher.models.sample import encode
 from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
 
+Most = Annotated[int, Field(ge=1)] | None
+
 
 class Options(BaseModel):
     include_usage: bool = False
@@ -37,7 +39,7 @@ class Wanted(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     model: str
-    max_tokens: int | None = None
+    max_tokens: Most = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -71,7 +73,7 @@ class Plain(BaseModel):
 
 class WantedChat(Wanted):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Most = None
     tools: Annotated[list[Any] | None, Field(max_length=0)] = None
     functions: Annotated[list[Any] | None, Field(max_length=0)] = None
     response_format: Plain | None = None
