@@ -80,7 +80,7 @@ test-image: .venv-image/installed
 
 .venv-image/installed: pyproject.toml constraints.txt
 	python3.12 -m venv .venv-image
-	grep -vE '^(torch|triton|setuptools)==' constraints.txt > .venv-image/constraints.txt
+	grep -vE '^(torch|triton|setuptools|cuda-.*|nvidia-.*)==' constraints.txt > .venv-image/constraints.txt
 	$(call pip_install,.venv-image) -c .venv-image/constraints.txt -e '.[test]' torch==2.12.1
 	touch $@
 
