@@ -17,7 +17,7 @@ import nbformat
 import pytest
 
 import launcher
-from entry_point.config import OPTIONS, Config
+from entry_point.config import OPTIONS, PRESETS, Config, make_config
 from launcher.cli import cli
 from launcher.settings import Settings
 
@@ -156,6 +156,16 @@ def test_the_table_for_users_of_nanogpt_is_complete():
             assert span.startswith("sm-nanogpt")
             for words in commands(span):
                 parse(cli, words)
+
+
+def test_the_table_of_presets_shows_their_values():
+    shown = {cells[0].strip("`"): cells[1:] for cells in rows(ROOT / "docs/hyperparameters.md")}
+    for name in PRESETS:
+        (model, training), c = shown[name], make_config({}, name)
+        size = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.block_size}"
+        assert re.split(", tied:|:", model)[0] == size
+        assert (", tied:" in model) == c.tie_embeddings
+        assert training.startswith(f"{c.max_steps} steps of {c.batch_size} sequences")
 
 
 def test_architecture_names_exist_in_their_files():
