@@ -332,6 +332,15 @@ def test_the_values_that_define_a_run_may_not_change(config, said):
         check_resumable(state_of(7), state_of(0, **config))
 
 
+def test_of_model_and_data_only_two_values_may_change():
+    group, free = "", list[str]()
+    for field in dataclasses.fields(Config):
+        group = field.metadata["group"] or group
+        if group in ("model", "data") and not field.metadata["fixed"]:
+            free.append(field.name)
+    assert free == ["dropout", "gradient_accumulation_steps"]
+
+
 def test_the_text_of_a_run_may_not_change():
     with pytest.raises(ConfigError, match="text"):
         check_resumable(state_of(7), {**state_of(0), "corpus_sha256": "def"})
