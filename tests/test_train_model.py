@@ -13,7 +13,7 @@ from models import SMALL, VOCABULARY_SIZE, ids, lively
 from entry_point import model as model_module
 from entry_point.config import Config
 from entry_point.model import GPT, NORM_EPS, Linear, attend, sample
-from entry_point.optim import Muon, Optimizer, gradient_of, learning_rate_scale, orthogonalize
+from entry_point.optim import Muon, Optimizer, gradient_of, learning_rate_scale, orthogonalize, tall
 from launcher.models import engine
 
 # -- the forward pass ------------------------------------------------------------------------------
@@ -262,6 +262,20 @@ def test_parts_of_a_fused_matrix_are_updated_separately():
     Muon({"fused": (fused, 3)}, SMALL).step(0.02, torch.float32)
     Muon({str(i): (part, 1) for i, part in enumerate(parts)}, SMALL).step(0.02, torch.float32)
     torch.testing.assert_close(fused, torch.cat(parts), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, n_fused, factor", [(64, 16, 1, 2), (16, 64, 1, 1), (64, 16, 4, 1)]
+)
+def test_the_update_of_a_tall_matrix_is_larger(rows, columns, n_fused, factor):
+    """By the root of rows / columns, of each matrix of a fused one."""
+    weight = torch.zeros(rows, columns)
+    weight.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    gradients = tall(weight.grad.clone(), n_fused)
+    assert gradients.size(1) >= gradients.size(2)
+    expected = orthogonalize(gradients, torch.float32)
+    Muon({"weight": (weight, n_fused)}, SMALL).step(0.02, torch.float32)
+    torch.testing.assert_close(tall(weight, n_fused), -0.02 * factor * expected)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
