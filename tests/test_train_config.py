@@ -15,7 +15,7 @@ import pytest
 from runs import SCRIPT, environment
 
 from entry_point.checkpoint import Checkpoints
-from entry_point.config import OPTIONS, PRESETS, Config, Options, make_config
+from entry_point.config import OPTIONS, PRESETS, Config, Options, check_range, make_config
 from entry_point.errors import ConfigError, nearest_name
 from entry_point.train import main, parse_argv
 
@@ -118,6 +118,13 @@ def test_an_impossible_value_is_refused(name, allowed, values):
         said = re.escape(f"{name}={value!r}: must be ")
         with pytest.raises(ConfigError, match=f"^{said}.*{re.escape(allowed)}$"):
             make_config({name: value})
+
+
+def test_both_ends_of_a_range_are_allowed():
+    for f in FIELDS:
+        for end in (f.metadata["least"], f.metadata["most"]):
+            if end is not None:
+                check_range(f, end)
 
 
 @pytest.mark.parametrize(
