@@ -127,6 +127,11 @@ def test_both_ends_of_a_range_are_allowed():
                 check_range(f, end)
 
 
+def test_the_smallest_run_is_allowed():
+    one = ("n_layer", "n_head", "batch_size", "max_steps", "log_interval", "eval_interval")
+    make_config({**dict.fromkeys(one, 1), "n_embd": 2, "block_size": 2})
+
+
 @pytest.mark.parametrize(
     "values, said",
     [
