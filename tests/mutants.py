@@ -32,7 +32,7 @@ LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dea
 # The modules on which money, safety and resume rest, and the tests that hold their rules.
 MODULES = {
     "launcher/sagemaker/cost.py": "test_money test_prices",
-    "launcher/sagemaker/request.py": "test_request test_sagemaker_request",
+    "launcher/sagemaker/request.py": "test_request test_sagemaker_request test_job",
     "launcher/launching/sweeps.py": "test_sweeps test_money",
     "launcher/launching/start.py": "test_sizing test_starting",
     "launcher/machines.py": "test_images test_cpu test_sizing test_sagemaker_request",
@@ -43,14 +43,16 @@ MODULES = {
     "launcher/models/fetch.py": "test_artefacts test_documents",
     "launcher/models/load.py": "test_artefacts test_chat test_sampling",
     "entry_point/checkpoint.py": "test_train_files",
-    "entry_point/config.py": "test_train_config test_train_model test_sizing",
-    "entry_point/data.py": "test_train_data test_tokens test_chat",
+    "entry_point/config.py": "test_train_config test_train_files test_sizing test_docs",
+    "entry_point/data.py": "test_train_data test_tokens test_starting test_chat",
     "entry_point/optim.py": "test_train_model test_train_loop",
-    "entry_point/trainer.py": "test_train_loop test_train_topology",
+    "entry_point/trainer.py": "test_train_loop test_starting test_edited test_train_topology",
 }
 # Survivors that change nothing that a user or a test could see: the line, its change, the reason.
 EQUIVALENT = {
     ('gpu = GPUS.get(instance, (0, ""))[1]', "0 -> (1)"): "the number of no GPUs is not read",
+    ("fraction = step / early if early else 1.0", "1.0 -> (2.0)"): "min makes both the whole",
+    ('gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file,', "0 -> (1)"): "any time will do",
     ("volume_size: int = 0  # GiB of disk per instance", "0 -> (1)"): "each backend gives one",
 }
 
