@@ -281,6 +281,7 @@ def test_step_0_is_the_model_as_it_was(start, text, tmp_path):
     assert first["step"] == 0
     assert first["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
     assert first["val_loss"] == first["best_loss"]
+    assert "tokens_per_second" not in first  # no step is done
 
 
 def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
