@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,17 +28,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import Finished
-from models import lively, tokenizer_of
-from runs import run, words
+from models import SMALL, lively, tokenizer_of
+from runs import metrics, run, words
 from starlette.testclient import TestClient
 from test_play import LETTERS, served
 
-from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed
-from entry_point.data import read_tokenizer
+from entry_point.config import Config
+from entry_point.container import Ranks
+from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed, pack
+from entry_point.data import Batches, evaluate, read_tokenizer
+from entry_point.distributed import Group
+from entry_point.errors import DataError
 from launcher import InputError, load_model
 from launcher.cli.chat import converse
 from launcher.models.chat import Chat, Message
-from launcher.models.load import load_artefact
+from launcher.models.load import export_checkpoint, load_artefact, load_published
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
@@ -144,13 +149,12 @@ def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path, text_fi
     assert ":201: " in ran.error
 
 
-def test_a_data_set_of_both_kinds_is_refused_by_line(cli, tmp_path):
-    chat, text = '{"messages": [{"role": "assistant", "content": "a"}]}\n', '{"text": "a"}\n'
-    for content, line in ((chat + text, 2), (text * 2 + chat, 3)):
+def test_a_data_set_of_both_kinds_or_of_one_conversation_is_refused(cli, tmp_path):
+    chat, text = json.dumps({"messages": asked("a", "b" * 700)}) + "\n", '{"text": "a"}\n'
+    for content, fact in ((chat + text, ".jsonl:2: "), (text * 2 + chat, ".jsonl:3: "), (chat, "")):
         (tmp_path / "a.jsonl").write_text(content)
-        ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "300")
-        assert ran.code == 2
-        assert ran.error.startswith(f"a.jsonl:{line}: ")
+        ran = cli("upload-data", "a.jsonl", "--tokenizer", "bpe", "--vocab-size", "260")
+        assert ran.failed(2, fact)
 
 
 def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
@@ -254,6 +258,16 @@ def test_a_long_conversation_ends_with_an_answer_that_fits():
     assert packed.question() == [1]
 
 
+@pytest.mark.parametrize(
+    ("end", "changes"),
+    [(END, {"short_windows": 0.5}), (None, {}), (7, {}), (END, {"block_size": 2})],
+)
+def test_conversations_that_cannot_be_packed_are_refused(end, changes):
+    ids = tensor([~1, ~2, ~3, 4, ~(end or END)])
+    with pytest.raises(DataError):
+        pack("train", ids, end, 7, Config(**{"block_size": 8, **changes}))
+
+
 @given(st.integers(0, 1000))
 @settings(max_examples=20)
 def test_means_of_passes_make_the_mean_of_the_batch(seed):
@@ -287,6 +301,28 @@ def test_conversations_in_a_row_do_not_see_each_other():
     torch.testing.assert_close(together[: len(first)], model(torch.tensor([first]))[0])
     alone = model(torch.tensor([second]))[0]
     torch.testing.assert_close(together[len(first) + 1 :], alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def loss_of_each_alone(model, ids, end):
+    """The mean loss of what the assistant says, each conversation computed by itself."""
+    total, learned = 0.0, 0
+    for chat in ids.long().tensor_split((ids == ~end).nonzero().flatten() + 1)[:-1]:
+        logits = model(torch.where(chat < 0, ~chat, chat)[None])[0, :-1]
+        targets = chat.masked_fill(chat < 0, IGNORED)[1:]
+        total += float(F.cross_entropy(logits, targets, reduction="sum"))
+        learned += int((targets >= 0).sum())
+    return total / learned
+
+
+def test_an_evaluation_in_chunks_is_the_mean_of_each_alone():
+    model, end, config = lively(), 9, replace(SMALL, eval_windows=0)
+    long, short = [~1, ~2, *range(3, 9), ~end], [~4, 5, 6, ~end]
+    ids = tensor([*long * 1024, *short * 2048])  # two short ones a row, 1024 rows a chunk
+    group = Group(Ranks(0, 1, 0, 1, "hand"), torch.device("cpu"), Mock())
+    loss = evaluate(model, Packed(ids, end, config.block_size), config, group, end)
+    wanted = loss_of_each_alone(model, tensor([*long, *short * 2]), end)
+    assert loss == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("at_once", [1 << 26, 1])
@@ -340,19 +376,32 @@ def test_a_tuning_resumes_to_the_same_bits(tuned, directory, tmp_path, processes
     assert weights(whole) == weights(half)
 
 
-def test_any_number_of_ranks_has_the_same_losses(tuned, directory, tmp_path):
+def test_any_number_of_ranks_has_the_losses_of_each_alone(tuned, directory, tmp_path):
     _, _, data = tuned
-    values = dict(max_steps=6, eval_interval=3, log_interval=3, batch_size=12, precision="float32")
+    values = dict(max_steps=6, eval_interval=1, log_interval=1, batch_size=12, precision="float32")
     found = []
     for processes in (1, 2, 4):
         out = tmp_path / str(processes)
         given_words = words(data=data, init_from=directory, device="cpu", sample_length=0, **values)
         assert run([*given_words, *words(out=out, processes=processes)], cwd=tmp_path).status == 0
-        rows = (out / "output/metrics.jsonl").read_text().splitlines()
-        found.append([json.loads(row)["val_loss"] for row in rows])
-    for losses in found[1:]:
-        assert losses[0] == found[0][0]  # of the same weights
-        assert losses == pytest.approx(found[0], rel=1e-4)
+        found.append(metrics(out / "output"))
+    model, tokenizer = load_artefact(directory)
+    end: Any = tokenizer.end
+    train, val = (
+        tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
+        for part in ("train", "val")
+    )
+    config = Config(block_size=model.config.block_size, batch_size=12)
+    packed = Packed(train, end, config.block_size)
+    starts = Batches(packed, config, torch.device("cpu")).window_starts(0)
+    batch = F.pad(packed.rows[starts // (config.block_size + 1)], (0, 1), value=~end)
+    parts = (val, batch.flatten())
+    validated, trained = (loss_of_each_alone(model, ids, end) for ids in parts)
+    for rows in found:
+        losses = [row["val_loss"] for row in rows]
+        assert losses[0] == found[0][0]["val_loss"]  # of the same weights
+        assert losses == pytest.approx([row["val_loss"] for row in found[0]], rel=1e-4)
+        assert (losses[0], rows[1]["train_loss"]) == pytest.approx((validated, trained), rel=1e-5)
 
 
 def test_a_tuned_model_says_how_it_ends(tuned, directory):
@@ -364,6 +413,11 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
     assert "180 conversations in " in log
     row = json.loads((directory.parent / "output/data/metrics.jsonl").read_text().splitlines()[-1])
     assert math.isfinite(row["bits_per_byte"]) and row["val_loss"] < 4
+
+
+def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
+    export_checkpoint(directory.parent / "checkpoints", tmp_path / "model")
+    assert Chat(*load_artefact(tmp_path / "model"))
 
 
 # -- the terminal ----------------------------------------------------------------------------------
@@ -499,6 +553,9 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(published)
     ran = chat("What is 3 + 3?", model=str(published))
     assert (ran.code, ran.out) == (0, chat("What is 3 + 3?").out)
+    for ends in ([7, 8], 7):
+        (published / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert 7 in load_published(published)[1].ends
     config = json.loads((published / "config.json").read_text())
     (published / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     ran = chat("Hi", model=str(published))

@@ -123,7 +123,7 @@ def test_a_compressed_file_has_the_same_documents(compressed, tmp_path):
 
 def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\r\n \n')
     for name, content in (("empty.txt", ""), ("deep/c.txt", FOX), ("notes.md", FOX)):
         (tmp_path / name).write_text(content)
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 3
