@@ -40,7 +40,7 @@ from entry_point.data import Batches, evaluate, read_tokenizer
 from entry_point.distributed import Group
 from entry_point.errors import DataError
 from launcher import InputError, load_model
-from launcher.cli.chat import converse
+from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message
 from launcher.models.load import export_checkpoint, load_artefact, load_published
 from launcher.text.chats import turns_of
@@ -177,10 +177,25 @@ def test_a_launch_refuses_short_windows_of_conversations(tuned, cli):
     assert "--set short_windows=0" in ran.error
 
 
-def test_a_vast_message_is_encoded(directory):
+@pytest.mark.parametrize("content", [" " * 1_000_000, "\ud800"])
+def test_a_message_beyond_the_context_or_utf8_is_refused(directory, content):
     chat = Chat(*load_model(directory))
     with pytest.raises(InputError):
-        chat.fitting([Message("user", " " * 1_000_000)], 1)
+        chat.fitting([Message("user", content)], 1)
+
+
+def test_a_full_context_keeps_the_instruction_and_room_for_an_answer(directory):
+    chat = Chat(*load_model(directory))
+    system, question = (Message(role, "What is 3?") for role in ("system", "user"))
+    size, chat.tokenizer.ends = chat.model.config.block_size, set()
+    for n in range(20):
+        asked_before = [question, Message("assistant", "3")] * n
+        dropped, ids = chat.fitting([system, *asked_before, question], size)
+        assert len(ids) <= size - size // 4
+        assert ids == chat.ids([system, *asked_before[dropped:], question])
+    assert dropped
+    tokens = [*chat.answer(ids, 10 * size, 0, 0, 1.0, 1)]
+    assert len(ids) + len(tokens) == size + 1  # the last is what is left of a character
 
 
 def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
@@ -425,9 +440,9 @@ def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
 
 @pytest.fixture
 def chat(tuned, directory, cli, monkeypatch):
-    def say(*lines: str, model: str = str(directory)) -> launching.Ran:
+    def say(*lines: str, model: str = str(directory), heat: str = "0") -> launching.Ran:
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        return cli("chat", model, "--max-new-tokens", "6", "--temperature", "0")
+        return cli("chat", model, "--max-new-tokens", "6", "--temperature", heat, "--seed", "5")
 
     return say
 
@@ -452,6 +467,26 @@ def test_a_message_that_is_not_utf8_is_refused_alone(directory):
     assert (ran.returncode, b"not UTF-8" in ran.stderr, bool(ran.stdout.strip())) == (0, True, True)
 
 
+def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
+    assert chat("", " ", "Hi?", "").out == chat("Hi?").out
+    for lines in (["/save a.jsonl"], ["/system x", "/save a.jsonl"], ["Hi?", "/save ."], ["/save"]):
+        ran = chat(*lines)
+        assert (ran.code, ran.out) == (0, chat("Hi?").out * ("Hi?" in lines))
+        assert ran.error
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_each_answer_has_the_next_seed_and_an_interrupted_one_is_kept(directory):
+    talks = Conversation(*load_model(directory), None, (20, 1.0, 0, 1.0), 5)
+    talks.chat.tokenizer.ends = set()
+    ids = talks.chat.ids([Message("user", "Hi?")])
+    answer = [*talks.chat.answer(ids, *talks.rest, 5 + 2)]
+    talk = talks.talk("Hi?", 2)
+    assert [next(talk) for _ in range(9)] == answer[:9]
+    talk.close()
+    assert talks.messages[1:] == [Message("assistant", "".join(answer[:9]))]
+
+
 def test_old_turns_are_dropped_and_that_is_said(chat, directory):
     model, _ = load_model(directory)
     ran = chat(*["What is 1 + 1, and what is 2 + 2?"] * 6)
@@ -464,9 +499,10 @@ def test_old_turns_are_dropped_and_that_is_said(chat, directory):
 def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
     base, _, _ = tuned
     model = str(base.directory / "hosts/algo-1/model")
-    ran = chat("The ", "A\\", "class", model=model)
-    words_of_one = ("fetch-and-sample", model, "--max-new-tokens", "6", "--temperature", "0")
-    texts = [cli(*words_of_one, "--prompt", prompt).out for prompt in ("The ", "A\nclass")]
+    ran = chat("The ", "A\\", "class", model=model, heat="1")
+    words_of_one = ("fetch-and-sample", model, "--max-new-tokens", "6", "--temperature", "1")
+    prompts = (("5", "The "), ("6", "A\nclass"))  # each has the next seed
+    texts = [cli(*words_of_one, "--seed", seed, "--prompt", text).out for seed, text in prompts]
     assert ran.out == "---\n".join(texts)
     assert cli("chat", model, "--system", "x").code == 2
     with pytest.raises(InputError, match="upload-data"):
@@ -585,10 +621,13 @@ def client(player):
     return make
 
 
-def test_the_client_of_openai_chats_and_completes(client, player, chat):
+def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypatch):
+    monkeypatch.setattr("launcher.views.play.TURN", 0)  # each token is a chunk
     api_client = client()
     (model,) = api_client.models.list().data
-    assert model.id == "mine"
+    assert api_client.models.retrieve("mine") == model
+    with pytest.raises(openai.NotFoundError):
+        api_client.models.retrieve("other")
     wish: Any = dict(
         model="mine", messages=asked("What is 3 + 3?", "6")[:1], temperature=0, max_tokens=6
     )
@@ -599,6 +638,13 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat):
     assert answer.usage.prompt_tokens == len(ids)
     short = api_client.chat.completions.create(**{**wish, "max_tokens": 1})
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
+    newer = api_client.chat.completions.create(**wish, max_completion_tokens=1)
+    assert newer.usage == short.usage
+    parts = [{"type": "text", "text": text} for text in ("What is ", "3 + 3?")]
+    said = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
+    told = api_client.chat.completions.create(**{**wish, "messages": said})
+    messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
+    assert told.usage.prompt_tokens == len(player.chat.ids(messages))
     chunks = [
         *api_client.chat.completions.create(
             **wish, stream=True, stream_options={"include_usage": True}
@@ -606,12 +652,46 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat):
     ]
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert chunks[-1].usage == answer.usage
+    roles = [c.choices[0].delta.role for c in chunks if c.choices]
+    assert (roles[0], {*roles[1:]}) == ("assistant", {None})
     wish = dict(model="mine", prompt="What", max_tokens=5, seed=1)
     completed = api_client.completions.create(**wish).choices[0].text
     streamed = api_client.completions.create(**wish, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == completed
-    cut = api_client.completions.create(**wish, stop=[completed[1:2]]).choices[0].text
-    assert cut == completed.partition(completed[1:2])[0]
+    (cut,) = api_client.completions.create(**wish, stop=[completed[1:2]]).choices
+    assert (cut.text, cut.finish_reason) == (completed.partition(completed[1:2])[0], "stop")
+
+
+def test_what_a_request_leaves_out_has_the_values_of_openai(client, player):
+    player.tokenizer.ends = set()
+
+    def text(**wish):
+        answer = client().completions.create(model="mine", prompt="The", max_tokens=30, **wish)
+        return answer.choices[0].text
+
+    assert text(seed=1) == text(seed=1, temperature=1, top_p=1)
+    assert text(seed=1) != text(temperature=0) == text(top_p=1e-9)
+    assert text() != text()  # each has a seed of its own
+
+
+def test_an_answer_ends_where_the_context_does(client, player):
+    size, player.tokenizer.ends = player.model.config.block_size, set()
+    messages = asked("What is 3 + 3?", "6") * 4 + HELLO
+    for most in ({}, {"max_tokens": 10 * size}):
+        usage = client().chat.completions.create(model="mine", messages=messages, **most).usage
+        assert usage.prompt_tokens <= size - size // 4
+        assert usage.total_tokens == size
+    usage = client().completions.create(model="mine", prompt="a " * size, max_tokens=1).usage
+    assert usage.prompt_tokens == size
+
+
+def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch):
+    monkeypatch.setattr("launcher.models.engine.generate", lambda *_, **__: map(int, "x"))
+    wish: Any = dict(model="mine", prompt="The")
+    with pytest.raises(openai.InternalServerError):
+        client().completions.create(**wish)
+    with pytest.raises(openai.APIError):
+        [*client().completions.create(**wish, stream=True)]
 
 
 @pytest.mark.parametrize(
@@ -629,12 +709,20 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat):
         ({"stop": ["a"] * 5}, 400),
         ({"response_format": {"type": "json_object"}}, 400),
         ({"frequency_penalty": 1}, 400),
+        ({"presence_penalty": 1}, 400),
+        ({"logit_bias": {"1": 1}}, 400),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400),
+        ({"prompt": "a", "echo": True}, 400),
+        ({"prompt": "a", "best_of": 2}, 400),
+        ({"prompt": "a", "suffix": "b"}, 400),
+        ({"prompt": "a", "logprobs": 1}, 400),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(client, changes, status):
+    api = client().completions if "prompt" in changes else client().chat.completions
+    asks = {} if "prompt" in changes else {"messages": HELLO}
     with pytest.raises(openai.APIStatusError) as error:
-        client().chat.completions.create(**{"model": "mine", "messages": HELLO, **changes})
+        api.create(**{"model": "mine", **asks, **changes})
     assert error.value.status_code == status
     body: Any = error.value.body
     assert body.keys() == {"message", "type", "param", "code"}

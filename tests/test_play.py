@@ -108,7 +108,11 @@ def test_a_request_without_the_token_is_refused(site, path, token):
     ],
 )
 def test_a_request_to_another_host_is_refused(site, host, status):
-    assert site.connect("/", host=host.format(port=site.port)).status == status
+    host = host.format(port=site.port)
+    assert site.connect("/", host=host).status == status
+    answer = site.connect("/v1/models", host=host)
+    assert (answer.status, *json.loads(answer.read())) in ((400, "error"), (200, "object", "data"))
+    assert answer.status == status
 
 
 def test_the_page_runs_its_own_script_alone(site):
