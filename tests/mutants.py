@@ -29,7 +29,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 400  # for the tests of one mutant; one that hangs counts as dead
 
-# The modules on which money, safety and resume rest, and the tests that hold their rules.
+# The modules on which money, safety, resume and chats rest, and the tests that hold their rules.
 MODULES = {
     "launcher/sagemaker/cost.py": "test_money test_prices",
     "launcher/sagemaker/request.py": "test_request test_sagemaker_request test_job",
@@ -40,10 +40,14 @@ MODULES = {
     "launcher/curve.py": "test_curves",
     "launcher/files/documents.py": "test_documents test_corpus test_tokens",
     "launcher/files/storage.py": "test_storage test_s3_servers",
+    "launcher/models/chat.py": "test_chat",
     "launcher/models/fetch.py": "test_artefacts test_documents",
     "launcher/models/load.py": "test_artefacts test_chat test_sampling",
+    "launcher/views/api.py": "test_chat",
+    "launcher/cli/chat.py": "test_chat",
     "entry_point/checkpoint.py": "test_train_files",
     "entry_point/config.py": "test_train_config test_train_files test_sizing test_docs",
+    "entry_point/conversations.py": "test_chat",
     "entry_point/data.py": "test_train_data test_tokens test_starting test_chat",
     "entry_point/optim.py": "test_train_model test_train_loop",
     "entry_point/trainer.py": "test_train_loop test_starting test_edited test_train_topology",
