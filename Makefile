@@ -60,7 +60,7 @@ gpu:
 
 .venv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || { \
-		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo missing); Python 3.11 to 3.14 is" \
+		echo "error: $(PYTHON) is $$(command -v $(PYTHON) >/dev/null && $(PYTHON) --version 2>&1 || echo missing); Python 3.11 to 3.14 is" \
 			"needed: make PYTHON=python3.12 names one" >&2; \
 		exit 2; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
@@ -78,8 +78,8 @@ gpu:
 test-image: .venv-image/installed
 	.venv-image/bin/pytest -n 2 --dist worksteal tests/test_train_*.py
 
-.venv-image/installed: pyproject.toml constraints.txt
-	python3.12 -m venv .venv-image
+.venv-image/installed: pyproject.toml constraints.txt Makefile
+	python3.12 -m venv --clear .venv-image
 	grep -vE '^(torch|triton|setuptools|cuda-.*|nvidia-.*)==' constraints.txt > .venv-image/constraints.txt
 	$(call pip_install,.venv-image) -c .venv-image/constraints.txt -e '.[test]' torch==2.12.1
 	touch $@
