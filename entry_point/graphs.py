@@ -56,7 +56,7 @@ def record_passes(
     device = passes[0][0].device
     there = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.max_memory_allocated() > there / 2:
-        log(f"{NO_GRAPH}: the run takes over half of its memory")
+        log(f"{NO_GRAPH}: the run takes over half of the GPU's memory")
         return {}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -746,6 +746,7 @@ def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
     trainer.records = True
     trainer.warm_up()
     (graph,) = trainer.graphs.values()
+    cuda.reset_peak_memory_stats.assert_called_once()
     replay = cuda.CUDAGraph.return_value.replay
     replay.side_effect = lambda: graph.result.copy_(trainer.run_pass(*graph.inputs))
     gradients = [gradient_of(p) for p in trainer.optimizer.parameters.values()]
@@ -766,16 +767,27 @@ def test_replayed_passes_train_as_executed_ones(tmp_path, cuda):
 
 
 @pytest.mark.parametrize("fault", ["memory", "it waits for the GPU"])
-def test_where_nothing_can_be_recorded_there_is_no_graph(tmp_path, cuda, capsys, fault):
+def test_where_nothing_can_be_recorded_there_is_no_graph(
+    tmp_path, cuda, capsys, monkeypatch, fault
+):
     trainer = trainer_of(tmp_path)
     trainer.records = True
     if fault == "memory":
         cuda.max_memory_allocated.return_value = 6
-    else:
-        cuda.set_sync_debug_mode.side_effect = [RuntimeError(fault), None]
+    modes, run_pass = list[str](), trainer.run_pass
+
+    def waiting(*given):
+        if modes == ["error"]:
+            raise RuntimeError(fault)
+        return run_pass(*given)
+
+    cuda.set_sync_debug_mode.side_effect = modes.append
+    monkeypatch.setattr(trainer, "run_pass", waiting)
     trainer.warm_up()
     assert trainer.graphs == {}
     assert fault in capsys.readouterr().out
+    assert modes == ([] if fault == "memory" else ["error", "default"])
+    assert cuda.current_stream.return_value.wait_stream.called is (fault != "memory")
     assert all(p.grad is None for p in trainer.model.parameters())
     trainer.train_step()
 
