@@ -137,12 +137,16 @@ def find(job_id: str, settings: Settings) -> tuple[Backend, JobDescription]:
         raise InputError(
             f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
         ) from None
-    where = " or ".join(asked)
-    if not settings.reaches_aws:
-        where += " (SageMaker was not asked: set --region or AWS_REGION to ask it)"
+    where = " or ".join(asked) + not_asked(settings)
     kept = sorted((settings.models_dir / job_id).glob("*"))  # by `delete --keep-model`
     model = f"; its model is in {kept[0]}" if kept else ""
     raise ServiceError(f"there is no job {job_id!r} {where}: {known}{model}")
+
+
+def not_asked(settings: Settings) -> str:
+    """What a message adds about jobs if SageMaker was left out."""
+    hint = " (SageMaker was not asked: set --region or AWS_REGION to ask it)"
+    return "" if settings.reaches_aws else hint
 
 
 def full_id(word: str, settings: Settings) -> str:
@@ -157,16 +161,17 @@ def full_id(word: str, settings: Settings) -> str:
     """
     if FULL_ID.fullmatch(word) or not JOB_ID.fullmatch(word):
         return word
-    described, _, failure = list_jobs(settings)
+    described, unreadable, failure = list_jobs(settings)
     found = [description.job_id for description in described]
     if word in found:
         return word
     if failure is not None:
         raise type(failure)(f"which job {word!r} means is not known ({failure}); give a whole id")
+    if word == "latest" and not (found or unreadable):
+        begin = "`sm-nanogpt launch --instance local` starts one"
+        raise ServiceError(f"there are no jobs yet{not_asked(settings)}; {begin}")
     if word == "latest":
-        if not found:
-            raise ServiceError("there are no jobs yet; `sm-nanogpt launch` starts one")
-        return found[0]
+        return found[0] if found else word
     matches = [job_id for job_id in found if job_id.startswith(word) or job_id.endswith(word)]
     if not matches:
         return word

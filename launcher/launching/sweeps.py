@@ -31,7 +31,7 @@ from launcher.job import JobDescription, Request, UnreadableJob
 from launcher.launching.launch import Ready, naming, prepare
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
-from launcher.tracking import Backend, backend_for, list_jobs, with_costs
+from launcher.tracking import Backend, backend_for, list_jobs, not_asked, with_costs
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,8 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
         raise failure
     if word == "latest":
         if not groups:
-            raise InputError("there are no sweeps yet; `sm-nanogpt launch --sweep` starts one")
+            begin = "`sm-nanogpt launch --sweep` starts one"
+            raise InputError(f"there are no sweeps yet{not_asked(settings)}; {begin}")
         part = groups[0]
     matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
     if len(matches) != 1:

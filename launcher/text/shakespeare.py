@@ -41,8 +41,9 @@ def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
                 progress(len(chunk))
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        own = "or train on a text of yours: `sm-nanogpt upload-data FILE`"
-        raise ServiceError(f"{url}: {reason}; try again, {own}") from None
+        raise ServiceError(
+            f"{url}: {reason}; try again, or name a text of yours: `sm-nanogpt upload-data FILE`"
+        ) from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ServiceError(
