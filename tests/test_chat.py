@@ -125,7 +125,7 @@ def directory(tuned):
         ([*asked("a", "b"), {"role": "system", "content": "c"}], "message 3"),
         (HELLO, "says nothing"),
         ([*HELLO, {"role": "assistant", "content": "a", "weight": 0}], "weight"),
-        ([*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}], "tools"),
+        ([*HELLO, {"role": "assistant", "content": "a", "tool_calls": [{}]}], "tool_calls"),
         (asked("a", "\ud800"), "surrogate"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_bad_line_uploads_nothing_and_is_numbered(cli, home, tmp_path, text_fi
     assert ":201: " in ran.error
 
 
-def test_a_data_set_of_both_kinds_or_of_one_conversation_is_refused(cli, tmp_path):
+def test_both_kinds_or_one_conversation_alone_are_refused(cli, tmp_path):
     chat, text = json.dumps({"messages": asked("a", "b" * 700)}) + "\n", '{"text": "a"}\n'
     for content, fact in ((chat + text, ".jsonl:2: "), (text * 2 + chat, ".jsonl:3: "), (chat, "")):
         (tmp_path / "a.jsonl").write_text(content)
@@ -184,7 +184,7 @@ def test_a_message_beyond_the_context_or_utf8_is_refused(directory, content):
         chat.fitting([Message("user", content)], 1)
 
 
-def test_a_full_context_keeps_the_instruction_and_room_for_an_answer(directory):
+def test_a_full_context_keeps_the_instruction_and_some_room(directory):
     chat = Chat(*load_model(directory))
     system, question = (Message(role, "What is 3?") for role in ("system", "user"))
     size, chat.tokenizer.ends = chat.model.config.block_size, set()
@@ -460,11 +460,14 @@ def test_a_conversation_is_kept_saved_and_reset(chat, tmp_path, directory):
     assert turns_of({"messages": first}, "")
 
 
-def test_a_message_that_is_not_utf8_is_refused_alone(directory):
+def test_a_message_that_is_not_utf8_is_refused_alone(directory, tmp_path):
     command = [*launching.PROGRAM, "chat", str(directory), "--max-new-tokens", "6"]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    ran = subprocess.run(command, input=b"caf\xe9?\r\nHi\r\n", capture_output=True, env=strict)
-    assert (ran.returncode, b"not UTF-8" in ran.stderr, bool(ran.stdout.strip())) == (0, True, True)
+    lines = b"caf\xe9?\r\n/system caf\xe9\r\nH\\\r\ni\r\n/save " + os.fsencode(tmp_path / "a.jsonl")
+    ran = subprocess.run(command, input=lines, capture_output=True, env=strict)
+    assert (ran.returncode, ran.stderr.count(b"not UTF-8"), ran.stdout.count(b"---")) == (0, 2, 0)
+    asked_for, _ = json.loads((tmp_path / "a.jsonl").read_text())["messages"]
+    assert asked_for == {"role": "user", "content": "H\ni"}
 
 
 def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
@@ -476,7 +479,15 @@ def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_each_answer_has_the_next_seed_and_an_interrupted_one_is_kept(directory):
+def test_no_message_is_blank(directory, monkeypatch):
+    """As upload-data would refuse it."""
+    talks = Conversation(*load_model(directory), " ", (20, 1.0, 0, 1.0), 5)
+    monkeypatch.setattr(talks.chat, "answer", lambda *_: iter([" ", "\t"]))
+    assert "".join(talks.talk("Hi?", 0)) == " \t"
+    assert talks.messages == []
+
+
+def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
     talks = Conversation(*load_model(directory), None, (20, 1.0, 0, 1.0), 5)
     talks.chat.tokenizer.ends = set()
     ids = talks.chat.ids([Message("user", "Hi?")])

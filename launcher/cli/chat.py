@@ -96,7 +96,9 @@ class Conversation:
     def instruct(self, text: str | None) -> None:
         from launcher.models.chat import Message
 
-        self.messages = [Message("system", text)] if text and text.strip() else []
+        messages = [Message("system", text)] if text and text.strip() else []
+        self.chat.ids(messages)  # raises InputError
+        self.messages = messages
 
     def talk(self, line: str, n: int) -> Generator[str]:
         """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
@@ -162,7 +164,7 @@ def converse(talk: Talk, told: str) -> None:
         try:
             line = input("> " * terminal).rstrip("\r")
             while line.endswith("\\"):
-                line = line[:-1] + "\n" + input(". " * terminal)
+                line = line[:-1] + "\n" + input(". " * terminal).rstrip("\r")
         except EOFError:
             click.echo(nl=terminal)
             return

@@ -113,7 +113,7 @@ def fetch_and_sample_command(
     from launcher.models.sample import stream_samples
 
     if tokenizer.chats and prompt is None:
-        note(f"the model has learned from conversations: `sm-nanogpt chat {model}` talks to it")
+        note("the model has learned from conversations: `sm-nanogpt chat` talks to it")
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
     columns = stream_samples(

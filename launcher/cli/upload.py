@@ -36,10 +36,10 @@ def upload_data_command(
 ) -> None:
     """Upload text to the store and print its URI.
 
-    PATH is a text file, or a directory with *.txt files in it or below. With --tokenizer, they may
-    also be *.jsonl with a document in the field `text` of each line, or a conversation in
-    `messages`, and end in .gz or .zst. Without PATH, download tiny Shakespeare. A file that is in
-    the store is not sent again.
+    PATH is a text file, or a directory with *.txt files in it or below; hidden files are left out.
+    With --tokenizer, they may also be *.jsonl with a document in the field `text` of each line, or
+    a conversation in `messages`, and end in .gz or .zst. Without PATH, download tiny Shakespeare. A
+    file that is in the store is not sent again.
 
     \b
     Example:
@@ -91,6 +91,6 @@ def upload_data_command(
     else:
         click.echo(upload.uri)
     near = upload.uri.startswith("file:")
-    tunes = upload.chats and tokenizer and tokenizer != "bpe" and not tokenizer.endswith(".json")
-    base = f" --init-from {tokenizer}" if tunes else ""
+    of_a_job = tokenizer and tokenizer != "bpe" and not path_of(tokenizer).exists()
+    base = f" --init-from {tokenizer}" if upload.chats and of_a_job else ""
     note(f"next: sm-nanogpt launch{' --instance local' * near}{base}")

@@ -36,8 +36,11 @@ def turns_of(found: dict[str, Any], name: str) -> list[str]:
             )
         if not isinstance(content, str) or not content.strip():
             raise wrong(f"message {number} has no text as content")
-        if fields.get("weight") == 0 or fields.get("tool_calls"):
-            raise wrong(f"message {number} has a weight of 0 or calls tools, which is not there")
+        for calls in ("tool_calls", "function_call"):
+            if fields.get(calls):
+                raise wrong(f"message {number} has {calls}, which no model here can learn")
+        if fields.get("weight") == 0:
+            raise wrong(f"message {number} has the weight 0, but the loss counts every answer")
         if role == "system" and number > 1:
             raise wrong(f"message {number} is the system's, which can only be the first")
         turns.append(f"{role}\n{content}")

@@ -394,7 +394,7 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
         raise InputError(
             f"{root}: these are tokens; give the URI that `upload-data` printed for them"
             if tokens
-            else f"{root}: there is no *.txt file in this directory"
+            else f"{root}: there is no *.txt file in this directory that is not hidden"
         )
     for name, path in found:
         try:
