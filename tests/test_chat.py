@@ -435,6 +435,12 @@ def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
     assert Chat(*load_artefact(tmp_path / "model"))
 
 
+def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
+    sample = ("fetch-and-sample", str(directory), "--max-new-tokens", "1")
+    assert "`sm-nanogpt chat`" in cli(*sample).good.err
+    assert "`sm-nanogpt chat`" not in cli(*sample, "--prompt", "The").good.err
+
+
 # -- the terminal ----------------------------------------------------------------------------------
 
 
