@@ -260,6 +260,8 @@ def s3(emulator, home, monkeypatch, request):
     monkeypatch.setenv("SM_NANOGPT_STORE", f"s3://{client.bucket}/some/prefix")
     S3FileSystem.clear_instance_cache()
     yield client
+    for job in emulator.sagemaker.jobs.values():
+        job.stop()
     S3FileSystem.clear_instance_cache()
 
 

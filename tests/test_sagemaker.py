@@ -136,7 +136,6 @@ def test_a_launch_takes_others_upload_if_it_has_none(
 
 def test_status_tells_the_states_times_and_numbers(cli, launch, monkeypatch):
     # It trains until it was looked at often.
-    monkeypatch.setattr("sagemaker_service.STAGES", (("Training", 60.0),))
     monkeypatch.setattr("sagemaker_service.LOOKS", 20)
     job_id = launch("--spot")
     assert "state:       InProgress (" in cli("status", job_id).out
