@@ -238,9 +238,8 @@ class Request(BaseModel):
             config.check_world_size(world_size)
         except module.ConfigError as error:
             words, *meant = str(error).partition(", did you mean")
-            of_launch = ", or auto" * words.startswith(
-                f"preset={self.preset!r}"
-            )  # not the script's
+            # The script does not know this preset of ours.
+            of_launch = ", or auto" * words.startswith(f"preset={self.preset!r}")
             raise InputError("".join([words, of_launch, *meant])) from None
         return config
 

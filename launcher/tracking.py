@@ -167,10 +167,10 @@ def full_id(word: str, settings: Settings) -> str:
         return word
     if failure is not None:
         raise type(failure)(f"which job {word!r} means is not known ({failure}); give a whole id")
-    if word == "latest" and not (found or unreadable):
-        begin = "`sm-nanogpt launch --instance local` starts one"
-        raise ServiceError(f"there are no jobs yet{not_asked(settings)}; {begin}")
     if word == "latest":
+        if not (found or unreadable):
+            begin = "`sm-nanogpt launch --instance local` starts one"
+            raise ServiceError(f"there are no jobs yet{not_asked(settings)}; {begin}")
         return found[0] if found else word
     matches = [job_id for job_id in found if job_id.startswith(word) or job_id.endswith(word)]
     if not matches:
