@@ -46,10 +46,9 @@ from launcher.machines import (
     problem,
     training_image,
 )
-from launcher.sagemaker.backend import notebook_role
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.request import sdk_version
-from launcher.sagemaker.stack import Stack, find_stack, is_whole
+from launcher.sagemaker.stack import Stack, find_stack, is_whole, notebook_role
 from launcher.settings import Settings
 from launcher.text.corpus import last_upload
 from launcher.tracking import wait

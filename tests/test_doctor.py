@@ -211,7 +211,7 @@ def test_the_stack_provides_store_and_role(examined, stacks, s3, monkeypatch):
 def test_the_role_of_a_sagemaker_notebook_is_found(patient, tmp_path, monkeypatch):
     monkeypatch.delenv("SM_NANOGPT_ROLE")
     (tmp_path / "metadata.json").write_text(json.dumps({"ExecutionRoleArn": ROLE}))
-    monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", tmp_path / "metadata.json")
+    monkeypatch.setattr("launcher.sagemaker.stack.NOTEBOOK_METADATA", tmp_path / "metadata.json")
     assert doctor.check_role(replace(patient, settings=Settings())) == ROLE
 
 

@@ -58,7 +58,7 @@ def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch
 def test_a_launch_in_a_notebook_takes_its_role(cloud, submit, tmp_path, monkeypatch):
     file = tmp_path / "resource-metadata.json"
     file.write_text('{"ResourceName": "mine"}')
-    monkeypatch.setattr("launcher.sagemaker.backend.NOTEBOOK_METADATA", file)
+    monkeypatch.setattr("launcher.sagemaker.stack.NOTEBOOK_METADATA", file)
     described = {"NotebookInstanceName": "mine", "RoleArn": ROLE}
     cloud.sagemaker.DescribeNotebookInstance = lambda body: described
     monkeypatch.delenv("SM_NANOGPT_ROLE")

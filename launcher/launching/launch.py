@@ -24,8 +24,8 @@ from launcher.machines import (
     looks_like_gpu,
     types_of,
 )
-from launcher.sagemaker.backend import SageMakerBackend, notebook_role
-from launcher.sagemaker.stack import with_stack
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source, keep
 from launcher.text import corpus

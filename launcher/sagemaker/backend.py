@@ -12,16 +12,14 @@ A job keeps its files below its own prefixes in the store:
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from launcher.aws import (
@@ -72,8 +70,6 @@ from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
-NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
 CONSOLES = {
     "aws": "console.aws.amazon.com",
@@ -446,25 +442,3 @@ def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
     for page in pages:
         for result in page["Results"]:
             yield result["TrainingJob"]
-
-
-def notebook_role(client: Callable[[str], Any]) -> str:
-    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
-
-    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
-
-    Raises:
-        ServiceError: AWS cannot be asked.
-    """
-    try:
-        here = json.loads(NOTEBOOK_METADATA.read_bytes())
-    except (OSError, ValueError):
-        return ""
-    if role := here.get("ExecutionRoleArn"):
-        return str(role)
-    if "DomainId" in here:  # a space of Studio whose role is not told
-        return ""
-    with service_errors("DescribeNotebookInstance"):
-        name = here["ResourceName"]
-        answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
-        return str(answer["RoleArn"])

@@ -5,8 +5,11 @@ HOME/stacks.json remembers each stack for a dry run, which does not call AWS.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher.aws import Missing, aws_session, check_region, quick_client, service_errors
@@ -18,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Where sm-nanogpt keeps texts and models"  # of the template; marks our stacks
 REVIEW = "REVIEW_IN_PROGRESS"  # only change sets; there is no stack yet
+# What SageMaker tells its notebook instances and Studio spaces of themselves; the SDK reads it too.
+NOTEBOOK_METADATA = Path("/opt/ml/metadata/resource-metadata.json")
 
 
 @dataclass(frozen=True)
@@ -191,3 +196,25 @@ def remembered(settings: Settings, region: str | None) -> Stack | None:
 def known_as(settings: Settings) -> str:
     """The name of the stack and the profile, since profiles may have different accounts."""
     return "/".join(filter(None, (settings.aws_profile, settings.stack)))
+
+
+def notebook_role(client: Callable[[str], Any]) -> str:
+    """The execution role of the SageMaker notebook or Studio space that this runs in, or ''.
+
+    Elsewhere the caller may also be a role, as after `aws sso login`, but SageMaker cannot use it.
+
+    Raises:
+        ServiceError: AWS cannot be asked.
+    """
+    try:
+        here = json.loads(NOTEBOOK_METADATA.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    if role := here.get("ExecutionRoleArn"):
+        return str(role)
+    if "DomainId" in here:  # a space of Studio whose role is not told
+        return ""
+    with service_errors("DescribeNotebookInstance"):
+        name = here["ResourceName"]
+        answer = client("sagemaker").describe_notebook_instance(NotebookInstanceName=name)
+        return str(answer["RoleArn"])
