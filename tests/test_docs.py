@@ -22,7 +22,7 @@ from launcher.cli import cli
 from launcher.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md", "infra/first-day.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "infra/README.md")
 MANUAL = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = (
     "examples/benchmarks/README.md",

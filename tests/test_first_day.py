@@ -15,7 +15,7 @@ from launcher import Settings
 from launcher.files.storage import write_text
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
-PAGE = Path(first_day.__file__).with_name("first-day.md")
+PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"
 
 
 @pytest.fixture

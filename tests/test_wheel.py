@@ -48,10 +48,10 @@ def test_each_import_of_the_product_is_declared():
         for each in project["optional-dependencies"][name]
     ]
     declared = {Requirement(each).name for each in [*project["dependencies"], *optional]}
-    own = {"entry_point", "infra", "launcher", "backports", "compression"}
+    own = {"entry_point", "launcher", "backports", "compression"}
     brought = {"botocore": "boto3", "pydantic_core": "pydantic", "jinja2": "altair"}
     imported = set()
-    for folder in ("entry_point", "infra", "launcher"):
+    for folder in ("entry_point", "launcher"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):

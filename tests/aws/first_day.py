@@ -1,9 +1,9 @@
 """The first day on a real AWS account: steps that prove sm-nanogpt there, for about 6 USD.
 
-    python infra/first_day.py            # every step that has not passed yet
-    python infra/first_day.py 0-8 16     # what needs no GPU quota
+    python tests/aws/first_day.py            # every step that has not passed yet
+    python tests/aws/first_day.py 0-8 16     # what needs no GPU quota
 
-infra/first-day.md says what each step proves and what to look at. The script stops at the first
+docs/first-day.md says what each step proves and what to look at. The script stops at the first
 surprise. DIRECTORY (first-day/) holds its state, the launcher's home, and transcript.txt.
 """
 
