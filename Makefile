@@ -1,4 +1,4 @@
-# make demo: set up, then upload, train for about a minute, sample.
+# make demo: set up, then upload, train for about a minute, sample. TEXT=notes.txt names a text.
 # make test: set up, then lint, types, tests. make test-all: also the slow ones, as CI runs it.
 # make check: the same, but for tests that start a process, a server or a container.
 # make gpu: checks and measures on this machine's GPU; examples/benchmarks/README.md tells more.
@@ -19,10 +19,10 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 # Two processes, so that what it shows is DistributedDataParallel.
 demo: .venv/installed
-	$(BIN)/sm-nanogpt upload-data
+	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
+	$(BIN)/sm-nanogpt upload-data $(if $(TEXT),"$(TEXT)")
 	job_id=$$($(BIN)/sm-nanogpt launch --instance local --preset cpu --processes-per-instance 2) && \
 	$(BIN)/sm-nanogpt fetch-and-sample $$job_id
-	@echo "to have sm-nanogpt on the PATH: . .venv/bin/activate" >&2
 
 pytest := $(BIN)/pytest -n auto --dist worksteal
 slow := tests/slow tests/e2e/test_day.py tests/e2e/test_tutorial.py

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -366,17 +368,52 @@ def test_shakespeare_is_downloaded_only_once(home, cli, shakespeare):
     assert (home / "cache/shakespeare.txt").read_text() == LONG
 
 
-def test_a_download_with_a_wrong_hash_is_deleted(home, cli, shakespeare, monkeypatch):
-    monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_SHA256", "0" * 64)
-    assert cli("upload-data").failed(1, "SHA-256")
-    assert not list(home.glob("cache/*"))
+@pytest.fixture
+def black_hole():
+    """An address that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/input.txt"
 
 
-def test_a_failed_download_names_the_url(cli, monkeypatch):
+def name_server_that_is_silent(*_: Any, **__: Any) -> None:
+    time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    "trouble", ["refused", "silent", "no name", "silent name server", "cut", "another file"]
+)
+def test_without_shakespeare_the_text_is_the_one_that_comes_with_python(
+    trouble, home, cli, shakespeare, black_hole, monkeypatch
+):
+    module = "launcher.text.shakespeare"
+    monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.5)
+    urls = {
+        "refused": "http://127.0.0.1:9/input.txt",
+        "silent": black_hole,
+        "no name": "http://nowhere.invalid/input.txt",
+    }
+    if url := urls.get(trouble):
+        monkeypatch.setattr(f"{module}.SHAKESPEARE_URL", url)
+    elif trouble == "silent name server":
+        monkeypatch.setattr("socket.getaddrinfo", name_server_that_is_silent)
+    elif trouble == "cut":
+        cut = Mock(side_effect=http.client.IncompleteRead(b"some"))
+        monkeypatch.setattr("urllib.request.urlopen", cut)
+    else:
+        monkeypatch.setattr(f"{module}.SHAKESPEARE_SHA256", "0" * 64)
+    began = time.monotonic()
+    ran = cli("upload-data").good
+    assert time.monotonic() - began < 4
+    (line,) = [line for line in ran.err.splitlines() if "comes with Python" in line]
+    assert "/input.txt: " in line and "`sm-nanogpt upload-data FILE`" in line
+    text = (stored(ran.out.strip()) / "python-reference.txt").read_text()
+    assert len(text) > 300_000 and 'The "while" statement' in text
+    assert not (home / "cache/shakespeare.txt").exists()
+
+
+def test_without_any_text_the_error_names_the_way_to_an_own_one(cli, monkeypatch):
     url = "http://127.0.0.1:9/input.txt"
     monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", url)
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     ran = cli("upload-data")
-    assert ran.failed(1, url, "upload-data FILE") and not ran.out
-    interrupted = Mock(side_effect=http.client.IncompleteRead(b"some"))
-    monkeypatch.setattr("urllib.request.urlopen", interrupted)
-    assert cli("upload-data").failed(1, "IncompleteRead")
+    assert ran.failed(1, url, "`sm-nanogpt upload-data FILE`") and not ran.out

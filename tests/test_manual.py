@@ -44,7 +44,7 @@ def smaller(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_succeed(page, cli, job, text_file, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: True)
-    monkeypatch.setattr("launcher.text.shakespeare.shakespeare", lambda *_: text_file)
+    monkeypatch.setattr("launcher.text.shakespeare.first_text", lambda *_: text_file)
     for name in ("input.txt", "letters.txt"):
         shutil.copy(text_file, name)
     Path("my.toml").write_text("max_steps = 10\n")

@@ -48,7 +48,7 @@ def upload_data_command(
     """
     from launcher.files.storage import path_of
     from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
-    from launcher.text.shakespeare import shakespeare
+    from launcher.text.shakespeare import first_text
 
     if vocab_size is not None and tokenizer != "bpe":
         what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"
@@ -56,8 +56,7 @@ def upload_data_command(
 
     settings = settings_of(context)
     if path is None:
-        with byte_progress("download") as progress:
-            path = str(shakespeare(settings, progress))
+        path = str(first_text(settings))
     if path.partition("://")[0] in ("http", "https", "s3"):
         raise InputError(f"{path}: download it first; upload-data takes a file or a directory")
     source = path_of(path)

@@ -1,53 +1,88 @@
-"""Tiny Shakespeare, the text for those who have none yet."""
+"""The text for those who have none yet: tiny Shakespeare, or one that Python brings along."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
+import logging
+import queue
+import threading
 import urllib.request
 from pathlib import Path
 
 from launcher.errors import ServiceError
 from launcher.files import storage
-from launcher.files.storage import Progress
 from launcher.settings import Settings, load_settings
+
+logger = logging.getLogger(__name__)
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+PATIENCE_SECONDS = 5.0
 
 
-def shakespeare(settings: Settings | None = None, progress: Progress = lambda n: None) -> Path:
+def first_text(settings: Settings | None = None) -> Path:
     """Tiny Shakespeare, as a file in the cache: downloaded once, and verified by its SHA-256.
 
+    Many networks reach a package index and little else. There it is Python's language reference,
+    which comes with Python.
+
     Raises:
-        ServiceError: the download failed.
+        ServiceError: the download failed, and this Python comes without its reference.
     """
-    target = (settings or load_settings()).cache_dir / "shakespeare.txt"
-    return download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, target, progress)
-
-
-def download(url: str, sha256: str, target: Path, progress: Progress) -> Path:
-    """Download a file, unless the cache has it intact."""
-    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == sha256:
-        return target
-    content = bytearray()
+    cache = (settings or load_settings()).cache_dir
+    shakespeare = cache / "shakespeare.txt"
+    if shakespeare.is_file() and is_shakespeare(shakespeare.read_bytes()):
+        return shakespeare
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            storage.expect(progress, response.length or 0)
-            while chunk := response.read(1 << 16):
-                content += chunk
-                progress(len(chunk))
+        content = download(SHAKESPEARE_URL)
+        if not is_shakespeare(content):
+            raise OSError("the answer is another file")  # such as the page of a proxy
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ServiceError(
-            f"{url}: {reason}; try again, or name a text of yours: `sm-nanogpt upload-data FILE`"
-        ) from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ServiceError(
-            f"{url}: its SHA-256 is {found}, expected {sha256}; discarded the download"
-        )
-    storage.write_bytes(str(target), bytes(content))
-    return target
+        return python_reference(cache, f"{SHAKESPEARE_URL}: {getattr(error, 'reason', error)}")
+    storage.write_bytes(str(shakespeare), content)
+    return shakespeare
+
+
+def is_shakespeare(content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest() == SHAKESPEARE_SHA256
+
+
+def download(url: str) -> bytes:
+    """The content of a URL. Raises OSError or HTTPException after PATIENCE_SECONDS at most.
+
+    A name server or a firewall that does not answer takes minutes, which no timeout of urllib
+    bounds, so the main thread stops waiting for the download.
+    """
+    answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+                answer.put(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            answer.put(error)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    try:
+        content = answer.get(timeout=PATIENCE_SECONDS)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s") from None
+    if isinstance(content, Exception):
+        raise content
+    return content
+
+
+def python_reference(cache: Path, why: str) -> Path:
+    """The topics of Python's `help()`, as a file in the cache: some 460 kB of its reference."""
+    own = "to train on a text of your own: `sm-nanogpt upload-data FILE`"
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ServiceError(f"{why}; {own}") from None
+    logger.warning(f"{why}; took the language reference that comes with Python; {own}")
+    reference = cache / "python-reference.txt"
+    storage.write_bytes(str(reference), "\n\n".join(topics.values()).encode())
+    return reference
