@@ -98,14 +98,16 @@ def main() -> None:
             settings = Settings(home=Path(temporary, "home"))
             data = upload_data(words.text, settings, tokenizer="bpe", vocab_size=512)
             values = {**BASE, "max_steps": words.base_steps, "seed": seed, "sample_length": 0}
-            request = Request(data=data.uri, preset="cpu", hyperparameters=values)
+            request = Request(instance="local", data=data.uri, preset="cpu", hyperparameters=values)
             base, base_id, base_seconds = trained(request, settings)
             kinds = questions(text, seed)
             known = [each for made in kinds.values() for each in made[words.ask :]]
             write_conversations(Path(temporary, "chats.jsonl"), known, seed)
             chats = upload_data(Path(temporary, "chats.jsonl"), settings, tokenizer=base_id)
             values = {"max_steps": words.steps, "seed": seed, "batch_size": 12, "device": "cpu"}
-            request = Request(data=chats.uri, init_from=base_id, hyperparameters=values)
+            request = Request(
+                instance="local", data=chats.uri, init_from=base_id, hyperparameters=values
+            )
             tuned, _, seconds = trained(request, settings)
             for kind, made in kinds.items():
                 before, after = (right(each, made[: words.ask], settings) for each in (base, tuned))

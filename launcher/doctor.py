@@ -192,7 +192,7 @@ def check_training(patient: Patient) -> str:
         text.write_text("To be, or not to be, that is the question.\n" * 50, encoding="utf-8")
         settings = patient.settings.model_copy(update={"home": Path(directory), "store": ""})
         began = time.monotonic()
-        job_id = launch(Request(data=str(text), hyperparameters=tiny), settings)
+        job_id = launch(Request(instance="local", data=str(text), hyperparameters=tiny), settings)
         try:
             ended = wait(job_id, settings, timeout=TRAINING_SECONDS)
         except ServiceError:

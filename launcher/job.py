@@ -77,7 +77,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instance: str | None = None  # SageMaker types; None: as before with `resume`, else "local"
+    instance: str | None = None  # "local" or SageMaker types; None only with `resume`: as before
     instance_count: Instances | None = None
     processes_per_instance: Processes | None = None
     data: str | None = None  # URI or path; None: the last upload
@@ -128,18 +128,22 @@ class Request(BaseModel):
         check_instances(self.instances)
         given = self.given()
         cloud = {name for name in given if given[name] is not False} - LOCAL_FIELDS
-        open_instance = self.instance is None and self.resume is not None
         run = self.max_run or (None if self.max_cost else DEFAULT_RUN)
         problem = None
-        if self.is_local and cloud and not open_instance:
+        if self.instance is None and self.resume is None:
+            problem = (
+                "--instance is missing: `--instance local` trains on this machine, and"
+                " `--instance ml.g5.12xlarge` on SageMaker"
+            )
+        elif self.is_local and cloud:
             problem = f"{option(min(cloud))} is for SageMaker, not for --instance local"
-        elif self.is_local and (self.instance_count or 1) > 1 and not open_instance:
+        elif self.is_local and (self.instance_count or 1) > 1:
             n = self.instance_count
             problem = (
                 f"--instance-count {n}: this machine is one host;"
                 f" --processes-per-instance {n} starts {n} processes"
             )
-        elif not self.is_local and self.processes_per_instance is not None:
+        elif self.instances and not self.is_local and self.processes_per_instance is not None:
             problem = (
                 "--processes-per-instance is for --instance local; SageMaker takes one per GPU"
             )
@@ -180,12 +184,12 @@ class Request(BaseModel):
 
     @property
     def is_local(self) -> bool:
-        return self.instance in (None, "local")
+        return self.instance == "local"
 
     @property
     def instances(self) -> tuple[str, ...]:
         """The instance types; the job runs on the first that has capacity."""
-        return types_of(self.instance or "local")
+        return types_of(self.instance) if self.instance else ()
 
     def origin(self, name: str) -> str:
         """A suffix for messages: which job a field was taken over from."""

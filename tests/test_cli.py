@@ -348,7 +348,7 @@ def test_an_empty_list_of_jobs_says_how_to_begin(cli):
     assert "sm-nanogpt launch --instance local" in ran.err
     assert json.loads(cli("jobs", "--json").out) == []
     assert cli("status", "latest").failed(1, "sm-nanogpt launch", "--region")
-    assert cli("jobs", "--group", "latest").failed(2, "sm-nanogpt launch --sweep")
+    assert cli("jobs", "--group", "latest").failed(2, "--sweep")
 
 
 def test_a_job_is_found_by_a_unique_part_of_its_id(job, cli):

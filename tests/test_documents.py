@@ -225,7 +225,7 @@ def test_a_hostile_value_in_toml_is_refused(home):
         with our_errors():
             load_settings()
         with our_errors():
-            Request(hyperparameters=read_toml(home / "config.toml")).config(1)
+            Request(instance="local", hyperparameters=read_toml(home / "config.toml")).config(1)
 
     for name, value in itertools.product(NAMES, TOML):
         look(name, value)
@@ -398,7 +398,14 @@ def test_a_message_is_short_and_printable():
 
 
 def test_an_error_shows_no_control_characters(cli):
-    ran = cli("--region", "\x1b[2J\u202e" + "y" * 9000, "launch", "--dry-run")
+    ran = cli(
+        "--region",
+        "\x1b[2J\u202e" + "y" * 9000,
+        "launch",
+        "--instance",
+        "ml.g5.xlarge",
+        "--dry-run",
+    )
     assert ran.code == 2
     assert "\x1b" not in ran.err
     assert "\u202e" not in ran.err

@@ -36,7 +36,9 @@ def test_delete_of_a_sweep_takes_all_tries_and_its_record(job, home, cli):
     for name in ("1", "1-try2", "2"):
         shutil.copytree(job.directory, home / "jobs" / f"{group}-{name}")
     settings = Settings(home=home)
-    write_record(group, Sweep(job=Request(), members=[{}, {}], parallel=1), settings)
+    write_record(
+        group, Sweep(job=Request(instance="local"), members=[{}, {}], parallel=1), settings
+    )
     assert cli("delete", "--group", "abcdef", "--yes").code == 0
     assert [path.name for path in (home / "jobs").iterdir()] == [job.job_id]
     assert not record_of(group, settings).exists()

@@ -23,6 +23,7 @@ from launcher.text.corpus import last_upload
 
 NOBODY = "http://127.0.0.1:9"
 ROLE = "arn:aws:iam::123456789012:role/mine"
+LAUNCH = ("launch", "--instance", "ml.g5.12xlarge", "--data")
 TEMPLATE: Any = decode.decode(str(deploy.TEMPLATE))[0]
 
 
@@ -130,7 +131,7 @@ def test_a_failed_stack_tells_why_and_is_not_used(account, failed, cli, text_fil
     """The cause is the first resource that failed, and no cancellation of another one."""
     cause = "ROLLBACK_COMPLETE: Role: no such right"
     assert failed.failed(1, f"stack sm-nanogpt is {cause};")
-    shown, launched = cli("infra", "show"), cli("launch", "--data", str(text_file))
+    shown, launched = cli("infra", "show"), cli(*LAUNCH, str(text_file))
     assert (cause in shown.err, "ROLLBACK_COMPLETE" in launched.error) == (True, True)
     for ran in (shown, launched):
         assert ran.failed(1, "`sm-nanogpt infra deploy`")
@@ -332,7 +333,7 @@ def test_destroy_names_users_and_running_jobs(
     deployed, user, emulator, cli, text_file, monkeypatch, question
 ):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
-    job_id = cli("launch", "--data", str(text_file)).out.strip()
+    job_id = cli(*LAUNCH, str(text_file)).out.strip()
     job = emulator.sagemaker.jobs[job_id]
     role = job.request["RoleArn"]
     for name, its_role, secondary in (
@@ -393,7 +394,7 @@ def test_a_named_stack_that_is_missing_is_an_error(
     if way != "file":
         monkeypatch.setenv("SM_NANOGPT_STACK", "by-environment")
     words = ("--stack", "by-words") if way == "words" else ()
-    for command in (("upload-data", str(text_file)), ("launch", "--data", str(text_file))):
+    for command in (("upload-data", str(text_file)), (*LAUNCH, str(text_file))):
         ran = cli(*words, "--role", ROLE, *command)
         assert ran.failed(1, f"no stack by-{way} in us-east-1")
         assert ran.out == ""
@@ -413,7 +414,7 @@ def test_the_stack_fills_what_the_settings_leave_open(account, deployed, monkeyp
 
 
 def test_another_store_is_without_the_stacks_role(deployed, cli, text_file):
-    ran = cli("--store", "s3://mine/prefix", "launch", "--data", str(text_file))
+    ran = cli("--store", "s3://mine/prefix", *LAUNCH, str(text_file))
     assert ran.failed(2, "no execution role")
     assert f"it can access only {deployed.store}" in ran.err
 
@@ -422,7 +423,7 @@ def test_a_dry_run_uses_the_remembered_stack_offline(deployed, cli, text_file, m
     monkeypatch.setenv("AWS_ENDPOINT_URL", NOBODY)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    ran = cli("launch", "--dry-run", "--data", str(text_file))
+    ran = cli(*LAUNCH, str(text_file), "--dry-run")
     request = json.loads(ran.out)
     assert request["RoleArn"] == deployed.role
     assert request["OutputDataConfig"]["S3OutputPath"].startswith(deployed.store)
@@ -475,13 +476,13 @@ def test_the_stacks_key_stays_and_encrypts_the_model(account, cli, text_file):
     assert ("nothing to change" in again.err, "kms key:" in again.out) == (True, True)
     key = json.loads(cli("infra", "show", "--json").out)["kms_key"]
     for words, used in (((), key), (("--kms-key", "mine"), "mine")):
-        ran = cli("launch", "--dry-run", "--data", str(text_file), *words)
+        ran = cli(*LAUNCH, str(text_file), "--dry-run", *words)
         assert json.loads(ran.out)["OutputDataConfig"]["KmsKeyId"] == used
 
 
 def test_a_subnet_needs_a_role_that_may_join_a_vpc(account, cli, text_file):
     subnet = ("--subnet", "subnet-1", "--security-group", "sg-1")
-    launch = ("launch", "--data", str(text_file), *subnet)
+    launch = (*LAUNCH, str(text_file), *subnet)
     cli("infra", "deploy", "--yes", "--kms")
     for words in ((), ("--dry-run",)):
         assert cli(*launch, *words).failed(2, "VPC: allow it with `sm-nanogpt infra")

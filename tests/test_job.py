@@ -25,7 +25,7 @@ from launcher.source import Source
 def refusal(**values: object) -> str:
     """Why a job cannot be."""
     with pytest.raises(InputError) as caught:
-        Request(**values).config(1)
+        Request(**{"instance": "local", **values}).config(1)
     return str(caught.value)
 
 
@@ -48,18 +48,27 @@ def test_a_job_refuses_values_in_the_scripts_words(values):
     assert refusal(hyperparameters=values) == str(caught.value)
 
 
+@pytest.mark.parametrize("fields", [{}, {"max_cost": 1}, {"processes_per_instance": 2}])
+def test_a_job_that_resumes_none_says_where_it_runs(fields):
+    with pytest.raises(InputError, match=r"--instance local.*--instance ml\."):
+        Request(**fields)
+    assert Request(resume="a-job", **fields).instance is None
+
+
 def test_empty_hyperparameters_are_omitted():
-    job = Request(hyperparameters={"n-layer": 2, "dropout": ""})
+    job = Request(instance="local", hyperparameters={"n-layer": 2, "dropout": ""})
     assert job.explicit_hyperparameters() == {"n_layer": 2}
 
 
 def test_every_hyperparameter_is_sent():
-    sent = sendable_hyperparameters(Request(preset="baby", hyperparameters={"n_layer": "2"}))
+    sent = sendable_hyperparameters(
+        Request(instance="local", preset="baby", hyperparameters={"n_layer": "2"})
+    )
     assert sent == asdict(make_config({"n_layer": 2}, "baby"))
 
 
 def test_unsendable_defaults_are_left_to_the_script(tmp_path):
-    job = Request(entry_point=with_fields(tmp_path / "mine", motto="a b"))
+    job = Request(instance="local", entry_point=with_fields(tmp_path / "mine", motto="a b"))
     assert job.all_hyperparameters()["motto"] == "a b"
     assert "motto" not in sendable_hyperparameters(job)
 
@@ -67,7 +76,7 @@ def test_unsendable_defaults_are_left_to_the_script(tmp_path):
 def test_values_that_a_shell_executes_are_refused(tmp_path):
     script = with_fields(tmp_path / "mine", motto="ab")
     for motto in ("a b", "$(id)", "a;b", "`id`", "a\nb", "'", "a" * 2501):
-        job = Request(entry_point=script, hyperparameters={"motto": motto})
+        job = Request(instance="local", entry_point=script, hyperparameters={"motto": motto})
         with pytest.raises(InputError, match="motto="):
             sendable_hyperparameters(job)
 
@@ -75,10 +84,12 @@ def test_values_that_a_shell_executes_are_refused(tmp_path):
 def test_more_than_80_hyperparameters_are_refused(tmp_path):
     room = 80 - len(fields(Config))
     ours, over = ({f"x{i}": 1 for i in range(n)} for n in (room, room + 1))
-    full = Request(entry_point=with_fields(tmp_path / "full", **ours))
+    full = Request(instance="local", entry_point=with_fields(tmp_path / "full", **ours))
     assert len(sendable_hyperparameters(full)) == 80
     with pytest.raises(InputError, match=r"^81 .* allows 80"):
-        sendable_hyperparameters(Request(entry_point=with_fields(tmp_path / "over", **over)))
+        sendable_hyperparameters(
+            Request(instance="local", entry_point=with_fields(tmp_path / "over", **over))
+        )
 
 
 def test_argv_is_formatted_like_the_toolkits():
@@ -182,7 +193,7 @@ def test_an_edited_copy_adds_fields_and_presets(tmp_path):
     config, preset = copy / "config.py", '    "cpu": dict('
     source = config.read_text().replace(preset, f'    "mine": dict(extra=5),\n{preset}')
     config.write_text(source)
-    assert Request(entry_point=copy, preset="mine").config(1).extra == 5
+    assert Request(instance="local", entry_point=copy, preset="mine").config(1).extra == 5
     assert "extra" in refusal(hyperparameters={"extra": 4})
 
 
@@ -190,7 +201,7 @@ def test_an_edited_copy_runs_once_and_prints_nothing(tmp_path, capsys):
     log = tmp_path / "log"
     noted = f"open({str(log)!r}, 'a').write('x')\nprint('loading')\n"
     copy = launching.edited(tmp_path / "mine", ("PRESETS: dict", f"{noted}PRESETS: dict"))
-    job = Request(entry_point=copy, preset="cpu")
+    job = Request(instance="local", entry_point=copy, preset="cpu")
     job.config(1)
     job.model_copy(update={"preset": None}).explicit_hyperparameters()
     assert log.read_text() == "x"

@@ -46,6 +46,19 @@ def test_a_launch_names_the_job_and_stores_its_source(cloud, s3, submit):
     assert {n: sent[n] for n in sent if "/" not in n} == Source.packaged().files
 
 
+def test_the_suggested_launch_has_a_ceiling_and_works(cloud, cli, text_file):
+    line = cli("upload-data", str(text_file)).err.splitlines()[-1]
+    words = line.removeprefix("next: sm-nanogpt ").split()
+    assert "--max-cost" in words
+    assert cli(*words).good.out.strip() in cloud.sagemaker.jobs
+
+
+def test_a_launch_without_an_instance_spends_nothing(cloud, cli, text_file):
+    assert cli("launch", "--data", str(text_file)).failed(2, "--instance local", "--instance ml.")
+    assert cli("launch", "--sweep", "n_layer=1,2").failed(2, "--instance local", "--instance ml.")
+    assert not cloud.sagemaker.jobs
+
+
 def test_suggested_commands_repeat_the_region(cloud, cli, text_file, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     ran = cli("--region", "us-east-1", "upload-data", str(text_file))

@@ -334,6 +334,6 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
     assert ran.error.endswith("; jobs on SageMaker are not listed")
     for words, fact in (
         (("status", "nope"), "no region: set --region"),
-        (("launch",), "no region: `sm-nanogpt launch --instance local` "),
+        (("launch", "--instance", "ml.g5.xlarge"), "no region: set --region"),
     ):
         assert cli(*words).failed(2, fact)

@@ -204,7 +204,7 @@ tags = {team = "a", cost-center = "7"}
     request = dry(*own.split(), "--tag", "team=b")
     other = {"Subnets": ["subnet-2"], "SecurityGroupIds": ["sg-2"]}
     assert facts(request) == (other, False, False, {"team": "b", "cost-center": "7"})
-    local = prepare(Request(data=str(text_file)), load_settings(), "a-job").job
+    local = prepare(Request(instance="local", data=str(text_file)), load_settings(), "a-job").job
     assert not local.network_isolation
     monkeypatch.setenv("SM_NANOGPT_SUBNETS", '["subnet-3"]')
     assert dry()["VpcConfig"]["Subnets"] == ["subnet-3"]

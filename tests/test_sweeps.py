@@ -57,7 +57,7 @@ class Fake:
         self.jobs[job_id] = described(job_id, "Stopping")
 
     def job(self, job_id: str) -> Request:
-        return Request()
+        return Request(instance="local")
 
     def places(self, job_id: str) -> list[str]:
         return [f"file:///{job_id}"]
@@ -204,12 +204,14 @@ def recorded(home):
 
     def write(*members: dict[str, Any], **job: Any) -> Path:
         settings = Settings(home=home)
-        sweep = Sweep(job=Request(**job), members=[*members] or [{}], parallel=1)
+        sweep = Sweep(
+            job=Request(**{"instance": "local", **job}), members=[*members] or [{}], parallel=1
+        )
         sweeps.write_record(GROUP, sweep, settings)
         read = sweeps.read_record(GROUP, settings)
         assert read is not None
         assert read == sweep
-        assert read.job.model_fields_set == job.keys()
+        assert read.job.model_fields_set == {"instance", *job}
         return sweeps.record_of(GROUP, settings)
 
     return write

@@ -43,7 +43,11 @@ def benchmark(args: Namespace, scratch: Path) -> Report:
 
     def job(processes: int, **more: Any) -> Request:
         return Request(
-            processes_per_instance=processes, data=str(args.text), hyperparameters=values, **more
+            instance="local",
+            processes_per_instance=processes,
+            data=str(args.text),
+            hyperparameters=values,
+            **more,
         )
 
     curves: dict[str, Curve] = {}

@@ -104,7 +104,7 @@ def cli(context: click.Context, debug: bool, **settings: str | None) -> None:
     \b
     Example:
       sm-nanogpt upload-data input.txt
-      sm-nanogpt launch                   (on SageMaker; here with --instance local)
+      sm-nanogpt launch --instance local  (or ml.g5.12xlarge, for example, on SageMaker)
       sm-nanogpt fetch-and-sample JOB-ID
 
     For JOB-ID, give a full id, a unique start or end of one, or `latest`.

@@ -59,7 +59,7 @@ class LaunchCommand(Command):
     "--instance",
     metavar="TYPE[,TYPE...]",
     help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
-    " on the first with free capacity (default: ml.g5.12xlarge; with --resume, as before).",
+    " on the first with free capacity (with --resume, as before if left out).",
 )
 @click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
 @click.option(
@@ -238,7 +238,6 @@ def launch_command(
       sm-nanogpt launch --instance local --sweep learning_rate=0.01,0.02 --seeds 2
     """
     import launcher.cli.sweep as sweeping
-    from launcher.aws import aws_session
     from launcher.files.documents import read_toml
     from launcher.job import Request
     from launcher.launching.launch import naming, new_job_id, prepare
@@ -247,14 +246,7 @@ def launch_command(
     from_file = read_toml(Path(config_file)) if config_file else {}
     given = {name: value for name, value in fields.items() if value not in (None, (), {})}
     settings = settings_of(context)
-    if "resume" not in given:
-        if "instance" not in given and not aws_session(settings).region_name:
-            raise InputError(
-                "no region: `sm-nanogpt launch --instance local` trains on this"
-                " machine; for SageMaker, set --region, SM_NANOGPT_REGION or AWS_REGION"
-            )
-        given.setdefault("instance", "ml.g5.12xlarge")
-    elif record_of(given["resume"], settings).exists():
+    if "resume" in given and record_of(given["resume"], settings).exists():
         others = {"set": assignments, "config": config_file, "sweep": sweep, "dry-run": dry_run}
         others |= {
             "seeds": seeds > 1,

@@ -89,7 +89,10 @@ def upload_data_command(
         print_json(upload)
     else:
         click.echo(upload.uri)
-    near = upload.uri.startswith("file:")
+    where = "local"
+    if not upload.uri.startswith("file:"):  # the cheapest first job; `quick` cuts conversations
+        quick = "" if upload.chats else " --preset quick"
+        where = f"ml.m5.xlarge{quick} --max-cost 0.20"
     of_a_job = tokenizer and tokenizer != "bpe" and not path_of(tokenizer).exists()
     base = f" --init-from {tokenizer}" if upload.chats and of_a_job else ""
-    note(f"next: sm-nanogpt launch{' --instance local' * near}{base}")
+    note(f"next: sm-nanogpt launch --instance {where}{base}")

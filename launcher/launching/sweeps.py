@@ -196,7 +196,7 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
         raise failure
     if word == "latest":
         if not groups:
-            begin = "`sm-nanogpt launch --sweep` starts one"
+            begin = "`sm-nanogpt launch --instance local --sweep ...` starts one"
             raise InputError(f"there are no sweeps yet{not_asked(settings)}; {begin}")
         part = groups[0]
     matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
