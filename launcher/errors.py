@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 # Pydantic's words, and ours.
 WORDS = {
@@ -22,18 +21,6 @@ class InputError(Exception):
 
 class ServiceError(Exception):
     """A job, a store or a service failed: exit code 1. The text says what to do next."""
-
-
-@contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Raise InputError with the command that installs an optional package, if it is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise InputError(  # -e keeps a clone that was installed so
-            f"the package {error.name} is missing; in the clone of sm-nanogpt, run"
-            f" pip install -c constraints.txt -e '.[{name}]'"
-        ) from None
 
 
 def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> str:

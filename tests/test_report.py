@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,10 +194,7 @@ def test_only_a_regular_file_is_replaced(job, cli, tmp_path, kind):
     assert Path("pipe").is_fifo()
 
 
-def test_a_report_needs_a_curve_and_its_packages(job, cli, monkeypatch):
+def test_a_report_needs_a_curve(job, cli):
     (job.directory / "hosts/algo-1/checkpoints/metrics-00000001.jsonl").unlink()
     ran = cli("report", job.job_id)
     assert (ran.code, ran.error) == (1, f"job {job.job_id} has no curve yet; it is Completed")
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    ran = cli("report", job.job_id)
-    assert (ran.code, ran.error.endswith("'.[report]'")) == (2, True)

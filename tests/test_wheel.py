@@ -42,11 +42,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path, environment):
 
 def test_each_import_of_the_product_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = [
-        each
-        for name in ("report", "tensorboard")
-        for each in project["optional-dependencies"][name]
-    ]
+    optional = project["optional-dependencies"]["tensorboard"]
     declared = {Requirement(each).name for each in [*project["dependencies"], *optional]}
     own = {"entry_point", "launcher", "backports", "compression"}
     brought = {"botocore": "boto3", "pydantic_core": "pydantic", "jinja2": "altair"}

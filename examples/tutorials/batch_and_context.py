@@ -5,7 +5,7 @@ Example:
 
 Each row is a run of train.py with one change to the first row. Sequences per second are what the
 throughput tutorial calls QPS; tokens per second are those times block_size. --heat-map draws batch
-size against context; it needs `pip install -c constraints.txt -e '.[report]'`.
+size against context.
 """
 
 from __future__ import annotations

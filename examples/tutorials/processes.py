@@ -6,8 +6,7 @@ Example:
 Each row is a job of the launcher on this machine, trained by DistributedDataParallel on the same
 global batches. The table shows how far each loss curve is from that of one process, the time, and
 the efficiency: the speed over that of one process, by the number of processes (more processes than
-cores cannot gain). The last row is stopped in the middle and resumed. --plot draws the curves; it
-needs `pip install -c constraints.txt -e '.[report]'`.
+cores cannot gain). The last row is stopped in the middle and resumed. --plot draws the curves.
 """
 
 from __future__ import annotations

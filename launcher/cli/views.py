@@ -51,10 +51,9 @@ def report_command(
     from launcher.files.storage import write_text
     from launcher.launching.sweeps import find_sweep
     from launcher.tracking import metrics
-    from launcher.views.page import check_packages, page
+    from launcher.views.page import page
     from launcher.views.report import compare, read_runs
 
-    check_packages()
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")

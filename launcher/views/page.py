@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.curve import Row
-from launcher.errors import extra
 from launcher.sagemaker.cost import usd
 from launcher.tracking import reason_of
 from launcher.views.report import Report, plain
@@ -50,13 +49,6 @@ DARK = {
     "accent": "#6cb9ee",
 }
 FONT = "system-ui, 'Helvetica Neue', Helvetica, Arial, sans-serif"
-
-
-def check_packages() -> None:
-    """Raise InputError if the packages of this extra are missing."""
-    with extra("report"):
-        import altair  # noqa: F401
-        import vl_convert  # noqa: F401
 
 
 def thinned(rows: Sequence[Row], most: int) -> Sequence[Row]:
