@@ -14,9 +14,8 @@ defaults (environment, then config file) are not wanted. What the caller got wro
 out (image, price, text) is logged at level INFO below the logger `launcher`, so
 `logging.basicConfig(level=logging.INFO)` shows it.
 
-Names are imported when they are first used, so importing this package costs nothing.
-Importing it raises ImportError where another project's `entry_point` or `infra` would be taken for
-the one of this project.
+Names are imported when they are first used, so importing this package costs nothing. Importing it
+raises ImportError where another package `entry_point` hides that of this project.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-for _name in ("entry_point", "infra"):  # names that other projects may have too
-    _spec = find_spec(_name)
-    _places = list(_spec.submodule_search_locations or []) if _spec else []
-    if str(Path(__file__).parents[1] / _name) not in _places:
-        raise ImportError(
-            f"package {_name} is {_places[0] if _places else 'missing'}, not that of sm-nanogpt;"
-            " install sm-nanogpt into an environment of its own"
-        )
+_own = str(Path(__file__).parents[1] / "entry_point")
+_spec = find_spec("entry_point")  # a name that another project, or a copied folder, may have too
+_found = (_spec.submodule_search_locations or [_spec.origin])[0] if _spec else _own
+if _found != _own:
+    raise ImportError(
+        f"package entry_point is {_found}, which hides {_own}: rename it, or start Python elsewhere"
+    )
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

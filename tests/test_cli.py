@@ -431,13 +431,14 @@ def test_a_shell_completes_commands_and_values(words, completed, home, monkeypat
     assert capsys.readouterr().out.splitlines() == completed
 
 
-def test_another_entry_point_package_is_refused(home):
-    (home.parent / "entry_point").mkdir()
-    (home.parent / "entry_point/__init__.py").touch()
+@pytest.mark.parametrize(("name", "code"), [("infra", 0), ("entry_point", 1)])
+def test_only_a_package_that_hides_the_training_folder_is_refused(home, name, code):
+    package = home.parent / name
+    package.mkdir()
+    (package / "__init__.py").touch()
     words = [sys.executable, "-c", "import launcher"]
     done = subprocess.run(words, cwd=home.parent, capture_output=True, text=True)
-    expected = f"package entry_point is {home.parent}/entry_point, not that of sm-nanogpt"
-    assert expected in done.stderr.splitlines()[-1]
+    assert (done.returncode, str(package) in done.stderr) == (code, code == 1)
 
 
 def test_every_public_name_exists_and_has_a_docstring():
