@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_a_day_goes_on_only_where_it_began(begin, monkeypatch):
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     with pytest.raises(SystemExit, match="eu-west-1"):
         begin(never)
+
+
+@pytest.mark.parametrize("damage", ['{"pla', "[]", "{}"])
+def test_a_day_whose_state_is_damaged_is_cleaned_up(begin, commands, tmp_path, damage):
+    begin(deploys, launches)
+    (tmp_path / "day/state.json").write_text(damage)
+    with pytest.raises(SystemExit, match=r"state\.json is damaged"):
+        begin(launches, never)
+    commands.clear()
+    code, state = begin(STEPS[-1].run)  # as of `first_day.py 16`
+    assert (code, list(state["jobs"])) == (0, [JOB])
+    assert commands[:2] == ["stop", "status"]
+
+
+def test_an_unknown_profile_is_one_line(begin, monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(SystemExit, match=r"error: .*nobody"):
+        begin(never)
+
+
+def test_without_a_terminal_it_asks_for_consent_by_option(cloud, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(SystemExit, match="--yes"):
+        first_day.main(["--emulator", "--directory", str(tmp_path)])
 
 
 def test_a_day_whose_stack_failed_is_cleaned_up(begin):

@@ -69,6 +69,14 @@ def execute(words: tuple[str, ...], environment: Mapping[str, str]) -> tuple[int
     return done.returncode, done.stdout, done.stderr
 
 
+def read_state(file: Path) -> dict[str, Any]:
+    """What earlier runs kept. Raises ValueError if the file is damaged."""
+    state = json.loads(file.read_bytes())
+    if not isinstance(state, dict) or {"place", "passed", "jobs"} - state.keys():
+        raise ValueError("it lacks a place, passed steps or jobs")
+    return state
+
+
 class Day:
     """What the steps share: commands, clients, checks, and what is kept in DIRECTORY."""
 
@@ -80,10 +88,10 @@ class Day:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.poll = 0.3 if emulator else 5.0
         self.number = -1  # of the step that runs
-        self.session = boto3.Session(region_name=os.environ.get("AWS_REGION"))
-        if not self.session.region_name:
-            raise SystemExit("error: set AWS_REGION")
         try:
+            self.session = boto3.Session(region_name=os.environ.get("AWS_REGION"))
+            if not self.session.region_name:
+                raise SystemExit("error: set AWS_REGION")
             identity = self.client("sts").get_caller_identity()
         except (BotoCoreError, ClientError) as error:
             raise SystemExit(f"error: {error}") from None
@@ -91,8 +99,14 @@ class Day:
         self.file = self.directory / "state.json"
         place = f"account {self.account}, {self.session.region_name}"
         self.state: dict[str, Any] = {"place": place, "passed": {}, "jobs": {}}
+        self.damage = ""  # why the file could not be read
         if self.file.exists():
-            self.state = json.loads(self.file.read_text())
+            try:
+                self.state = read_state(self.file)
+            except ValueError as error:
+                self.damage = str(error)
+                if self.transcript.exists():
+                    self.add_jobs(self.transcript.read_text("utf-8", "replace"))
         if self.state["place"] != place:  # its jobs may run there
             raise SystemExit(f"error: {self.directory} is of {self.state['place']}, not {place}")
         ours = {name: v for name, v in os.environ.items() if not name.startswith("SM_NANOGPT_")}
@@ -108,11 +122,23 @@ class Day:
         return self.session.client(service)
 
     def save(self) -> None:
-        self.file.write_text(json.dumps(self.state, indent=1))
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.state, indent=1))
+        new.replace(self.file)
+
+    def add_jobs(self, said: str) -> None:
+        """Adds the jobs that commands named; a sweep is none."""
+        found = set(JOB_ID.findall(said))
+        for job_id in sorted(found - {job_id.rpartition("-")[0] for job_id in found}):
+            self.state["jobs"].setdefault(job_id, {"step": self.number})
+
+    @property
+    def transcript(self) -> Path:
+        return self.directory / "transcript.txt"
 
     def write(self, text: str) -> None:
         """Adds lines to the transcript, which does not tell the account."""
-        with (self.directory / "transcript.txt").open("a", encoding="utf-8") as file:
+        with self.transcript.open("a", encoding="utf-8") as file:
             print(text.rstrip("\n").replace(self.account, "ACCOUNT"), file=file)
 
     def say(self, text: str) -> None:
@@ -140,10 +166,7 @@ class Day:
         ended, out, err = execute(words, user or self.environment)
         self.write(f"{err}{out}[exit code {ended}, {time.strftime('%H:%M:%S')}]")
         if words[0] == "launch":
-            found = set(JOB_ID.findall(out + err))
-            sweeps = {job_id.rpartition("-")[0] for job_id in found}
-            for job_id in sorted(found - sweeps):
-                self.state["jobs"].setdefault(job_id, {"step": self.number})
+            self.add_jobs(out + err)
             self.save()
         if code not in (None, ended):
             said = (err.strip().splitlines() or ["nothing"])[-1]
@@ -622,8 +645,11 @@ def nothing_left(day: Day) -> None:
     if jobs := [job_id for job_id in day.state["jobs"] if day.describe(job_id)]:
         day.sm("delete", "--yes", *jobs)
     remove_user(day)
+    # Without a stack in the state, step 0 failed, or the state was lost.
+    if "stack" not in day.state and (shown := day.sm("infra", "show", "--json", code=None)):
+        day.state["stack"] = json.loads(shown)
     day.sm("infra", "destroy", "--yes")
-    bucket = key = ""  # if step 0 failed
+    bucket = key = ""
     if "stack" in day.state:
         bucket, key = day.bucket, (day.state["stack"]["kms_key"] or "").rpartition("/")[2]
     s3, kms, logs = day.client("s3"), day.client("kms"), day.client("logs")
@@ -700,6 +726,13 @@ def summary(day: Day) -> None:
     day.say(f"{day.spent():.2f} USD in all, of {BUDGET:.0f}")
 
 
+def agreed(question: str) -> bool:
+    try:
+        return input(question).lower() == "y"
+    except EOFError:
+        raise SystemExit("error: there is no terminal to ask in: agree with --yes") from None
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help="3 or 5-8 (default: all)")
@@ -713,8 +746,14 @@ def main(words: list[str] | None = None) -> int:
         raise SystemExit("error: --emulator and AWS_ENDPOINT_URL go together")
     numbers = chosen(given.steps)
     day = Day(given.directory, given.emulator, given.deploy, given.text)
+    cleaning = len(STEPS) - 1
+    if day.damage and numbers != [cleaning]:
+        raise SystemExit(
+            f"error: {day.file} is damaged ({day.damage}): clean up with `first_day.py {cleaning}`,"
+            " which takes the jobs from the transcript"
+        )
     place = f"account {day.account} ({day.who}), {day.session.region_name}"
-    if not given.yes and input(f"Spend up to {BUDGET:.0f} USD in {place}? [y/N] ").lower() != "y":
+    if not given.yes and not agreed(f"Spend up to {BUDGET:.0f} USD in {place}? [y/N] "):
         return 1
     day.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} in {day.session.region_name}")
     try:
@@ -723,7 +762,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     except (Surprise, BotoCoreError, ClientError) as error:
         day.say(f"SURPRISE in step {day.number}: {error}")
-        day.say(f"send us {day.directory / 'transcript.txt'}; step {len(STEPS) - 1} cleans up")
+        day.say(f"send us {day.transcript}; step {cleaning} cleans up")
         return 1
     finally:
         day.stop_all()
