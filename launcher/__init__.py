@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 _own = str(Path(__file__).parents[1] / "entry_point")
 _spec = find_spec("entry_point")  # a name that another project, or a copied folder, may have too
-_found = (_spec.submodule_search_locations or [_spec.origin])[0] if _spec else _own
+_found = (_spec.submodule_search_locations or [str(_spec.origin)])[0] if _spec else _own
 if _found != _own:
     raise ImportError(
         f"package entry_point is {_found}, which hides {_own}: rename it, or start Python elsewhere"

@@ -85,10 +85,12 @@ class Backend(Protocol):
     def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
         """The rows of a job's training curve so far, and where they were read."""
 
-    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+    def logs(
+        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
+    ) -> Iterator[str]:
         """Yield the lines that the script printed; with follow, until the job ends.
 
-        raw includes the lines of the SageMaker toolkit.
+        raw includes the lines of the SageMaker toolkit. With tail, only so many of the last.
         """
 
 
@@ -253,18 +255,25 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
 
 
 def logs(
-    job_id: str, follow: bool = False, settings: Settings | None = None, raw: bool = False
+    job_id: str,
+    follow: bool = False,
+    settings: Settings | None = None,
+    raw: bool = False,
+    tail: int | None = None,
 ) -> Iterator[str]:
     """Yield the lines that a job's training script printed.
 
     With follow, wait for new lines until the job ends, also through a network outage. With raw,
-    include the lines of the SageMaker toolkit.
+    include the lines of the SageMaker toolkit. With tail, yield only so many of the last lines.
 
     Raises:
+        InputError: tail and follow are both given.
         ServiceError: there is no such job.
     """
+    if follow and tail is not None:
+        raise InputError("--tail and --follow cannot be combined")
     backend, _ = find(job_id, settings or load_settings())
-    return backend.logs(job_id, follow, raw)
+    return backend.logs(job_id, follow, raw, tail)
 
 
 def metrics(job_id: str, settings: Settings | None = None, with_samples: bool = False) -> Curve:

@@ -16,6 +16,7 @@ import pytest
 from access import ACCOUNT
 
 from launcher import JobDescription, jobs
+from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.description import describe_job, is_our_job
@@ -347,7 +348,6 @@ def test_logs_of_all_hosts_are_merged_by_time_until_the_end(cli, launch):
         own = [line for line in said if line.startswith(host)]
         assert [line for line in told if line.startswith(host)] == own
     assert cli("logs", job_id, "--raw").out.splitlines() == said
-    assert cli("logs", job_id, "--raw", "--tail", "3").out.splitlines() == said[-3:]
 
 
 CHATTER = "2026-11-23 05:54:51,090 sagemaker-training-toolkit "
@@ -385,6 +385,40 @@ def test_logs_find_the_lines_of_each_start_under_torchrun():
         lines += [(one, f"{CHATTER}INFO     Done")]
     warned = "algo-2: a warning"
     assert list(script_lines(lines)) == ["step=17/20", warned, "step=18/20", warned]
+
+
+def log_of(tags: list[str], steps: int) -> list[tuple[float, str, str]]:
+    """The log of two hosts: time, host, line. There is a tag for each host that runs the script."""
+    first = [f"{CHATTER}INFO     Imported framework", *ENVIRONMENT, ""]
+    lines = [(f"algo-{1 + i}", line) for line in first for i in range(len(tags))]
+    at = [i % len(tags) for i in range(steps)]
+    lines += [(f"algo-{1 + each}", f"{tags[each]}step={i}") for i, each in enumerate(at)]
+    lines += [("algo-1", f"{CHATTER}ERROR    Reporting training FAILURE"), ("algo-2", "ended")]
+    return [(i / 100 - 10, host, line) for i, (host, line) in enumerate(lines)]
+
+
+@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
+def test_the_tail_of_a_log_is_the_end_of_all_its_lines(cloud, cli, launch, tags):
+    job_id = launch("--instance-count", "2", log=log_of(tags, 10))
+    for raw in ((), ("--raw",)):
+        lines = cli("logs", job_id, *raw).good.out.splitlines()
+        assert len(lines) > 10
+        for tail in (0, 1, 4, 9, 11, 99):
+            ran = cli("logs", job_id, *raw, "--tail", str(tail)).good
+            assert ran.out.splitlines() == lines[len(lines) - min(tail, len(lines)) :]
+
+
+@pytest.mark.parametrize("tags", [["", ""], [TAGGED]], ids=["torchrun", "mpirun"])
+def test_the_end_of_a_long_log_is_not_read_from_its_head(cloud, cli, launch, tags):
+    job_id = launch("--instance-count", "2", log=log_of(tags, 300), reason="it broke")
+    cli("wait", job_id)
+    checkpoints = cloud.sagemaker.jobs[job_id].request["CheckpointConfig"]["S3Uri"]
+    storage.write_bytes(f"{checkpoints}metrics-00000001.jsonl", b'{"step": 1}\n')
+    for words in (("logs", job_id, "--tail", "3"), ("status", job_id)):
+        cloud.calls.clear()
+        assert "step=299" in cli(*words).good.out
+        asked = [operation for operation, _ in cloud.calls if operation == "GetLogEvents"]
+        assert len(asked) < 40  # of a hundred pages
 
 
 def test_ctrl_c_leaves_a_job_on_sagemaker_running(cloud, submit, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -188,7 +187,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         note(f"no curve: {trouble}")
     if not d.is_running:
         note(next_step(d))
-    last = deque(logs(job_id, settings=settings), maxlen=10) if d.status == "Failed" else ()
+    last = list(logs(job_id, settings=settings, tail=10)) if d.status == "Failed" else ()
     if last:
         click.echo("last lines of its log:")
     for line in last:
@@ -289,14 +288,12 @@ def logs_command(
     """
     from launcher.tracking import describe, logs
 
-    if follow and tail is not None:
-        raise InputError("--tail and --follow cannot be combined")
     settings, silent = settings_of(context), tail != 0
     try:
-        lines = logs(job_id, follow, settings, raw=raw)
+        lines = logs(job_id, follow, settings, raw, tail)
         if follow:
             lines = following(lines, job_id, settings)
-        for line in lines if tail is None else deque(lines, maxlen=tail):
+        for line in lines:
             click.echo(line)
             silent = False
     except KeyboardInterrupt:

@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -258,7 +259,13 @@ class LocalBackend:
         with storage.reported(str(path)):
             return rows_of_file(tail(path, LARGEST_CURVE), path), str(path)
 
-    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
+    def logs(
+        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
+    ) -> Iterator[str]:
+        lines = self.all_lines(job_id, follow)
+        return lines if tail is None else iter(deque(lines, maxlen=tail))
+
+    def all_lines(self, job_id: str, follow: bool) -> Iterator[str]:
         path = self.jobs_dir / job_id / "logs" / "job.log"
         position, pending = 0, b""
         while True:

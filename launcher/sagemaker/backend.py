@@ -55,7 +55,7 @@ from launcher.machines import (
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.description import describe_job, is_our_job
-from launcher.sagemaker.logs import LOG_GROUP, Event, new_events, script_lines
+from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
     Plan,
     check_checkpoints,
@@ -384,11 +384,12 @@ class SageMakerBackend:
         with service_errors("DeleteTrainingJob"):
             self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
 
-    def logs(self, job_id: str, follow: bool, raw: bool = False) -> Iterator[str]:
-        lines = self.stream_lines(job_id, follow)
-        if not raw:
-            return script_lines(lines)
-        return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
+    def logs(
+        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
+    ) -> Iterator[str]:
+        if tail is not None:
+            return iter(last_lines(self.client("logs"), job_id, tail, raw))
+        return lines_of(self.stream_lines(job_id, follow), raw)
 
     def stream_lines(self, job_id: str, follow: bool) -> Iterator[tuple[str, str]]:
         """The CloudWatch events of all hosts in order of time; with follow, until the job ends.

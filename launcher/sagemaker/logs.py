@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from launcher.aws import Missing, service_errors
@@ -18,13 +19,23 @@ START = "Invoking script with the following command:"  # the command is on the n
 NOISE = "ERROR: ld.so: object '/libchangehostname.so' "
 
 
-def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+def lines_of(
+    lines: Iterable[tuple[str, str]], raw: bool, running: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield the lines of the script, or with raw every line after its host's name."""
+    if raw:
+        return (f"{stream.rpartition('-')[0]}: {line}" for stream, line in lines)
+    return script_lines(lines, running)
+
+
+def script_lines(lines: Iterable[tuple[str, str]], running: Collection[str] = ()) -> Iterator[str]:
     """Yield the lines of the script, and errors of the toolkit, from pairs (stream, line).
 
-    A stream is HOST-TIME: each start of a spot job has streams of its own. Lines of hosts other
-    than the first start with the host's name.
+    A stream is HOST-TIME: each start of a spot job has streams of its own. In those named by
+    `running` the script has started before the first line. Lines of hosts other than the first
+    start with the host's name.
     """
-    started, at_command = set[str](), set[str]()
+    started, at_command = set(running), set[str]()
     for stream, line in lines:
         host = stream.rpartition("-")[0]
         if tagged := TAGGED.match(line):
@@ -45,29 +56,75 @@ def script_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
             yield line if host == "algo-1" else f"{host}: {line}"
 
 
-def new_events(client: Any, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
-    """Yield each event since `seen`, which is updated. client is one of CloudWatch Logs."""
+def streams_of(client: Any, job_id: str) -> list[str]:
+    """The names of a job's streams. client is one of CloudWatch Logs, here and below."""
     try:
         with service_errors("DescribeLogStreams"):
             pages = client.get_paginator("describe_log_streams").paginate(
                 logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job_id}/"
             )
-            streams = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
     except Missing:  # the account has no logs yet
-        return
-    for stream in streams:
-        while True:
-            token = {"nextToken": seen[stream]} if stream in seen else {}
-            with service_errors("GetLogEvents"):
-                page = client.get_log_events(
-                    logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **token
-                )
-                events, following = page["events"], page["nextForwardToken"]
-            for event in events:
-                message = event["message"].rstrip("\n")
-                yield event["timestamp"], stream.removeprefix(f"{job_id}/"), message
-            # At its end, a stream returns the token of the request.
-            finished = seen.get(stream) == following
-            seen[stream] = following
-            if finished:
-                break
+        return []
+
+
+def pages_of(
+    client: Any, stream: str, token: str | None = None, backward: bool = False
+) -> Iterator[tuple[list[Event], str]]:
+    """Yield the pages after a token, or from one end of a stream to the other, each with the token
+    of the next. A page is in order of time, and may be empty before the last."""
+    direction = "nextBackwardToken" if backward else "nextForwardToken"
+    while True:
+        given = {"nextToken": token} if token else {}
+        with service_errors("GetLogEvents"):
+            page = client.get_log_events(
+                logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=not backward, **given
+            )
+            name, following = stream.partition("/")[2], page[direction]
+            events = [(e["timestamp"], name, e["message"].rstrip("\n")) for e in page["events"]]
+        yield events, following
+        if following == token:  # where a stream ends, it returns the token of the request
+            return
+        token = following
+
+
+def new_events(client: Any, job_id: str, seen: dict[str, str]) -> Iterator[Event]:
+    """Yield each event since `seen`, which is updated."""
+    for stream in streams_of(client, job_id):
+        for events, token in pages_of(client, stream, seen.get(stream)):
+            yield from events
+            seen[stream] = token
+
+
+def last_events(client: Any, stream: str, count: int, raw: bool) -> tuple[list[Event], bool]:
+    """The last events of a stream, which make `count` lines if it has so many, and whether the
+    script started before them."""
+
+    def starts(events: Iterable[Event]) -> bool:
+        return any(message.startswith(START) for _, _, message in events)
+
+    ever = not raw and any(starts(page) for page, _ in pages_of(client, stream))
+    events: list[Event] = []
+    before = False
+    for page, _ in pages_of(client, stream, backward=True):
+        events = [*page, *events]
+        before = ever and not starts(events)
+        pairs = [(name, message) for _, name, message in events]
+        running = {pairs[0][0]} if before and pairs else ()
+        # The first two may be the command, which follows START.
+        if len(list(lines_of(pairs, raw, running))) >= count + 2:
+            break
+    return events, before
+
+
+def last_lines(client: Any, job_id: str, count: int, raw: bool) -> list[str]:
+    """The last lines of a job, of all streams in order of time. Each is read from its end."""
+    events: list[Event] = []
+    running = set[str]()
+    for stream in streams_of(client, job_id):
+        own, before = last_events(client, stream, count, raw)
+        events += own
+        running |= {name for _, name, _ in own if before}
+    events.sort(key=lambda event: event[0])
+    lines = [(name, message) for _, name, message in events]
+    return list(deque(lines_of(lines, raw, running), maxlen=count))

@@ -30,6 +30,7 @@ import boto3
 from access import ACCOUNT, Access, Principal, Refusal, accesses, principal_of
 from cloudformation_service import repaired
 from money_service import MoneyService
+from moto.logs.models import logs_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from policies import allowed
 from sagemaker_service import SageMaker
@@ -93,6 +94,8 @@ class Emulator:
                 return answer(start_response, 200, "application/x-amz-json-1.1", value)
         except Refusal as refusal:
             return refused(start_response, service, environ, refusal)
+        if operation == "GetLogEvents" and "nextToken" not in body and (page := empty_page(body)):
+            return answer(start_response, 200, "application/x-amz-json-1.1", page)
         if operation in SMALL_PAGES and "limit" not in body:
             rewind(environ, {**body, "limit": SMALL_PAGES[operation]})
         return self.moto(environ, start_response)
@@ -117,6 +120,16 @@ class Emulator:
                     f" {access.action} action",
                     403,
                 )
+
+
+def empty_page(body: dict[str, Any]) -> dict[str, Any]:
+    """A page without events before the first of a stream: AWS may answer so at any time."""
+    group = logs_backends[ACCOUNT][REGION].groups.get(body["logGroupName"])
+    if not group or body["logStreamName"] not in group.streams:
+        return {}
+    count = len(group.streams[body["logStreamName"]].events)
+    tokens = {"nextForwardToken": "f/-1", "nextBackwardToken": f"b/{count:056d}"}
+    return {"events": [], **tokens}
 
 
 def auth(environ: dict[str, Any]) -> str:
