@@ -360,13 +360,14 @@ class Trainer:
             if self.is_main and self.step == first_step + 3:
                 group.synchronize()
                 self.log_duration((time.perf_counter() - first_started) / 3)
-            group.expect(math.inf)  # of evaluations and checkpoints
-            if self.step % config.log_interval == 0 or evaluates:
+            logs = evaluates or self.step % config.log_interval == 0
+            if logs or wanted:
                 group.synchronize()
+                group.expect(math.inf)  # evaluations and checkpoints may take any time
+            if logs:
                 self.log_metrics(evaluates, (time.perf_counter() - started) / steps_timed)
                 steps_timed, started = 0, time.perf_counter()
             if wanted or last:
-                group.synchronize()
                 before = time.perf_counter()
                 self.save_checkpoint()
                 started += time.perf_counter() - before

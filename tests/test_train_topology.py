@@ -491,6 +491,27 @@ def test_one_signal_ends_a_hung_run(text_file, tmp_path):
     assert end.last_line.startswith(f"TrainingError: rank 1 on {socket.gethostname()} ")
 
 
+def test_a_rank_that_waits_for_its_device_forever_is_named(text_file, tmp_path):
+    """After hang_seconds, or soon after a signal."""
+    begins = 'so that a clock may be read."""\n'
+    hangs = "        if self.rank == 1: print('hangs', flush=True), time.sleep(600)\n"
+    command = edited_folder(tmp_path / "train", (begins, begins + hangs))
+    with ExitStack() as stack:
+        left_alone, stopped = (
+            stack.enter_context(started(arguments, cwd=tmp_path, command=command))
+            for arguments in (
+                words(**{**ENDLESS, "hang_seconds": seconds}, data=text_file, processes=2)
+                for seconds in (5, 600)
+            )
+        )
+        wait_for_line(stopped, "hangs")
+        stopped.send_signal(signal.SIGTERM)
+        ends = [ended(stopped), ended(left_alone)]
+    assert [end.status for end in ends] == [128 + signal.SIGTERM, 1]
+    named = f"TrainingError: rank 1 on {socket.gethostname()} made no progress while "
+    assert all(end.last_line.startswith(named) for end in ends)
+
+
 def test_a_second_signal_ends_a_hung_run(text_file, tmp_path):
     with started(words(**ENDLESS, data=text_file, processes=2), cwd=tmp_path) as process:
         wait_for_line(process, "step=5/")
