@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .config import Config
 from .container import Container, Ranks, choose_device
-from .errors import TrainingError, failure_report, report_failure
+from .errors import ConfigError, TrainingError, failure_report, report_failure
 
 
 def whole_number(env: Mapping[str, str], name: str, default: str = "") -> int:
@@ -181,6 +181,7 @@ class Group:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_world_size = ranks.local_world_size
         self.device = device
+        self.host = container.current_host if container.inside else socket.gethostname()
         self.objects = 0  # how many broadcast has sent
         self.watchdog: Watchdog | None = None
         if ranks.world_size == 1:
@@ -195,11 +196,10 @@ class Group:
         port = whole_number(os.environ, "MASTER_PORT", "7777")
         # torchrun and start_ranks serve the store; else rank 0 does.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host = container.current_host if container.inside else socket.gethostname()
         try:
             store = connect(address, port, serve=ranks.rank == 0 and not served)
             self.store = store
-            wait_for_all(store, ranks, host)
+            wait_for_all(store, ranks, self.host)
             store.set_timeout(LONGEST_WAIT + timedelta(minutes=5))
             cuda = device.type == "cuda"
             dist.init_process_group(
@@ -222,7 +222,9 @@ class Group:
                 " network interface to use)"
             ) from None
         server = "the launcher of rank 0" if served else f"rank 0 on {first_host}"
-        self.watchdog = Watchdog(store, ranks.rank, ranks.world_size, host, hang_seconds, server)
+        self.watchdog = Watchdog(
+            store, ranks.rank, ranks.world_size, self.host, hang_seconds, server
+        )
 
     def heartbeat(self) -> None:
         """Every rank calls it at the same points, before it waits for others."""
@@ -240,6 +242,12 @@ class Group:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def gather(self, value: Tensor) -> list[int]:
+        """The scalar of each rank, by rank."""
+        values = torch.zeros(self.world_size, dtype=value.dtype, device=self.device)
+        values[self.rank] = value
+        return self.sum_(values).tolist()
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites each tensor with rank 0's."""
@@ -259,6 +267,15 @@ class Group:
             self.store.set(key, json.dumps(value))
             return value
         return json.loads(self.store.get(key))
+
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """Raises ConfigError, which names the value, unless it is the same on rank 0."""
+        for name, first in self.broadcast(values).items():
+            if values[name] != first:
+                raise ConfigError(
+                    f"{name} is {values[name]!r} on rank {self.rank} ({self.host}) and {first!r} on"
+                    " rank 0; use the same for all ranks"
+                )
 
     def async_all_reduce_max(self, value: int) -> Callable[[], int]:
         """Starts to find the largest value (0 to 255) of any rank; call the result for the answer.

@@ -86,6 +86,8 @@ class Trainer:
         self.steps_summed = 0
 
         dtype = choose_precision(config, device)
+        how = {"script_sha256": huggingface.SCRIPT_SHA256, **dataclasses.asdict(config)}
+        group.check_same({**how, "precision": str(dtype).removeprefix("torch.")})
         if config.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         self.model = GPT(config, len(corpus.tokenizer), dtype).to(device)
@@ -177,12 +179,14 @@ class Trainer:
         """Every rank calls it at the same step, and rank 0 writes.
 
         Raises:
-            TrainingError: the loss or the weights are not finite, so nothing is written.
+            TrainingError: the loss or the weights are not finite, or the ranks have other weights;
+                nothing is written.
         """
         loss_sum = float(self.group.sum_(self.loss_sum.clone()))
         self.check_loss(loss_sum)
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
         self.check_finite(finite, "the weights are")
+        self.check_replicas()
         if self.is_main:
             best = {f"best.{name}": t for name, t in self.best.items()}
             self.checkpoints.save({**self.tensors(), **best}, self.state(loss_sum))
@@ -435,13 +439,30 @@ class Trainer:
         """Raises TrainingError, which names the checkpoint that is kept, unless it is."""
         if finite:
             return
-        kept = f"the checkpoint of step {self.kept_step} is kept"
-        if self.kept_step is None:
-            kept = "there is no checkpoint yet"
         wider = " or precision=float32" * self.scaler.is_enabled()
         raise TrainingError(
-            f"{what} not finite at step {self.step}; {kept}; try a smaller learning_rate{wider}"
+            f"{what} not finite at step {self.step}; {self.kept()}; try a smaller"
+            f" learning_rate{wider}"
         )
+
+    def check_replicas(self) -> None:
+        """Raises TrainingError unless the weights of all ranks have the same bits."""
+        if self.group.world_size == 1:
+            return
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        weights = (p.detach() for p in self.model.parameters())
+        bit_sum = torch.stack([p.view(bits[p.itemsize]).sum() for p in weights]).sum()
+        sums = self.group.gather(bit_sum)
+        if unlike := [f"rank {rank}" for rank, other in enumerate(sums) if other != sums[0]]:
+            raise TrainingError(
+                f"at step {self.step} the weights of {', '.join(unlike)} are not those of rank 0;"
+                f" {self.kept()}; unlike hosts may round differently, so use hosts of one kind"
+            )
+
+    def kept(self) -> str:
+        if self.kept_step is None:
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {self.kept_step} is kept"
 
     def log_sample(self, when: str, length: int) -> None:
         """Logs `length` tokens from the start of a document, or of a line, or an answer."""

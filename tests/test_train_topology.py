@@ -379,6 +379,28 @@ def test_hosts_with_different_text_are_refused(text, tmp_path):
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
+def test_ranks_that_would_train_apart_are_refused(text_file, tmp_path):
+    """An error of the user, before the first step, that names the value."""
+    fast = "return any(getattr(torch.cpu, test, lambda: False)() for test in tests)"
+    unlike = edited_folder(tmp_path / "train", (fast, 'return os.environ["RANK"] == "0"'))
+    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=unlike)
+    assert end.status == 2
+    said = r"ConfigError: precision is 'float32' on rank 1 \(.+\) and 'bfloat16' on rank 0; "
+    assert re.match(said, end.last_line)
+    assert "train_loss" not in end.output
+
+
+def test_replicas_whose_bits_differ_end_the_run(text_file, tmp_path):
+    step = "        self.steps_summed += 1\n"
+    drift = "        if self.group.rank == 1 and self.step == 7:\n"
+    drift += "            self.model.embed.weight.data[0, 0] += 1e-6\n"
+    command = edited_folder(tmp_path / "train", (step, step + drift))
+    end = run(words(**SMALL, data=text_file, processes=2), cwd=tmp_path, command=command)
+    assert end.status == 1
+    said = "TrainingError: at step 10 the weights of rank 1 are not those of rank 0; the checkpoint"
+    assert end.last_line.startswith(f"{said} of step 5 is kept; ")
+
+
 def test_unequal_hosts_without_names_form_one_group(tmp_path, text_file):
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     places = [(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)]
