@@ -259,6 +259,8 @@ class TrainingJob(Request):
     pytorch_version: str = DEFAULT_VERSION
     affordable_run: Annotated[int, Field(ge=60)] | None = None  # seconds, by the cost ceiling
     worst_cost: float | None = None  # USD; None: no known price
+    # USD of the jobs that this one resumes, when it was submitted; they may be deleted since.
+    earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -359,18 +361,25 @@ class JobDescription:
         return f"{self.status} ({self.secondary_status})"
 
     @property
-    def has_open_pool(self) -> bool:
-        """Whether the job has a warm pool whose billed seconds are not known yet."""
+    def may_have_pool(self) -> bool:
+        """Whether the job may have had a warm pool whose billed seconds are not known."""
         had_machines = bool(self.billable_seconds or self.started)
         asked = self.ended is not None and self.keep_alive is not None
         return had_machines and asked and self.warm_pool_seconds is None
+
+    def has_open_pool(self, now: float) -> bool:
+        """Whether the job may have a warm pool at `now`, in seconds since the epoch."""
+        return self.may_have_pool and now < (self.ended or 0) + (self.keep_alive or 0)
 
     def billed_seconds(self, now: float) -> float:
         """Billed seconds per instance, so far or in total; `now` is in seconds since the epoch.
 
         What SageMaker has not reported yet is estimated by the clock; a warm pool counts in full.
+        A job that failed by an error of AWS gets no pool, so SageMaker never reports one.
         """
-        warm = (self.keep_alive if self.has_open_pool else self.warm_pool_seconds) or 0
+        warm = self.warm_pool_seconds or 0
+        if self.may_have_pool and (self.status != "Failed" or self.has_open_pool(now)):
+            warm = self.keep_alive or 0
         if self.billable_seconds is not None:
             return self.billable_seconds + warm
         if self.started is None:

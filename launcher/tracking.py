@@ -186,18 +186,23 @@ def full_id(word: str, settings: Settings) -> str:
 
 
 def describe(job_id: str, settings: Settings | None = None) -> JobDescription:
-    """Describe a job. Raises ServiceError if there is no such job."""
-    return find(job_id, settings or load_settings())[1]
+    """Describe a job, with its cost. Raises ServiceError if there is no such job."""
+    settings = settings or load_settings()
+    return with_cost(find(job_id, settings)[1], settings)
 
 
 def jobs(settings: Settings | None = None) -> list[JobDescription]:
-    """All jobs, newest first. Warns if SageMaker or the record of a job cannot be read."""
-    found, unreadable, failure = list_jobs(settings or load_settings())
+    """All jobs with their costs, newest first.
+
+    Warns if SageMaker or the record of a job cannot be read.
+    """
+    settings = settings or load_settings()
+    found, unreadable, failure = list_jobs(settings)
     for job in unreadable:
         warnings.warn(f"job {job.job_id} is left out: {job.error}", stacklevel=2)
     if failure is not None:
         warnings.warn(f"not all jobs are listed: {failure}", stacklevel=2)
-    return found
+    return with_costs(found, settings)
 
 
 def list_jobs(
@@ -254,6 +259,10 @@ def with_costs(found: Sequence[JobDescription], settings: Settings) -> list[JobD
     return priced
 
 
+def with_cost(description: JobDescription, settings: Settings) -> JobDescription:
+    return with_costs([description], settings)[0]
+
+
 def logs(
     job_id: str,
     follow: bool = False,
@@ -302,11 +311,12 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
     Raises:
         ServiceError: there is no such job, or it has ended.
     """
-    backend, description = find(job_id, settings or load_settings())
+    settings = settings or load_settings()
+    backend, description = find(job_id, settings)
     if not description.is_running:
         raise ServiceError(f"job {job_id} has already ended: {description.status}")
     backend.stop(job_id)
-    return description
+    return with_cost(description, settings)
 
 
 def wait(
@@ -338,7 +348,7 @@ def wait(
                 f"job {job_id} was deleted before it ended; `sm-nanogpt jobs` lists the jobs"
             )
         description = now
-    return description
+    return with_cost(description, settings)
 
 
 def reason_of(description: JobDescription) -> str | None:
@@ -375,7 +385,9 @@ def places_of(job_id: str, settings: Settings) -> tuple[JobDescription, list[Pla
         raise ServiceError(
             f"job {job_id} is {description.status}; stop it first: `sm-nanogpt stop {job_id}`"
         )
-    if description.has_open_pool:  # AWS would refuse to delete the job, after its files are gone
+    if description.has_open_pool(
+        time.time()
+    ):  # AWS would refuse to delete the job, after its files are gone
         raise ServiceError(
             f"job {job_id} still has its warm pool, which ends up to {description.keep_alive} s"
             " after the job; delete the job then"

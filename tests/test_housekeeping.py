@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -127,4 +128,12 @@ def test_a_job_with_a_warm_pool_keeps_its_files(cloud, s3, cli, text_file):
     assert (ran.code, "warm pool" in ran.error) == (1, True)
     assert storage.list_files(f"s3://{s3.bucket}") == before
     cloud.sagemaker.jobs[job_id].rate = 1e6  # the pool has ended
+    assert cli("delete", job_id, "--yes").code == 0
+
+
+def test_a_job_of_which_no_pool_is_reported_can_be_deleted(launch, cli):
+    """AWS keeps the machines of a job only if it was no error of its own that ended it."""
+    job_id = launch("--keep-alive", "1", reason="InternalServerError: try again")
+    cli("wait", job_id)
+    time.sleep(1)
     assert cli("delete", job_id, "--yes").code == 0

@@ -14,7 +14,7 @@ import pytest
 from emulator import Emulator
 from launching import launching
 
-from launcher import InputError, JobDescription, Settings, describe
+from launcher import InputError, JobDescription, Settings, describe, jobs, wait
 from launcher.cli.show import explain
 from launcher.job import TrainingJob
 from launcher.sagemaker.cost import (
@@ -189,6 +189,9 @@ def test_cost_counts_each_host_and_each_billed_disk():
         ({"started": 100.0, "ended": 300.0, "keep_alive": 600}, 800),  # at most
         ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "warm_pool_seconds": 0}, 200),
         ({"ended": 300.0, "keep_alive": 600}, 0),  # it got no machines
+        # AWS keeps no pool after an error of its own, and says so by nothing.
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 601, "status": "Failed"}, 801),
+        ({"started": 100.0, "ended": 300.0, "keep_alive": 600, "status": "Failed"}, 200),
     ],
 )
 def test_cost_counts_seconds_that_are_or_may_be_billed(known, seconds):
@@ -349,9 +352,43 @@ def test_a_ceiling_covers_a_chain_of_resumed_jobs(cloud, stopped, launch):
     limits = [limit(cloud, each) for each in (first, second, third, ran.out.strip())]
     assert limits == [1938, 1331, 9355, 9255]  # 100 s less for each earlier one
     assert launch(f"--resume {third} --max-cost 1.5").failed(2, "0.60 USD of the earlier jobs")
-    del cloud.sagemaker.jobs[first]
+
+
+def test_a_deleted_job_of_a_chain_still_counts(cloud, stopped, launch, cli):
+    first = stopped()
+    second = stopped(f"--resume {first}")  # no ceiling yet
+    assert cli("delete", first, "--yes").code == 0
+    ran = launch(f"--resume {second} --max-cost 5").good
+    assert f"job {first} is deleted; with the jobs before it, it cost 0.20 USD" in ran.err
+    assert limit(cloud, ran.out.strip()) == 1738
+    third = ran.out.strip()
+    cli("stop", third)
+    cli("delete", second, "--yes")
+    assert "0.40 USD" in launch(f"--resume {third} --dry-run").err  # inherits the ceiling
+
+
+def test_a_record_without_costs_does_not_raise_the_ceiling(s3, stopped, launch, cli):
+    """Others may write to the store."""
+    first = stopped()
+    second = stopped(f"--resume {first}")
+    key = f"some/prefix/jobs/{second}/job.json"
+    record = json.loads(s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read())
+    for changed in ({"earlier_cost": 0.01}, {"earlier_cost": None}, {"earlier_cost": -5}):
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=json.dumps({**record, **changed}))
+        ran = launch(f"--resume {second} --max-cost 1 --dry-run")
+        assert ran.failed(2, "0.40 USD of the earlier jobs") != ("-5" in str(changed))
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=json.dumps({**record, "earlier_cost": None}))
+    cli("delete", first, "--yes")
     assert launch(f"--resume {second} --max-cost 5").failed(2, f"job {first} is unknown")
-    assert launch(f"--resume {second}").code == 0  # without a ceiling
+
+
+def test_a_cycle_of_records_ends(s3, stopped, launch):
+    first = stopped()
+    second = stopped(f"--resume {first}")
+    key = f"some/prefix/jobs/{first}/job.json"
+    record = json.loads(s3.get_object(Bucket=s3.bucket, Key=key)["Body"].read())
+    s3.put_object(Bucket=s3.bucket, Key=key, Body=json.dumps({**record, "resume": second}))
+    assert launch(f"--resume {second} --max-cost 5").failed(1, first, second, "resume each other")
 
 
 def test_disks_and_warm_pools_of_the_chain_count(stopped, launch, cli):
@@ -386,6 +423,7 @@ def test_status_shows_the_cost_so_far_and_at_the_end(launch, cli, monkeypatch):
     told = json.loads(cli("status", job_id, "--json").out)
     assert told["cost"] == pytest.approx(2 * 100 * HOURLY / 3600)
     assert told["price"]["per_hour"] == HOURLY
+    assert describe(job_id).cost == wait(job_id).cost == jobs()[0].cost == told["cost"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -143,10 +144,10 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, metrics, reason_of, with_costs
+    from launcher.tracking import describe, logs, metrics, reason_of
 
     settings = settings_of(context)
-    (d,) = with_costs([describe(job_id, settings)], settings)
+    d = describe(job_id, settings)
     curve, trouble = None, None
     try:
         curve = metrics(job_id, settings)
@@ -260,7 +261,7 @@ def paid_words(description: JobDescription) -> str | None:
     if description.cost is None or description.price is None:
         return None
     so_far = " so far (estimated)" if description.is_running else ""
-    if description.has_open_pool:
+    if description.has_open_pool(time.time()):
         so_far = f" so far, including all {description.keep_alive} s of its warm pool"
     price = f"{usd(description.price.per_hour)} per instance and hour"
     if not has_local_storage(description.instance):

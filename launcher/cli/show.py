@@ -182,9 +182,9 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
 
     from launcher.curve import Curve, Row, rows_of_log, seconds_left
     from launcher.sagemaker.cost import cost_of, usd
-    from launcher.tracking import describe, with_costs
+    from launcher.tracking import describe
 
-    (description,) = with_costs([describe(job_id, settings)], settings)
+    description = describe(job_id, settings)
     values, rows = description.hyperparameters, list[Row]()
     bar = tqdm(total=values.get("max_steps"), bar_format="{percentage:3.0f}% |{bar:20}| {postfix}")
     with bar:

@@ -59,19 +59,18 @@ class Sweep(Document):
         """
         given = self.job.given()
         given["hyperparameters"] = {**self.job.hyperparameters, **self.members[number - 1]}
-        continued: list[str] = []  # whose cost `prepare` counts
+        others = {job.job_id: job for job in tries}  # whose cost `prepare` does not count
         if tries:
             backend = backend_for(self.job.instance or "local", settings)
             last = backend.describe(tries[-1].job_id)
             if last is not None and last.checkpoint_uri:
                 given = {"resume": last.job_id}
-                earlier: str | None = last.job_id
-                while self.job.max_cost is not None and earlier is not None:
-                    continued.append(earlier)
-                    earlier = backend.job(earlier).resume
+                earlier = last.job_id
+                while self.job.max_cost is not None and earlier in others:
+                    del others[earlier]
+                    earlier = backend.job(earlier).resume or ""
         if self.job.max_cost is not None:
-            others = [each for each in tries if each.job_id not in continued]
-            spent = sum(each.cost or 0.0 for each in with_costs(others, settings))
+            spent = sum(each.cost or 0.0 for each in with_costs([*others.values()], settings))
             share = self.job.max_cost / len(self.members)
             if share <= spent:
                 raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")

@@ -53,7 +53,7 @@ from launcher.machines import (
     training_image,
 )
 from launcher.sagemaker import cost
-from launcher.sagemaker.cost import Prices
+from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
 from launcher.sagemaker.request import (
@@ -225,18 +225,34 @@ class SageMakerBackend:
     def spent(self, job: TrainingJob, prices: Prices) -> float:
         """The cost in USD of the jobs that this one resumes.
 
+        For a deleted job, and those before it, this is what the next job's record says. Others may
+        write to the store, so whatever SageMaker knows is not taken from there.
+
         Raises:
             InputError: the cost of one of them is unknown.
+            ServiceError: by the records, a job resumes itself.
         """
-        total, now = 0.0, time.time()
-        while job.resume is not None:
-            job_id, raw = job.resume, self.raw(job.resume)
-            earlier = describe_job(raw, None) if raw is not None else None
-            if earlier is None or earlier.is_placed:
-                price = prices.of(earlier.instance) if earlier else None
-                if earlier is None or price is None:
-                    raise InputError(f"the cost of the earlier job {job_id} is unknown")
+        total, now, chain = 0.0, time.time(), list[str]()
+        while (job_id := job.resume) is not None:
+            if job_id in chain:
+                raise ServiceError(
+                    f"by their records in the store, {' and '.join(chain)} resume"
+                    " each other, so their cost is unknown"
+                )
+            raw = self.raw(job_id)
+            unknown = InputError(f"the cost of the earlier job {job_id} is unknown")
+            if raw is None:
+                if job.earlier_cost is None:
+                    raise unknown
+                known = f"with the jobs before it, it cost {usd(job.earlier_cost)}"
+                logger.info(f"job {job_id} is deleted; {known}, by the record of {chain[-1]}")
+                return total + job.earlier_cost
+            earlier = describe_job(raw, None)
+            if earlier.is_placed:
+                if (price := prices.of(earlier.instance)) is None:
+                    raise unknown
                 total += cost.cost_of(earlier, price, now)
+            chain.append(job_id)
             job = self.job(job_id)
         return total
 

@@ -141,6 +141,12 @@ def afford(
     """
     ceiling = ceiling_of(job, settings)
     found = {instance: prices.of(instance) for instance in job.instances}
+    try:
+        earlier = spent()
+    except InputError:
+        if ceiling is not None:
+            raise
+        earlier = None
     if prices.trouble:
         logger.info(prices.trouble)
     if lacking := [instance for instance, price in found.items() if price is None]:
@@ -150,7 +156,7 @@ def afford(
                 f"{unknown}, so the job may cost more than {usd(ceiling.amount)} ({ceiling.source})"
             )
         logger.info(f"price: {unknown}")
-        return job
+        return job.model_copy(update={"earlier_cost": earlier})
     # SageMaker may choose any of the types, so count the most expensive one.
     on_each = [
         (job.model_copy(update={"instance": instance}), price)
@@ -159,15 +165,16 @@ def afford(
     ]
     dearest, price = max(on_each, key=lambda choice: rate(*choice))
     per_hour = rate(dearest, price)
-    earlier = 0.0 if ceiling is None else spent()
-    ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, earlier)
-    worst = earlier + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
+    counts = 0.0 if ceiling is None or earlier is None else earlier
+    ready = dearest if ceiling is None else limited(dearest, per_hour, ceiling, counts)
+    worst = counts + worst_case(per_hour, ready.time_limit, job.keep_alive or 0)
     of_which = f" ({dearest.instance}, the most expensive)" if len(found) > 1 else ""
     logger.info(f"price: {price_words(dearest, price)}{of_which}")
-    logger.info(f"cost: {cost_words(ready, worst, earlier)}")
+    logger.info(f"cost: {cost_words(ready, worst, counts)}")
     if ceiling is not None and (reason := limit_words(ready, ceiling)):
         logger.info(f"time limit: {ready.time_limit} s, from {reason}")
-    return ready.model_copy(update={"instance": job.instance, "worst_cost": worst})
+    costs = {"worst_cost": worst, "earlier_cost": earlier}
+    return ready.model_copy(update={"instance": job.instance, **costs})
 
 
 def price_words(job: TrainingJob, price: Price) -> str:

@@ -137,7 +137,7 @@ class Run:
         """The command that repeats the run. Values of its environment may be secret."""
         job = self.job
         options: list[tuple[str, ...]] = [("--instance", job.instance)]
-        given = {"instance", "hyperparameters", "affordable_run", "worst_cost"}
+        given = {"instance", "hyperparameters", "affordable_run", "worst_cost", "earlier_cost"}
         for name, value in job.model_dump(exclude_defaults=True, exclude=given).items():
             if isinstance(value, dict):
                 secret = name == "environment"

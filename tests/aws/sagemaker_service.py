@@ -152,6 +152,8 @@ class Job:
         keep = self.request["ResourceConfig"].get("KeepAlivePeriodInSeconds", 0)
         if not keep or self.training_seconds is None or self.ended is None:
             return {}
+        if self.reason and not self.reason.startswith(("AlgorithmError", "ClientError")):
+            return {}  # after an error of SageMaker's own, nothing is kept
         if (time.time() - self.ended) * self.rate < keep:
             return {"Status": "Available"}
         return {"Status": "Terminated", "ResourceRetainedBillableTimeInSeconds": keep}
