@@ -399,10 +399,14 @@ def log_pending(description: JobDescription) -> None:
     logger.info(f"job {description.job_id} is {description.state}: {description.message}")
 
 
+def checkpoints_among(names: Iterable[str]) -> dict[int, str]:
+    """The checkpoints among these file names, by step."""
+    return {int(m[1]): name for name in names if (m := CHECKPOINT.fullmatch(name))}
+
+
 def newest_checkpoint(names: Iterable[str]) -> int | None:
     """The highest step of the checkpoints among these file names."""
-    steps = [int(m[1]) for name in names if (m := CHECKPOINT.fullmatch(name))]
-    return max(steps, default=None)
+    return max(checkpoints_among(names), default=None)
 
 
 def newest_curve(names: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,15 @@ def test_the_next_fetch_deletes_what_a_killed_fetch_left(tmp_path):
         f"    (directory / 'half').touch(); os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     )
     subprocess.run([sys.executable, "-c", fetching, str(tmp_path)], timeout=60)
-    assert list(tmp_path.glob(".fetch-*/half"))
-    with fetch.scratch(tmp_path) as first, fetch.scratch(tmp_path) as second:
-        assert set(tmp_path.iterdir()) == {first, second}
+    (left,) = tmp_path.glob(".fetch-*")
+    home = tmp_path / "new" / "home"
+    with fetch.scratch(home) as first, fetch.scratch(home) as second:  # two at once
+        assert set(home.iterdir()) == {first, second}
+    with fetch.scratch(tmp_path):
+        assert left.exists()  # another process may fetch
+        os.utime(left, (0, time.time() - 90_000))
+        with fetch.scratch(tmp_path):
+            assert not left.exists()
 
 
 def test_an_archive_is_fetched_once_until_it_changes(job):
@@ -349,8 +356,22 @@ def test_a_failed_job_is_sampled_from_its_last_checkpoint(job, cli):
     assert (ran.code, len(ran.out)) == (0, 21)
     assert "is Failed; this is its last checkpoint, step-00000010" in ran.err
     fetched: list[int] = []
+    place = fetch_model(job.job_id, progress=fetched.append)
+    assert (place.name, fetched) == ("step-00000010", [])
+
+
+def test_only_the_newest_intact_checkpoint_is_downloaded(job, monkeypatch):
+    checkpoints = sorted(end_as(job, status="Stopped").glob("checkpoint-*"))
+    assert len(checkpoints) > 1
+    sizes, fetched = [path.stat().st_size for path in checkpoints], list[int]()
     fetch_model(job.job_id, progress=fetched.append)
-    assert fetched == []
+    assert sum(fetched) == sizes[-1]
+
+    fetched.clear()
+    shutil.rmtree(job.home / "models")
+    checkpoints[-1].write_bytes(bytes(sizes[-1]))  # damaged
+    assert fetch_model(job.job_id, progress=fetched.append).name == "step-00000005"
+    assert sum(fetched) == sum(sizes[-2:])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from entry_point.errors import DataError
 from launcher import InputError, load_model
 from launcher.cli.chat import Conversation, converse
 from launcher.models.chat import Chat, Message
-from launcher.models.load import export_checkpoint, load_artefact, load_published
+from launcher.models.load import export_checkpoint, load_artefact, load_published, read_checkpoint
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import Words
 from launcher.text.tokens import separated
@@ -431,7 +431,7 @@ def test_a_tuned_model_says_how_it_ends(tuned, directory):
 
 
 def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
-    export_checkpoint(directory.parent / "checkpoints", tmp_path / "model")
+    export_checkpoint(read_checkpoint(directory.parent / "checkpoints"), tmp_path / "model")
     assert Chat(*load_artefact(tmp_path / "model"))
 
 

@@ -33,7 +33,7 @@ from launcher.files.documents import LARGEST, check_size, open_file, parse, read
 from launcher.job import TrainingJob
 from launcher.launching.texts import check_texts, find_channel
 from launcher.local.backend import LocalBackend
-from launcher.models.load import export_checkpoint, load_artefact
+from launcher.models.load import export_checkpoint, load_artefact, read_checkpoint
 from launcher.sagemaker import cost
 from launcher.sagemaker.cost import Prices
 from launcher.sagemaker.stack import remembered
@@ -268,7 +268,7 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
             metadata = {"format": "pt", "state": content.decode()}
             write_safetensors(path, tensors, metadata)
         with our_errors():
-            export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
+            export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
 
     each(load, state)
 

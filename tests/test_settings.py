@@ -112,6 +112,16 @@ def test_an_invalid_location_is_refused_from_any_source(
     assert {path.name for path in home.parent.iterdir()} <= {"home"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "variable", "used"), [("mine", "theirs", "mine"), ("", "theirs", "theirs")]
+)
+def test_a_setting_of_ours_comes_before_a_variable_of_aws(monkeypatch, setting, variable, used):
+    monkeypatch.setenv("AWS_PROFILE", variable)
+    monkeypatch.setenv("AWS_REGION", variable)
+    settings = load_settings(profile=setting, region=setting)
+    assert (settings.aws_profile, settings.aws_region) == (used, used)
+
+
 def test_the_projects_internal_variables_are_ignored(home, monkeypatch):
     monkeypatch.setenv("SM_NANOGPT_LAUNCHER", "something")
     assert load_settings().home == home

@@ -30,7 +30,7 @@ from entry_point.errors import ConfigError, FormatError, TrainingError
 from entry_point.huggingface import SCRIPT_SHA256, to_hugging_face, write_artefact, write_sums
 from launcher.errors import InputError
 from launcher.models import engine
-from launcher.models.load import export_checkpoint, load_artefact
+from launcher.models.load import export_checkpoint, load_artefact, read_checkpoint
 
 TENSORS = {
     "f32": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)),
@@ -554,11 +554,11 @@ def test_a_checkpoint_of_another_script_is_refused(trained, tmp_path, change, er
     change(*loaded)
     Checkpoints(tmp_path / "checkpoints").save(*loaded)
     with pytest.raises(error, match=said):
-        export_checkpoint(tmp_path / "checkpoints", tmp_path / "model")
+        export_checkpoint(read_checkpoint(tmp_path / "checkpoints"), tmp_path / "model")
 
 
 def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
-    assert export_checkpoint(trained / "checkpoints", tmp_path / "model") == STEPS
+    assert export_checkpoint(read_checkpoint(trained / "checkpoints"), tmp_path / "model") == STEPS
     assert_same(
         read_safetensors(tmp_path / "model/model.safetensors")[0],
         read_safetensors(artefact / "model.safetensors")[0],
@@ -569,5 +569,5 @@ def test_a_checkpoint_can_be_made_a_model(trained, artefact, tmp_path):
 
 def test_export_without_a_checkpoint_makes_no_model(tmp_path):
     with pytest.raises(TrainingError, match="no checkpoint in"):
-        export_checkpoint(tmp_path, tmp_path / "model")
+        export_checkpoint(read_checkpoint(tmp_path), tmp_path / "model")
     assert not (tmp_path / "model").exists()

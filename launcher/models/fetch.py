@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
-import re
 import shutil
-import socket
 import tarfile
 import tempfile
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
-from launcher.job import JobDescription
+from launcher.job import DAY, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Weights hardly compress: by a factor of 1.1, or 1.5 if some are still zero. An archive that
 # unpacks to much more is no model.
@@ -83,7 +85,7 @@ def fetch_described(
 def fetch_archive(
     description: JobDescription, settings: Settings, progress: Progress, entry_point: Path | None
 ) -> Path:
-    """Download and unpack load.tar.gz."""
+    """Download and unpack model.tar.gz."""
     assert description.model_uri is not None
     parent = settings.models_dir / description.job_id
     target = parent / storage.fingerprint(description.model_uri, settings)
@@ -120,21 +122,42 @@ def fetch_checkpoint(
     def place(step: int) -> Path:
         return settings.models_dir / description.job_id / f"step-{step:08d}"
 
-    assert description.checkpoint_uri is not None
+    uri = description.checkpoint_uri
+    assert uri is not None
     assert description.checkpoint_step is not None
     if (newest := place(description.checkpoint_step)).exists():
         return newest
     with scratch(settings.models_dir) as directory:
-        storage.fetch(description.checkpoint_uri, directory / "checkpoints", progress, settings)
         try:
-            step = load.export_checkpoint(
-                directory / "checkpoints", directory / "model", settings, entry_point
-            )
+            checkpoint = fetch_intact(uri, directory, progress, settings)
+            step = load.export_checkpoint(checkpoint, directory / "model", settings, entry_point)
         except TrainingError as error:
-            raise ServiceError(f"{description.checkpoint_uri}: {error}") from None
-        check_model(directory / "model", description.checkpoint_uri, settings, entry_point)
+            raise ServiceError(f"{uri}: {error}") from None
+        check_model(directory / "model", uri, settings, entry_point)
         keep(directory / "model", place(step))
     return place(step)
+
+
+def fetch_intact(
+    uri: str, directory: Path, progress: Progress, settings: Settings
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Download checkpoints, the newest first, until one is intact; return what it holds.
+
+    Raises:
+        TrainingError: none is.
+    """
+    from entry_point.errors import TrainingError
+    from launcher.models.load import read_checkpoint
+
+    damage = TrainingError("no checkpoint is there")
+    for _, name in sorted(checkpoints_among(storage.list_files(uri, settings)).items())[::-1]:
+        (path,) = storage.fetch(storage.join(uri, name), directory / name, progress, settings)
+        try:
+            return read_checkpoint(path.parent)
+        except TrainingError as error:
+            damage = error
+        path.unlink()
+    raise damage
 
 
 @contextmanager
@@ -146,29 +169,18 @@ def scratch(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        mine = f".fetch-{socket.gethostname()}-"
         for old in parent.glob(".fetch-*"):
-            named = re.fullmatch(rf"{re.escape(mine)}(\d+)-\w+", old.name)
-            if named and not is_alive(int(named[1])):  # it was killed
-                shutil.rmtree(old, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another fetch may end
+                if time.time() - old.stat().st_mtime > DAY:  # its process was killed
+                    shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(
-            prefix=f"{mine}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
+            prefix=".fetch-", dir=parent, ignore_cleanup_errors=True
         ) as directory:
             yield Path(directory)
     except OSError as error:
         raise ServiceError(
             f"{parent}: {error.strerror or error}; set SM_NANOGPT_HOME to another directory"
         ) from None
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
 
 
 def keep(directory: Path, target: Path) -> None:

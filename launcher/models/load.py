@@ -268,27 +268,35 @@ def build_model(
     return model.eval()
 
 
+def read_checkpoint(directory: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """The tensors and the state of the newest intact checkpoint.
+
+    Raises:
+        TrainingError: there is none.
+    """
+    # load_latest prints which checkpoints it skips.
+    with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
+        loaded = Checkpoints(directory).load_latest()
+    if loaded is None:
+        raise TrainingError(f"no checkpoint in {directory}")
+    return loaded
+
+
 def export_checkpoint(
-    checkpoint_dir: Path,
+    checkpoint: tuple[Mapping[str, Tensor], Mapping[str, Any]],
     model_dir: Path,
     settings: Settings | None = None,
     entry_point: Path | None = None,
 ) -> int:
-    """Export the newest intact checkpoint as a model directory; return its step.
+    """Export a checkpoint as a model directory; return its step.
 
     The folder that trained the model exports it.
 
     Raises:
-        TrainingError: there is no checkpoint.
         FormatError: the folder cannot read it.
         InputError: the folder is not here.
     """
-    # load_latest prints which checkpoints it skips.
-    with errors_of(Source.packaged()), contextlib.redirect_stdout(sys.stderr):
-        loaded = Checkpoints(checkpoint_dir).load_latest()
-    if loaded is None:
-        raise TrainingError(f"no checkpoint in {checkpoint_dir}")
-    tensors, state = loaded
+    tensors, state = checkpoint
     with errors_of(Source.packaged()):
         saved = parse(state, Saved, "its state")
     training = {name: state.get(name) for name in ("script_sha256", "corpus_sha256", "step")}
