@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import launching
 import pytest
 
-from launcher import InputError, ServiceError, upload_data
+from launcher import InputError, upload_data
 from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.launching.texts import find_channel
@@ -70,12 +70,20 @@ def refusal(request, home, cli):
         ("binary.bin", b"\x7fELF\x00\x01" * 500, "binary"),
         ("late.bin", LONG.encode() * 10 + b"\x00", "zero at byte 45000"),
         ("short.txt", b"To be", "5 characters"),
-        ("latin.txt", LONG.encode() + b"caf\xe9 " * 5, r"not UTF-8 text \(byte 4503\);.* `iconv"),
+        (
+            "latin.txt",
+            LONG.encode() + b"caf\xe9 " * 5,
+            r"not UTF-8 text \(byte 4503\);.*windows-1252",
+        ),
+        ("win.txt", LONG.encode() + b"\x93quoted\x94" * 5, r"\(byte 4500\);.*windows-1252"),
+        ("books.tar.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 5000, "is a binary file"),
+        ("JSON.JSONL", LONG.encode(), "--tokenizer bpe"),
         ("cut.txt", LONG.encode() + "é".encode()[:1], "ends inside a character"),
         *((f"a.{end}", LONG.encode(), "--tokenizer bpe") for end in ("jsonl", "txt.gz", "zst")),
         ("utf16.txt", LONG.encode("utf-16"), "UTF-16"),
         ("texts/deep/bad.txt", b"\xff" * 100, "not UTF-8"),
-        ("texts/notes.md", LONG.encode(), r"there is no \*.txt file"),
+        ("texts/a.jsonl", LONG.encode(), r"1 \*\.jsonl; .*--tokenizer bpe"),
+        ("texts/notes.md", LONG.encode(), r"no \*.txt is there, but 1 \*.md"),
         ("texts/meta.json", b"{}", "these are tokens"),
     ],
 )
@@ -88,6 +96,17 @@ def test_what_is_not_text_is_refused_by_name(refusal, tmp_path, name, content, r
     error = refusal(path)
     assert (name if "bad" in name else path) in error
     assert re.search(reason, error)
+
+
+@pytest.mark.parametrize("words", [(), ("--tokenizer", "bpe", "--vocab-size", "270")])
+def test_files_left_out_of_a_directory_are_counted(cli, tmp_path, words):
+    (tmp_path / "notes/deep").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "c.md", "deep/d.md", "LICENSE", ".hidden.py"):
+        (tmp_path / "notes" / name).write_text(LONG)
+    (line,) = [
+        line for line in cli("upload-data", "notes", *words).good.err.splitlines() if "left" in line
+    ]
+    assert "notes: left out 2 *.md, 1 LICENSE; " in line
 
 
 def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
@@ -108,7 +127,7 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     [
         ("s3://bucket/text.txt", "s3://bucket/text.txt: download it first"),
         ("missing.txt", "`sm-nanogpt upload-data` downloads tiny Shakespeare"),
-        ("a.txt --vocab-size 500", "--vocab-size is for --tokenizer bpe"),
+        ("a.txt --vocab-size 500", "--vocab-size requires --tokenizer bpe"),
         ("a.txt --tokenizer no/where", "no/where: no such file or directory"),
         ("short.txt --tokenizer bpe", "11 characters are too few"),
     ],
@@ -244,39 +263,14 @@ def test_launch_takes_the_last_upload_and_names_it(cli, source, text_file):
 def test_a_shared_store_gives_this_machines_upload(tmp_path, s3, source, text_file):
     store = f"s3://{s3.bucket}/shared"
     mine, other = (Settings(home=tmp_path / name, store=store) for name in ("mine", "other"))
+    theirs = upload_data(source, other).uri
+    assert last_upload(mine) == theirs
     stayed = upload_data(text_file, mine.model_copy(update={"store": ""})).uri
     assert last_upload(mine) == last_upload(mine.for_a_dry_run()) == stayed
-    theirs = upload_data(source, other).uri
-    with pytest.raises(InputError, match=f"{stayed} .* {theirs} .*choose one with --data"):
-        last_upload(mine)
-    assert last_upload(mine, local=True) == stayed
     ours = upload_data(text_file, mine).uri
     upload_data(source, other)
     assert last_upload(mine) == last_upload(mine.for_a_dry_run()) == ours
     assert last_upload(other) == theirs
-
-
-def test_a_local_job_without_s3_takes_local_text(caplog, home, source, text_file, monkeypatch):
-    here = upload_data(source).uri
-    noted = {
-        **json.loads((home / "last-uploads.json").read_text()),
-        "s3://bucket/p": "s3://bucket/p/data/x-1",
-    }
-    (home / "last-uploads.json").write_text(json.dumps(noted))
-    find = corpus.find_upload
-
-    def refuse(uri: str, settings: Settings) -> Any:
-        if uri.startswith("s3:"):
-            raise ServiceError("no AWS credentials")
-        return find(uri, settings)
-
-    monkeypatch.setattr(corpus, "find_upload", refuse)
-    caplog.set_level("INFO", "launcher")
-    settings = launching.settings_of(home)
-    assert last_upload(settings, local=True) == here
-    assert caplog.messages == ["no AWS credentials; using the last upload on this machine"]
-    with pytest.raises(ServiceError):
-        last_upload(settings)
 
 
 def test_a_shared_directory_gives_anybodys_upload(tmp_path, text_file):
@@ -291,7 +285,7 @@ def test_an_upload_to_another_directory_is_not_taken(tmp_path, home, text_file):
     other = Settings(home=home, store=str(tmp_path / "other"))
     for settings in (other, other.for_a_dry_run()):
         with pytest.raises(InputError, match=r"nothing was uploaded to .*other yet"):
-            last_upload(settings, local=True)
+            last_upload(settings)
 
 
 def test_all_spellings_of_a_store_mean_the_same_store(home, cli, source, tmp_path):

@@ -129,6 +129,11 @@ def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 3
 
 
+def test_the_suffix_decides_what_is_json_lines(tmp_path):
+    (tmp_path / "notes.jsonl.txt").write_text(FOX)
+    assert tokens.survey(find_text(tmp_path, tokens.is_text)).documents == 1
+
+
 def test_a_long_text_is_read_in_pieces_of_lines(tmp_path):
     (tmp_path / "a.txt").write_text(FOX * 20_000)
     found = list(tokens.pieces_of(tmp_path / "a.txt"))

@@ -36,10 +36,12 @@ def upload_data_command(
 ) -> None:
     """Upload text to the store and print its URI.
 
-    PATH is a text file, or a directory with *.txt files in it or below; hidden files are left out.
-    With --tokenizer, they may also be *.jsonl with a document in the field `text` of each line, or
-    a conversation in `messages`, and end in .gz or .zst. Without PATH, download tiny Shakespeare. A
-    file that is in the store is not sent again.
+    PATH is a text file, or a directory with *.txt files in it or below. Without PATH, train on tiny
+    Shakespeare. With --tokenizer, PATH may also hold JSON lines or compressed text:
+
+    \b
+      *.jsonl         {"text": "a document"}, or {"messages": [a conversation]} in each line
+      *.gz, *.zst     *.txt or *.jsonl, compressed
 
     \b
     Example:
@@ -47,12 +49,11 @@ def upload_data_command(
       sm-nanogpt upload-data documents.jsonl.gz --tokenizer bpe --vocab-size 8192
     """
     from launcher.files.storage import path_of
-    from launcher.text.corpus import VOCAB_SIZE, find_text, is_plain_text, upload_data
+    from launcher.text.corpus import VOCAB_SIZE, upload_data
     from launcher.text.shakespeare import first_text
 
     if vocab_size is not None and tokenizer != "bpe":
-        what = f"not --tokenizer {tokenizer}" if tokenizer else "which is missing"
-        raise InputError(f"--vocab-size is for --tokenizer bpe, {what}")
+        raise InputError("--vocab-size requires --tokenizer bpe")
 
     settings = settings_of(context)
     if path is None:
@@ -66,10 +67,6 @@ def upload_data_command(
                 f"{path}: no such file or directory; without a PATH,"
                 f" `sm-nanogpt upload-data` downloads tiny Shakespeare"
             )
-    wanted = is_plain_text
-    if tokenizer:
-        from launcher.text.tokens import is_text as wanted
-    find_text(source, wanted)  # report a wrong path before asking AWS
     with byte_progress("tokenize and upload" if tokenizer else "upload") as progress:
         upload = upload_data(source, settings, progress, tokenizer, vocab_size or VOCAB_SIZE)
     characters = f"{upload.characters:,} characters"

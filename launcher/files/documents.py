@@ -128,8 +128,9 @@ def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes,
             yield chunk, decoder.decode(chunk)
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{name}: is not UTF-8 text (byte {position - pending + error.start}); if it is"
-                " Latin-1, convert it with `iconv -f latin1 -t utf-8`"
+                f"{name}: is not UTF-8 text (byte {position - pending + error.start}); save it"
+                " as UTF-8. For a text in a Western European language from Windows,"
+                " `iconv -f windows-1252 -t utf-8` does that"
             ) from None
         position += len(chunk)
     if decoder.getstate()[0]:

@@ -110,7 +110,7 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
         request = with_default_preset(request)
     if request.preset != "auto":
         request.config(1)  # tells of a mistake before a long text is read
-    data = request.data or corpus.last_upload(settings, request.is_local)
+    data = request.data or corpus.last_upload(settings)
     texts = find_texts(data, request.validation, near)
     if request.preset == "auto":
         request = start.fitted(request, *size_of(texts["data"], near))

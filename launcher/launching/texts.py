@@ -50,7 +50,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path, settings)
+        upload, sources = corpus.survey(path, corpus.find_text(path), settings)
     return Channel(location, upload.uri, upload, sources)
 
 

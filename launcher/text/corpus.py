@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,12 +101,18 @@ def upload_data(
         InputError: the files are not text, or too short to train on.
         ServiceError: the store failed.
     """
-    settings = stack_store(settings or load_settings())
+    root = storage.path_of(path)
     if tokenizer is None:
-        upload, sources = survey(path, settings)
+        files = find_text(root)  # a wrong path is refused before AWS is asked
+        settings = stack_store(settings or load_settings())
+        upload, sources = survey(root, files, settings)
         send(upload, sources, settings, progress)
     else:
-        upload = send_tokens(storage.path_of(path), tokenizer, vocab_size, settings, progress)
+        from launcher.text.tokens import is_text
+
+        files = find_text(root, is_text)
+        settings = stack_store(settings or load_settings())
+        upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
     storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
     noted = read_noted(settings)
     noted.pop(place(settings.data_store), None)
@@ -147,14 +154,14 @@ def place(store: str) -> str:
     return storage.to_uri(store).rstrip("/")
 
 
-def survey(path: str | Path, settings: Settings) -> tuple[Upload, list[Path]]:
-    """Read text and return the data set that it makes, and its local files. Sends nothing.
+def survey(
+    root: Path, files: Sequence[tuple[str, Path]], settings: Settings
+) -> tuple[Upload, list[Path]]:
+    """Read the files of find_text; return their data set, and their paths. Sends nothing.
 
     Raises:
-        InputError: as upload_data.
+        InputError: a file is not text, or all are too short to train on.
     """
-    root = storage.path_of(path)
-    files = find_text(root)
     text = check_text(root, files)
     uri = place_of(root, text.sha256, settings)
     upload = Upload(
@@ -177,13 +184,17 @@ def place_of(root: Path, sha256: str, settings: Settings, kind: str = "data") ->
 
 
 def send_tokens(
-    root: Path, tokenizer: str | Path, vocab_size: int, settings: Settings, progress: Progress
+    root: Path,
+    files: Sequence[tuple[str, Path]],
+    tokenizer: str | Path,
+    vocab_size: int,
+    settings: Settings,
+    progress: Progress,
 ) -> Upload:
     """Encode text as tokens and upload them, unless they are in the store."""
     from launcher.text import tokens
     from launcher.text.tokenizer import fingerprint
 
-    files = find_text(root, tokens.is_text)
     source = tokens.survey(files)
     check_enough(root, source.characters)
     words = None if tokenizer == "bpe" else find_words(str(tokenizer), settings)
@@ -303,48 +314,30 @@ def read_manifest(uri: str, settings: Settings) -> Upload | None:
         return None
 
 
-def last_upload(settings: Settings, local: bool = False) -> str:
+def last_upload(settings: Settings) -> str:
     """The URI of the data set that a launch without --data uses.
 
-    This is the last upload from this machine: to the store that is set, or kept here because AWS
-    could not be asked; to any store if none is set. Without one, it is the last upload to the store
-    by anyone. A local job uses the text on this machine if the choice is unclear, or if S3 cannot
-    be asked. A dry run asks no remote store.
+    This is the last upload from this machine, to the store that is set or kept here because AWS
+    could not be asked. Without one, it is the last upload to the store by anyone, which a dry run
+    does not ask of a remote store.
 
     Raises:
-        InputError: nothing was uploaded, it is incomplete, or the choice is unclear.
+        InputError: nothing was uploaded, or it is incomplete.
     """
-    here, there, offline = place(settings.local_store), place(settings.data_store), settings.offline
-    noted = read_noted(settings)
-    places = (there, here) if storage.local_path(settings.data_store) is None else (there,)
-    mine = [uri for store, uri in noted.items() if not settings.store or store in places]
-    if mine and (not settings.store or there in noted or local or offline):
-        uri = mine[-1]
-    elif offline and storage.local_path(settings.data_store) is None:
+    store, remote = settings.data_store, storage.local_path(settings.data_store) is None
+    places = {place(store), place(settings.local_store) if remote else ""}
+    noted = read_noted(settings).items()
+    mine = [uri for each, uri in noted if each in places or not settings.store]
+    if not mine and remote and settings.offline:
         raise InputError(
-            f"nothing was uploaded to {settings.data_store} from here, and a dry run does not ask"
-            f" the store: {NO_UPLOAD}"
+            f"nothing was uploaded to {store} from here, and a dry run does not ask the store:"
+            f" {NO_UPLOAD}"
         )
-    else:
-        theirs = last_of_store(settings)
-        if theirs and mine:
-            raise InputError(
-                f"{mine[-1]} was uploaded here, and {theirs} is the last upload to"
-                f" {settings.data_store}: choose one with --data"
-            )
-        if not theirs and not mine:
-            raise InputError(f"nothing was uploaded to {settings.data_store} yet: {NO_UPLOAD}")
-        uri = theirs or mine[-1]
-    asks = not offline or storage.local_path(uri) is not None
-    try:
-        whole = not asks or find_upload(uri, settings) is not None
-    except (InputError, ServiceError) as error:
-        if not local or here not in noted:
-            raise
-        logger.info(f"{error}; using the last upload on this machine")
-        uri = noted[here]
-        whole = find_upload(uri, settings) is not None
-    if not whole:
+    uri = mine[-1] if mine else last_of_store(settings)
+    if uri is None:
+        raise InputError(f"nothing was uploaded to {store} yet: {NO_UPLOAD}")
+    asks = not settings.offline or storage.local_path(uri) is not None
+    if asks and find_upload(uri, settings) is None:
         raise InputError(f"the last upload, {uri}, is incomplete: {NO_UPLOAD}")
     return uri
 
@@ -362,17 +355,24 @@ def is_plain_text(path: Path) -> bool:
     return path.suffix == ".txt"
 
 
+def needs_tokenizer(path: Path) -> bool:
+    """Whether a file is a text that only `upload-data --tokenizer` takes."""
+    return path.suffix.lower() in (".jsonl", ".gz", ".zst") and ".tar" not in path.suffixes
+
+
 def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> list[tuple[str, Path]]:
     """The files to upload, as (name in the data set, path); a single file becomes NAME.txt.
+
+    Warns of the files of a directory that are not wanted.
 
     Raises:
         InputError: there is no text, it cannot be read, or a name is not UTF-8.
     """
+    plain, other = wanted is is_plain_text, list[Path]()
     try:
         if root.is_file():
-            if wanted is is_plain_text and root.suffix in (".jsonl", ".gz", ".zst"):
-                takes = f"`sm-nanogpt upload-data {root} --tokenizer bpe` takes it"
-                raise InputError(f"{root}: is no plain text; {takes}")
+            if plain and needs_tokenizer(root):
+                raise InputError(f"{root}: {with_tokenizer(root)}")
             found = [(f"{root.stem}.txt", root)]
         elif not root.exists():
             raise InputError(f"{root}: no such file or directory")
@@ -385,17 +385,23 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
                 files += [Path(place, name) for name in names if not name.startswith(".")]
             files.sort()
             found = [(path.relative_to(root).as_posix(), path) for path in files if wanted(path)]
+            other = [path for path in files if not wanted(path)]
             for path in (path for _, path in found if not path.is_file()):
                 raise InputError(f"{path}: not a file, or a broken link; delete it")
     except OSError as error:
         raise InputError(f"{error.filename or root}: {error.strerror or error}") from None
+    to_take = "join those that are text into a *.txt file to take them"
+    if plain and any(map(needs_tokenizer, other)):
+        to_take = with_tokenizer(root)
     if not found:
-        tokens = (root / "meta.json").exists()
-        raise InputError(
-            f"{root}: these are tokens; give the URI that `upload-data` printed for them"
-            if tokens
-            else f"{root}: there is no *.txt file in this directory that is not hidden"
-        )
+        if (root / "meta.json").exists():
+            raise InputError(
+                f"{root}: these are tokens; give the URI that `upload-data` printed for them"
+            )
+        has = f", but {kinds(other)}; {to_take}" if other else ""
+        raise InputError(f"{root}: no {'*.txt' if plain else '*.txt or *.jsonl'} is there{has}")
+    if other:
+        logger.warning(f"{root}: left out {kinds(other)}; {to_take}")
     for name, path in found:
         try:
             name.encode()
@@ -403,6 +409,20 @@ def find_text(root: Path, wanted: Callable[[Path], bool] = is_plain_text) -> lis
             shown = os.fsencode(path).decode(errors="backslashreplace")
             raise InputError(f"{shown}: its name is not UTF-8; rename it") from None
     return found
+
+
+def with_tokenizer(root: Path) -> str:
+    return (
+        f"JSON lines and compressed text need `sm-nanogpt upload-data {root} --tokenizer bpe`, or"
+        " --tokenizer JOB-ID to tune the model of a job"
+    )
+
+
+def kinds(files: Sequence[Path]) -> str:
+    """`24 *.md, 3 *.py`: how many files there are of each kind, the most frequent first."""
+    counts = Counter(f"*{path.suffix}" if path.suffix else path.name for path in files)
+    named = [f"{n:,} {kind}" for kind, n in counts.most_common(5)]
+    return ", ".join([*named, *["others"] * (len(counts) > 5)])
 
 
 def raise_error(error: OSError) -> None:

@@ -64,6 +64,10 @@ def is_text(path: Path) -> bool:
     return path.name.lower().endswith(tuple(s + c for s in SUFFIXES for c in COMPRESSIONS))
 
 
+def is_json_lines(path: Path) -> bool:
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+
+
 @dataclass
 class Source:
     """What reading the documents once found: the counts, and a SHA-256 of names and contents."""
@@ -88,8 +92,7 @@ def documents(files: Sequence[tuple[str, Path]], found: Source) -> Iterator[Iter
     digest = hashlib.sha256()
     for name, path in files:
         digest.update(f"{name}\0".encode())
-        lines = ".jsonl" in path.name.lower()
-        found_in = lines_of(path) if lines else [(str(path), False, pieces_of(path))]
+        found_in = lines_of(path) if is_json_lines(path) else [(str(path), False, pieces_of(path))]
         for place, chats, document in found_in:
             if (first := next(document, None)) is None:
                 continue
