@@ -232,28 +232,28 @@ class ChunkedLoss(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
         total = x.new_zeros((), dtype=torch.float32)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight) if learns else None
-        cast, rows = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
+        cast, n = weight.to(x.dtype), max(1, logits_at_once(x.device) // len(weight))
         columns = torch.arange(len(weight), device=x.device)
-        counts = targets >= 0
-        ctx.count = counts.sum() if some_ignored else len(x)
-        for begin in range(0, len(x), rows):
-            some, wanted = x[begin : begin + rows], targets[begin : begin + rows, None]
-            logits = (some @ cast.mT).float()
+        learned = targets >= 0 if some_ignored else None  # MPS of some versions has no >= of int64
+        ctx.count = len(x) if learned is None else learned.sum()
+        for begin in range(0, len(x), n):
+            rows, ids = x[begin : begin + n], targets[begin : begin + n, None]
+            logits = (rows @ cast.mT).float()
             sums = logits.logsumexp(dim=-1, keepdim=True)
-            if some_ignored:
-                wanted, count = wanted.clamp_min(0), counts[begin : begin + rows, None]
-                total -= ((logits.gather(1, wanted) - sums) * count).sum()
+            if learned is None:
+                total -= (logits.gather(1, ids) - sums).sum()
             else:
-                total -= (logits.gather(1, wanted) - sums).sum()
+                ids, counts = ids.clamp_min(0), learned[begin : begin + n, None]
+                total -= ((logits.gather(1, ids) - sums) * counts).sum()
             if dw is not None:  # not yet divided by N, which float16 would round to 0
                 if torch.compiler.is_compiling():  # one kernel, which keeps no float32
-                    d = (logits - sums).exp() - (columns == wanted).float()
+                    d = (logits - sums).exp() - (columns == ids).float()
                 else:
                     d = logits.sub_(sums).exp_()
-                    d.scatter_add_(1, wanted, d.new_full(wanted.shape, -1.0))
-                d = (d * count if some_ignored else d).to(x.dtype)
-                dx[begin : begin + rows] = d @ cast
-                dw += d.mT @ some
+                    d.scatter_add_(1, ids, d.new_full(ids.shape, -1.0))
+                d = (d if learned is None else d * counts).to(x.dtype)
+                dx[begin : begin + n] = d @ cast
+                dw += d.mT @ rows
         ctx.save_for_backward(dx, dw)
         return total / ctx.count
 

@@ -117,6 +117,16 @@ def test_the_loss_in_chunks_is_compiled_as_one_graph(monkeypatch):
         torch.testing.assert_close(one, other, msg=name)
 
 
+def test_targets_are_compared_only_where_some_are_ignored(monkeypatch):
+    monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", FIVE_ROWS)
+    model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
+    for chats in (False, True):
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu) as profile:
+            model(x, y, chats=chats)
+        assert ("aten::ge" in {event.name for event in profile.events()}) is chats
+
+
 def test_an_evaluation_computes_no_gradients(monkeypatch):
     monkeypatch.setattr("entry_point.model.LOGITS_AT_ONCE", FIVE_ROWS)
     model, x, y = lively(), ids(3, 8), ids(3, 8, seed=1)
