@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection
@@ -230,6 +231,13 @@ class Group:
         """Every rank calls it at the same points, before it waits for others."""
         if self.watchdog is not None:
             self.watchdog.heartbeats += 1
+
+    @contextmanager
+    def without_heartbeats(self) -> Iterator[None]:
+        """For work that may fail on one rank alone, whose count would then stay behind."""
+        watchdog, self.watchdog = self.watchdog, None
+        yield
+        self.watchdog = watchdog
 
     def expect(self, seconds: float) -> None:
         """Bounds the time until this rank's next heartbeat; at most, and at first, LONGEST_WAIT."""

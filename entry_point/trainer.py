@@ -305,15 +305,15 @@ class Trainer:
         It does so outside of DDP, in which the others would wait for a rank that fails.
         """
         ddp = self.ddp if isinstance(self.ddp, DistributedDataParallel) else None
-        try:
-            with ddp.no_sync() if ddp else nullcontext():
+        with self.group.without_heartbeats(), ddp.no_sync() if ddp else nullcontext():
+            try:
                 for step in steps:
                     self.forward_backward(step)
-        except Exception as error:  # an error that is not the compiler's comes again without it
-            if self.config.compile == "on":
-                raise
-            torch.compiler.set_stance("force_eager")
-            log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
+            except Exception as error:  # one that is not the compiler's comes again without it
+                if self.config.compile == "on":
+                    raise
+                torch.compiler.set_stance("force_eager")
+                log(f"note: rank {self.group.rank} does not compile: {first_line(error)}")
         self.optimizer.zero_grad()
 
     # -- the loop ---------------------------------------------------------------------------------
