@@ -229,6 +229,12 @@ def local_processes(config: Config, container: Container, options: Options) -> i
     return gpus
 
 
+def share_cores(processes: int) -> None:
+    """Gives this process as many threads as it has cores, where `processes` share them."""
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    torch.set_num_threads(max(1, len(cores) // processes))
+
+
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory of freed tensors for the next ones.
 

@@ -62,9 +62,8 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
 unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
-    import torch
+    import torch.distributed as dist
 signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-import torch.distributed as dist
 
 from entry_point import huggingface
 from entry_point.checkpoint import Checkpoints
@@ -83,6 +82,7 @@ from entry_point.container import (
     local_processes,
     rank_device,
     read_container,
+    share_cores,
 )
 from entry_point.data import load_corpus
 from entry_point.distributed import Group, end_with_parent, read_ranks, start_ranks
@@ -126,8 +126,7 @@ def train(config: Config, options: Options, container: Container, ranks: Ranks) 
 
     group = Group(ranks, device, container, config.hang_seconds)
     if not os.environ.get("OMP_NUM_THREADS"):  # some builds of torch take 1 under mpirun
-        mine = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-        torch.set_num_threads(max(1, len(mine) // ranks.local_world_size))
+        share_cores(ranks.local_world_size)
     corpus = load_corpus(container, config, group)
     if device.type == "cpu":
         keep_freed_memory()  # for the steps; the memory for reading the text was already returned

@@ -30,6 +30,7 @@ from .container import (
     machine_line,
     may_record,
     memory_line,
+    share_cores,
 )
 from .conversations import END_OF_TURN, Packed
 from .data import Batches, Corpus, bytes_per_token, evaluate
@@ -481,6 +482,9 @@ class Trainer:
     def finish(self) -> None:
         """Writes the artefact of the best validation loss, and logs a sample of it."""
         assert self.best_step is not None
+        # torchrun sets one thread where nobody has; the other ranks wait while this one computes.
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+            share_cores(self.group.local_world_size)
         best = huggingface.with_weights(self.config, len(self.corpus.tokenizer), self.best)
         self.model.load_state_dict(best.state_dict())
         training = {

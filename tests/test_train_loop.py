@@ -64,6 +64,7 @@ from entry_point.errors import ConfigError, DataError, TrainingError
 from entry_point.model import GPT
 from entry_point.optim import gradient_of, window_length
 from entry_point.trainer import Trainer, read_fault
+from launcher.machines import cores
 from launcher.models.load import load_artefact
 
 ALONE = Ranks(0, 1, 0, 1, "hand")
@@ -569,6 +570,17 @@ def test_a_checkpoint_is_due_by_time_and_cost(
         assert checkpoints.due(evaluates, said) is (passed > seconds)
 
 
+def test_the_export_uses_the_cores_that_torchrun_leaves_idle(tmp_path, monkeypatch):
+    """It sets one thread for each rank, and the others wait meanwhile."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    before = torch.get_num_threads()
+    assert trainer_of(tmp_path, max_steps=1).run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (before, threads) == (1, cores())
+
+
 def test_a_full_disk_at_the_end_names_the_directory(tmp_path, monkeypatch):
     full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr("entry_point.huggingface.write_artefact", full)
@@ -818,13 +830,17 @@ def test_a_run_whose_compiler_fails_goes_on_eager_or_ends(tmp_path, monkeypatch,
 
 
 def test_ranks_go_on_together_if_one_cannot_compile(tmp_path, text_file):
+    """And a later hang is not blamed on it, which has begun fewer passes than the others."""
     tries = ('(config.compile == "auto" and pays)', '(config.compile == "auto")')  # on a CPU too
     broken = "dynamic=False, backend=lambda graph, _: graph.forward if group.rank == 0 else 1 / 0"
     command = edited_folder(tmp_path / "train", ("dynamic=False", broken), tries)
-    how = dict(data=text_file, processes=2, short_windows=0.5, command=command)
-    end = trained(tmp_path, **how)
+    arguments = words(**SMALL, data=text_file, processes=2, short_windows=0.5, hang_seconds=5)
+    env = environment(NANOGPT_FAULT="0:7:hang")
+    end = run(arguments, cwd=tmp_path, command=command, env=env)
     assert end.output.count("does not compile: ") == 1
     assert "note: rank 1 does not compile: " in end.output
+    assert "\nstep=5/" in end.output
+    assert end.last_line.startswith("TrainingError: rank 0 on ")
 
 
 def test_compiling_does_not_change_the_losses_of_ranks(tmp_path, text):
