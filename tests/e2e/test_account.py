@@ -195,7 +195,7 @@ def elsewhere(access: Access) -> Iterator[Access]:
             yield Access(access.action, access.resource, {})
 
 
-def test_the_bucket_is_private_and_deletes_old_checkpoints():
+def test_the_bucket_is_private_and_deletes_old_checkpoints_but_no_curve():
     """By the template, since moto leaves such properties out."""
     resources = decode.decode(str(deploy.TEMPLATE))[0]["Resources"]
     bucket = resources["Bucket"]["Properties"]
@@ -205,6 +205,8 @@ def test_the_bucket_is_private_and_deletes_old_checkpoints():
     uploads, checkpoints = bucket["LifecycleConfiguration"]["Rules"]
     assert uploads["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
     assert (checkpoints["Prefix"], checkpoints["ExpirationInDays"]) == ("nanogpt/checkpoints/", 90)
+    curve = 20_000 * 200  # rows of a long run, and the bytes of one
+    assert int(checkpoints["ObjectSizeGreaterThan"]) > curve
     (deny,) = resources["BucketPolicy"]["Properties"]["PolicyDocument"]["Statement"]
     assert (deny["Effect"], deny["Principal"], deny["Action"]) == ("Deny", "*", "s3:*")
     assert deny["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
