@@ -18,6 +18,7 @@ from access import ACCOUNT
 from launcher import JobDescription, jobs
 from launcher.files import storage
 from launcher.files.storage import local_path
+from launcher.launching.texts import find_channel
 from launcher.sagemaker.backend import SageMakerBackend
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import script_lines
@@ -123,6 +124,22 @@ def test_a_launch_sends_a_newer_local_upload_to_s3(
     there = s3.list_objects_v2(Bucket=s3.bucket, Prefix=f"some/prefix/data/{near.name}/")
     names = {each["Key"].rsplit("/", 1)[-1] for each in there.get("Contents", [])}
     assert names == (set() if words else {path.name for path in near.iterdir()})
+
+
+def test_a_text_is_not_sent_with_objects_whose_names_begin_the_same(cloud, s3, cli, text_file):
+    text, place = text_file.read_bytes(), f"s3://{s3.bucket}/corpus"
+    s3.put_object(Bucket=s3.bucket, Key="corpus.txt", Body=text)
+    s3.put_object(Bucket=s3.bucket, Key="other.txt", Body=text)
+    words = (*LAUNCH, "--data", f"{place}.txt", "--validation", f"s3://{s3.bucket}/other.txt")
+    assert cli(*words).good
+    s3.put_object(Bucket=s3.bucket, Key="corpus/input.txt", Body=text)
+    for key in ("other.txt/old.txt", "corpus.txt.bak"):
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=text)
+        assert cli(*words).failed(2, f"s3://{s3.bucket}/{key}")
+    assert cli(*LAUNCH, "--data", f"{place}/").good
+    assert len(cloud.sagemaker.jobs) == 2
+    on_this_machine = load_settings().model_copy(update={"store": ""})
+    assert find_channel(f"{place}.txt", on_this_machine).uri == f"{place}.txt"
 
 
 def test_a_deleted_local_upload_is_not_replaced(cloud, s3, home, cli, text_file, monkeypatch):

@@ -37,13 +37,20 @@ def find_channel(location: str, settings: Settings) -> Channel:
         raise InputError(f"{location}: a file of this upload is missing; upload the text again")
     if known is not None and path is not None:
         check_regular(path)
-    if known is not None and (path is None or storage.local_path(settings.data_store) is not None):
+    stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
+    if known is not None and (path is None or stays):
         return Channel(location, uri, replace(known, uploaded=False), [])
     if path is None:
         there = storage.list_files(uri, settings)
         if not any(name.endswith(".txt") or name == "meta.json" for name in there):
             what = "no *.txt file is there" if there else "nothing is there"
             raise InputError(f"{location}: {what}")
+        # SageMaker copies all objects whose keys begin with the URI of a channel.
+        if uri.endswith(".txt") and not stays and (others := storage.namesakes(uri, settings)):
+            raise InputError(
+                f"{location}: SageMaker would also copy {others[0]}, whose name begins the same;"
+                f" copy the text to {uri.removesuffix('.txt')}/ and name that prefix instead"
+            )
         return Channel(location, uri, None, [])
     if known is not None and known.train_tokens:  # made here, before there was a store on S3
         sources = [path / name for name in known.files]
