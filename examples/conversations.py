@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import Request, Settings, fetch_model, launch, load_model, upload_data, wait
-from launcher.models.chat import Chat, Message
-from launcher.models.sample import stream_samples
+from launcher.models.sample import answered, stream_samples
 
 BASE = {"n_embd": 192, "n_head": 3, "n_layer": 4, "block_size": 128, "batch_size": 12}
 HELD_OUT = 100  # questions of each kind
@@ -62,13 +61,11 @@ def right(directory: Path, asked: Sequence[tuple[str, str]], settings: Settings)
     model, tokenizer = load_model(directory, settings)
     count = 0
     for question, answer in asked:
-        if tokenizer.chats:
-            chat = Chat(model, tokenizer)
-            said = chat.answer(chat.ids([Message("user", question)]), 20, 0, 0, 1.0, 0)
-        else:  # a base model continues a text
-            columns = stream_samples(model, tokenizer, f"{question}\n", 20, temperature=0)
-            said = (piece for (piece,) in columns)
-        first, _, _ = "".join(said).strip().partition("\n")  # a base model goes on
+        prompt = question if tokenizer.chats else f"{question}\n"  # which a base model continues
+        begin, most = answered(model, tokenizer, prompt, 20)
+        columns = stream_samples(model, tokenizer, begin, most, temperature=0)
+        said = "".join(piece for (piece,) in columns)
+        first, _, _ = said.strip().partition("\n")  # a base model goes on
         count += first == answer
     return count / len(asked)
 

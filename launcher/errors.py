@@ -23,6 +23,10 @@ class ServiceError(Exception):
     """A job, a store or a service failed: exit code 1. The text says what to do next."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came."""
+
+
 def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> str:
     """`did you mean A or B?` for up to n known words that are close; '' if none is."""
     near = difflib.get_close_matches(word, list(known), n, cutoff)

@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     stack: str = "sm-nanogpt"  # its outputs provide store and role
     max_cost: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)  # USD per job
     ask_above: float = Field(default=10, ge=0)  # USD; ask before a launch that may cost more
+    api_key: str = Field(default="", repr=False)  # of `play`; "": a new one each time
     kms_key: str = ""  # for objects in S3 and disks of jobs; "": the bucket's default
 
     # Defaults for jobs on SageMaker; names as in TrainingJob.

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 from test_chat import directory, tuned
 from test_curves import file_rows
 from test_play import served, site
 from test_report import sibling
 
-from launcher import load_model
+from launcher import load_model, stream_samples
 from launcher.models.chat import Message
 from launcher.views.play import Player
 
@@ -34,6 +34,11 @@ def chromium(pytestconfig):
         browser.close()
 
 
+def is_error(said: ConsoleMessage) -> bool:
+    """Chromium notes a refused request, which the page itself shows."""
+    return said.type == "error" and "status of 400" not in said.text
+
+
 @pytest.fixture
 def visit(chromium):
     """Opens a page, which may request what `within` matches, and must log no error."""
@@ -50,7 +55,7 @@ def visit(chromium):
 
         page.on("request", lambda request: requested(request.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda said: wrong.append(said.text) if is_error(said) else None)
         page.goto(url)
         return page
 
@@ -175,7 +180,7 @@ def play(site, visit):
 
 
 def ended(page: Page) -> None:
-    page.locator(".status.end").first.wait_for()
+    page.locator("#end:disabled").wait_for()
 
 
 def test_text_streams_into_the_page(play, site):
@@ -215,24 +220,86 @@ def test_arrow_keys_show_what_was_likely(play):
     assert play.locator("#likely .chosen").count() == 1
 
 
-def test_the_page_keeps_a_conversation_until_a_new_one(directory, visit):
-    with served([Player("mine", *load_model(directory))]) as site:
+@pytest.fixture
+def talk(directory, visit):
+    """The page of a model that has learned from conversations, and its player."""
+    with served([Player("mine", *load_model(directory), "its loss")]) as site:
         page = visit(f"http://127.0.0.1:{site.port}/?token=secret", within="http://127.0.0.1:.*")
         page.wait_for_selector("#anew")
         page.fill("#temperature", "0")
-        answers = []
-        for question in ("What is 3 + 3?", "And 4 + 4?"):
-            page.fill("#prompt", question)
-            page.click("#generate")
-            ended(page)
-            answers.append(page.locator(".asked + div").last.text_content())
-        said = [Message("user", "What is 3 + 3?"), Message("assistant", answers[0])]
-        said.append(Message("user", "And 4 + 4?"))
-        chat = site.players[0].chat
-        assert answers[1] == "".join(chat.answer(chat.ids(said), 500, 0, 0, 1.0, 0))
-        assert page.locator(".asked").count() == 2
-        page.click("#anew")
-        assert page.locator(".out").text_content() == ""
+        page.fill("#max_new_tokens", "10")
+        yield page, site.players[0]
+
+
+def ask(page: Page, question: str) -> str:
+    """Send a message with Enter; returns the answer."""
+    page.focus("#prompt")
+    page.keyboard.type(question)
+    page.keyboard.press("Enter")
+    ended(page)
+    return page.locator(".said").last.text_content() or ""
+
+
+def test_the_page_keeps_a_conversation_until_a_new_one(talk):
+    page, player = talk
+    said: list[Message] = []
+    for system in ("", "Be short."):
+        page.fill("#system", system)
+        for question in ("What is 3 + 3?", "And 4?"):
+            answer, first = ask(page, question), [Message("system", system)] * bool(system)
+            said.append(Message("user", question))
+            _, ids, most = player.chat.fitting([*first, *said], 10)
+            columns = stream_samples(player.model, player.tokenizer, ids, most, temperature=0)
+            assert answer == "".join(piece for (piece,) in columns)
+            said.append(Message("assistant", answer))
+    assert page.locator(".asked").count() == 4
+    assert "its loss" in page.locator("article header").inner_text()
+    page.click("#anew")
+    assert page.locator(".out").text_content() == ""
+
+
+def test_shift_enter_breaks_the_line_of_a_message(talk):
+    page, _ = talk
+    page.focus("#prompt")
+    page.keyboard.type("What")
+    page.keyboard.press("Shift+Enter")
+    assert page.input_value("#prompt") == "What\n"
+    assert page.locator(".asked").count() == 0
+
+
+@pytest.mark.parametrize("width", [1300, 390])
+def test_a_message_is_typed_below_the_conversation(talk, width):
+    page, _ = talk
+    page.set_viewport_size({"width": width, "height": 800})
+    ask(page, "What is 3 + 3?")
+    boxes = [page.locator(name).bounding_box() for name in (".said", "#prompt")]
+    assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"] <= 800
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_says_what_the_model_no_longer_sees(talk):
+    page, player = talk
+    said: list[Message] = []
+    dropped = 0
+    while not dropped:
+        said.append(Message("user", "What is 3 + 3?"))
+        dropped, _, _ = player.chat.fitting(said, 10)
+        said.append(Message("assistant", ask(page, "What is 3 + 3?")))
+    assert f"the oldest {dropped} messages" in page.locator(".status").inner_text()
+    above = page.locator(".forgotten").evaluate(
+        "line => [...line.parentNode.children].indexOf(line)"
+    )
+    assert above == dropped
+
+
+def test_a_message_that_fails_can_be_sent_again(talk):
+    page, player = talk
+    ask(page, "What is 3 + 3?")
+    page.fill("#prompt", "a " * player.chat.size)
+    page.keyboard.press("Enter")
+    page.locator(".status.error", has_text="too long").wait_for()
+    assert page.input_value("#prompt").startswith("a a a")
+    assert page.locator(".asked").count() == 1
 
 
 def test_the_page_of_play_fits_a_phone(play):

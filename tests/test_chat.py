@@ -13,9 +13,12 @@ import select
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -39,9 +42,10 @@ from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed, pack
 from entry_point.data import Batches, evaluate, read_tokenizer
 from entry_point.distributed import Group
 from entry_point.errors import DataError
-from launcher import InputError, load_model
+from launcher import InputError, load_model, sample, stream_samples
 from launcher.cli.chat import Conversation, converse
-from launcher.models.chat import Chat, Message
+from launcher.models.chat import Chat, Message, TooLong
+from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, load_artefact, load_published, read_checkpoint
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import Words
@@ -177,25 +181,52 @@ def test_a_launch_refuses_short_windows_of_conversations(tuned, cli):
     assert "--set short_windows=0" in ran.error
 
 
-@pytest.mark.parametrize("content", [" " * 1_000_000, "\ud800"])
-def test_a_message_beyond_the_context_or_utf8_is_refused(directory, content):
+def ids_of(chat: Chat, *messages: Message) -> list[int]:
+    """Those of a whole conversation."""
+    chat = copy(chat)
+    chat.size = 1 << 30
+    return chat.fitting(messages, 1)[1]
+
+
+def test_a_message_that_is_not_utf8_is_refused(directory):
+    with pytest.raises(InputError, match="UTF-8"):
+        Chat(*load_model(directory)).fitting([Message("user", "\ud800")], 1)
+
+
+@pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["system"], ["user", "assistant"]])
+def test_a_message_beyond_the_context_is_refused_before_it_is_encoded(directory, roles):
     chat = Chat(*load_model(directory))
-    with pytest.raises(InputError):
-        chat.fitting([Message("user", content)], 1)
+    chat.encoder.encoder = Mock(wraps=chat.encoder.encoder)
+    with pytest.raises(TooLong, match="instruction" if "system" in roles else "message"):
+        chat.fitting([Message(role, "a " * 1_000_000) for role in roles], 1)
+    encoded = [
+        len(turn) for call in chat.encoder.encoder.encode.mock_calls for turn in call.args[0]
+    ]
+    assert max(encoded) <= chat.size * chat.longest + len("assistant\n")
+
+
+def test_a_long_turn_is_encoded_in_parts(directory):
+    """Else 60 MB in one message took 14 GB."""
+    chat = Chat(*load_model(directory))
+    fast = chat.encoder.encoder.fast = Mock(wraps=chat.encoder.encoder.fast)
+    (turn,) = chat.encoder.encode(["assistant\n" + "What is 3? " * 100_000])
+    parts = [len(part) for call in fast.encode_ordinary_batch.mock_calls for part in call.args[0]]
+    assert max(parts) <= LONGEST < sum(parts)
+    learned = [id for id in memoryview(turn).cast("i") if id >= 0]
+    assert chat.encoder.tokenizer.decode(learned) == "What is 3? " * 100_000
 
 
 def test_a_full_context_keeps_the_instruction_and_some_room(directory):
-    chat = Chat(*load_model(directory))
+    model, tokenizer = load_model(directory)
+    chat, size, tokenizer.ends = Chat(model, tokenizer), model.config.block_size, set()
     system, question = (Message(role, "What is 3?") for role in ("system", "user"))
-    size, chat.tokenizer.ends = chat.model.config.block_size, set()
     for n in range(20):
         asked_before = [question, Message("assistant", "3")] * n
-        dropped, ids = chat.fitting([system, *asked_before, question], size)
+        dropped, ids, most = chat.fitting([system, *asked_before, question], size)
         assert len(ids) <= size - size // 4
-        assert ids == chat.ids([system, *asked_before[dropped:], question])
+        assert ids == ids_of(chat, system, *asked_before[dropped:], question)
     assert dropped
-    tokens = [*chat.answer(ids, 10 * size, 0, 0, 1.0, 1)]
-    assert len(ids) + len(tokens) == size + 1  # the last is what is left of a character
+    assert len(ids) + most == size
 
 
 def test_a_tokenizer_without_turns_is_refused(cli, tmp_path, text_file):
@@ -231,7 +262,7 @@ def test_ids_are_those_of_apply_chat_template(directory):
         said = [Message(role, "".join(draw.choices(STRANGE, k=3))) for role in roles]
         documents = [vars(message) for message in said]
         wanted = theirs.apply_chat_template(documents, add_generation_prompt=True, return_dict=True)
-        assert chat.ids(said) == wanted["input_ids"]
+        assert ids_of(chat, *said) == wanted["input_ids"]
 
 
 def test_only_answers_are_learned(directory):
@@ -438,7 +469,16 @@ def test_a_checkpoint_of_a_tuning_answers(directory, tmp_path):
 def test_a_sample_of_a_tuned_model_names_chat(cli, directory):
     sample = ("fetch-and-sample", str(directory), "--max-new-tokens", "1")
     assert "`sm-nanogpt chat`" in cli(*sample).good.err
-    assert "`sm-nanogpt chat`" not in cli(*sample, "--prompt", "The").good.err
+
+
+def test_a_prompt_is_answered_as_in_a_chat(cli, tuned, directory, chat, monkeypatch):
+    base, job, _ = tuned
+    sample_of = ("--max-new-tokens", "6", "--temperature", "1", "--seed", "5")
+    ran = cli("fetch-and-sample", str(directory), *sample_of, "--prompt", "What is 3 + 3?").good
+    assert ran.out == chat("What is 3 + 3?", heat="1").out
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(job.home))
+    assert sample(job.job_id, "What is 3 + 3?", 6, 1, 1.0, seed=5) == [ran.out[:-1]]
+    assert sample(base.job_id, "What", 6)[0].startswith("What")
 
 
 # -- the terminal ----------------------------------------------------------------------------------
@@ -478,7 +518,9 @@ def test_a_message_that_is_not_utf8_is_refused_alone(directory, tmp_path):
 
 def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
     assert chat("", " ", "Hi?", "").out == chat("Hi?").out
-    for lines in (["/save a.jsonl"], ["/system x", "/save a.jsonl"], ["Hi?", "/save ."], ["/save"]):
+    os.mkfifo(tmp_path / "pipe")  # to which nobody listens
+    nothing = (["/save a.jsonl"], ["/system x", "/save a.jsonl"])
+    for lines in (*nothing, ["Hi?", "/save ."], ["Hi?", "/save pipe"], ["/save"]):
         ran = chat(*lines)
         assert (ran.code, ran.out) == (0, chat("Hi?").out * ("Hi?" in lines))
         assert ran.error
@@ -488,16 +530,17 @@ def test_a_line_that_asks_nothing_has_no_answer(chat, tmp_path):
 def test_no_message_is_blank(directory, monkeypatch):
     """As upload-data would refuse it."""
     talks = Conversation(*load_model(directory), " ", (20, 1.0, 0, 1.0), 5)
-    monkeypatch.setattr(talks.chat, "answer", lambda *_: iter([" ", "\t"]))
+    monkeypatch.setattr("launcher.models.sample.stream_samples", lambda *_: iter([[" "], ["\t"]]))
     assert "".join(talks.talk("Hi?", 0)) == " \t"
     assert talks.messages == []
 
 
 def test_each_answer_has_its_seed_and_is_kept_if_interrupted(directory):
     talks = Conversation(*load_model(directory), None, (20, 1.0, 0, 1.0), 5)
-    talks.chat.tokenizer.ends = set()
-    ids = talks.chat.ids([Message("user", "Hi?")])
-    answer = [*talks.chat.answer(ids, *talks.rest, 5 + 2)]
+    talks.tokenizer.ends = set()
+    _, ids, most = talks.chat.fitting([Message("user", "Hi?")], 20)
+    columns = stream_samples(talks.model, talks.tokenizer, ids, most, 1, 1.0, seed=5 + 2)
+    answer = [piece for (piece,) in columns]
     talk = talks.talk("Hi?", 2)
     assert [next(talk) for _ in range(9)] == answer[:9]
     talk.close()
@@ -511,6 +554,19 @@ def test_old_turns_are_dropped_and_that_is_said(chat, directory):
     assert "oldest 6 messages" in ran.err
     ran = chat("a " * model.config.block_size)
     assert str(model.config.block_size) in ran.error
+
+
+def test_an_instruction_that_leaves_no_room_is_refused(chat, directory, cli):
+    ran = cli("chat", str(directory), "--system", "a " * 100)
+    assert ran.failed(2, "instruction", "128 tokens")
+    ran = chat(f"/system {'a ' * 100}", "Hi?")
+    assert (ran.code, ran.out) == (0, chat("Hi?").out)
+    assert "instruction" in ran.error
+
+
+def test_a_closed_stdin_ends_the_chat(cli, directory, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli("chat", str(directory)).good.out == ""
 
 
 def test_a_base_model_continues_what_is_typed(tuned, chat, cli):
@@ -554,13 +610,41 @@ def test_ctrl_c_while_typing_drops_the_line(capsys, monkeypatch):
     assert capsys.readouterr().out == "\nb\n\n"
 
 
+def in_a_terminal(*words: str) -> tuple[int, int]:
+    """The pid of a command, and the end of its terminal at which a person sits."""
+    command = [*launching.PROGRAM, *words]
+    child, terminal = pty.fork()
+    if child == 0:
+        launching.hear_signals()
+        os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
+    return child, terminal
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_chat_at_its_prompt(job, sign):
+    child, terminal = in_a_terminal("chat", str(job.directory / "hosts/algo-1/model"))
+    try:
+        seen = b""
+        while not seen.endswith(b"> "):
+            assert select.select([terminal], [], [], 60)[0], seen
+            seen += os.read(terminal, 1 << 16)
+        deadline = time.monotonic() + 20
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            assert time.monotonic() < deadline
+            os.kill(child, sign)  # again, since Python misses one just before it waits for a key
+            time.sleep(0.2)
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(terminal)
+
+
 def test_a_pseudo_terminal_streams_stops_and_ends(job):
     """The model continues without an end, until Ctrl-C; Ctrl-D then ends the command."""
     model = str(job.directory / "hosts/algo-1/model")
-    command = [*launching.PROGRAM, "chat", model, "--max-new-tokens", "100000000"]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
+    child, terminal = in_a_terminal("chat", model, "--max-new-tokens", "100000000")
     seen = ""
 
     def read() -> None:
@@ -628,11 +712,13 @@ def player(directory):
 def client(player):
     """OpenAI's own client of the server, without a socket."""
 
-    def make(key: str = "secret") -> openai.OpenAI:
-        app = make_app([player], 80, "secret", api.routes([player]))
-        http = TestClient(app, base_url="http://127.0.0.1:80", headers={"host": "127.0.0.1:80"})
+    def make(key: str = "secret", path: str = "/v1") -> openai.OpenAI:
+        app = make_app([player], "secret", api.routes([player]))
         return openai.OpenAI(
-            base_url="http://127.0.0.1:80/v1", api_key=key, http_client=http, max_retries=0
+            base_url=f"http://127.0.0.1{path}",
+            api_key=key,
+            http_client=TestClient(app, base_url="http://127.0.0.1"),
+            max_retries=0,
         )
 
     return make
@@ -651,7 +737,7 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     answer = api_client.chat.completions.create(**wish)
     text = answer.choices[0].message.content
     assert f"{text}\n" == chat("What is 3 + 3?").out
-    ids = player.chat.ids([Message("user", "What is 3 + 3?")])
+    ids = ids_of(player.chat, Message("user", "What is 3 + 3?"))
     assert answer.usage.prompt_tokens == len(ids)
     short = api_client.chat.completions.create(**{**wish, "max_tokens": 1})
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 1)
@@ -661,7 +747,7 @@ def test_the_client_of_openai_chats_and_completes(client, player, chat, monkeypa
     said = [{"role": "developer", "content": "Hi"}, {"role": "user", "content": parts}]
     told = api_client.chat.completions.create(**{**wish, "messages": said})
     messages = [Message("system", "Hi"), Message("user", "What is 3 + 3?")]
-    assert told.usage.prompt_tokens == len(player.chat.ids(messages))
+    assert told.usage.prompt_tokens == len(ids_of(player.chat, *messages))
     chunks = [
         *api_client.chat.completions.create(
             **wish, stream=True, stream_options={"include_usage": True}
@@ -723,7 +809,7 @@ def test_a_model_that_fails_is_an_error_of_the_server(client, monkeypatch):
         ({"max_tokens": 0}, 400),
         ({"max_completion_tokens": 0}, 400),
         ({"logprobs": True}, 400),
-        ({"stop": ["a"] * 5}, 400),
+        ({"stop": 5}, 400),
         ({"response_format": {"type": "json_object"}}, 400),
         ({"frequency_penalty": 1}, 400),
         ({"presence_penalty": 1}, 400),
@@ -743,6 +829,74 @@ def test_a_request_that_cannot_be_met_is_refused(client, changes, status):
     assert error.value.status_code == status
     body: Any = error.value.body
     assert body.keys() == {"message", "type", "param", "code"}
+
+
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content: must be text"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: must be text"),
+        ({"prompt": ["a", "b"]}, "prompt: must be one text"),
+        ({"prompt": [1, 2]}, "prompt: must be one text"),
+        ({"stop": [1]}, "stop: must be a string or a list of strings"),
+        ({"tools": TOOLS}, "tools: no model here"),
+        ({"functions": [{"name": "f"}]}, "functions: no model here"),
+        ({"n": 2}, "n: only one choice"),
+        ({"presence_penalty": 0.5}, "presence_penalty: there are no penalties"),
+    ],
+)
+def test_a_refusal_is_a_sentence_of_our_own(client, changes, said):
+    api = client().completions if "prompt" in changes else client().chat.completions
+    asks = {} if "prompt" in changes else {"messages": HELLO}
+    with pytest.raises(openai.BadRequestError) as error:
+        api.create(model="mine", **{**asks, **changes})
+    body: Any = error.value.body
+    assert body["message"].startswith(said)
+
+
+def test_a_message_beyond_the_context_has_the_code_of_openai(client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client().chat.completions.create(
+            model="mine", messages=[{"role": "user", "content": "a " * 10**6}]
+        )
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_any_number_of_stop_strings_is_taken_in_any_order(client):
+    """Continue sends up to 14."""
+    wish: Any = dict(model="mine", prompt="What", max_tokens=20, temperature=0)
+    text = client().completions.create(**wish).choices[0].text
+    stops = [text[3:5], text[2:5], text[4:7], *(f"<{n}>" for n in range(11))]
+    for order in (stops, stops[::-1]):
+        (choice,) = client().completions.create(**wish, stop=order).choices
+        assert choice.text == text[:2]
+
+
+def test_a_base_url_without_v1_is_told(client):
+    without = client(path="/")
+    for call in (
+        without.models.list,
+        partial(without.chat.completions.create, model="mine", messages=HELLO),
+    ):
+        with pytest.raises(openai.NotFoundError, match="/v1 is missing from the base URL"):
+            call()
+
+
+def test_only_a_named_origin_may_ask_from_its_pages(player):
+    app = make_app([player], "secret", api.routes([player]), ["http://localhost:3000"])
+    http = TestClient(app)
+    for origin, status in (("http://localhost:3000", 200), ("http://localhost:3001", 400)):
+        asks = {"access-control-request-method": "POST", "origin": origin}
+        asks["access-control-request-headers"] = "authorization, x-stainless-os"
+        assert http.options("/v1/chat/completions", headers=asks).status_code == status
+        for key in ("secret", "wrong"):  # a page reads why it is refused
+            headers = {"origin": origin, "authorization": f"Bearer {key}"}
+            allowed = http.get("/v1/models", headers=headers).headers
+            assert allowed.get("access-control-allow-origin") == (origin if status == 200 else None)
 
 
 @pytest.fixture
@@ -794,8 +948,8 @@ def test_a_request_needs_the_key(client):
 def test_a_base_model_refuses_to_chat_and_completes(tuned):
     base, _, _ = tuned
     player = Player("base", *load_model(base.directory / "hosts/algo-1/model"))
-    app = make_app([player], 80, "t", api.routes([player]))
-    http = TestClient(app, headers={"host": "127.0.0.1:80", "authorization": "Bearer t"})
+    app = make_app([player], "t", api.routes([player]))
+    http = TestClient(app, headers={"authorization": "bearer t"})
     refused = http.post("/v1/chat/completions", json={"model": "base", "messages": HELLO})
     done = http.post("/v1/completions", json={"model": "base", "prompt": "The", "seed": 1})
     assert (refused.status_code, done.status_code) == (400, 200)

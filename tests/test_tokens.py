@@ -555,13 +555,13 @@ def test_a_character_of_several_tokens_is_shown_whole(words_of):
 
 def test_a_prompt_that_is_not_utf8_is_refused(words_of):
     with pytest.raises(InputError, match="the prompt is not UTF-8 text"):
-        encode(words_of.tokenizer, "caf\udce9")
+        encode(words_of.tokenizer, "caf\udce9", 8)
 
 
 def test_a_sample_ends_with_its_document(words_of):
     tokenizer = words_of.tokenizer
     assert tokenizer.end is not None
-    a, b = encode(tokenizer, "a") + encode(tokenizer, "b")
+    a, b = encode(tokenizer, "a", 8) + encode(tokenizer, "b", 8)
     steps = ([a, b], [b, tokenizer.end], [tokenizer.end, a], [a, a])
     shown = list(pieces(map(torch.tensor, steps), tokenizer, 2))
     assert shown == [["a", "b"], ["b", ""], ["", ""]]

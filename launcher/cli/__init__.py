@@ -37,7 +37,7 @@ from launcher.cli.options import Group
 from launcher.cli.show import logs_shown, note, silence
 from launcher.cli.upload import upload_data_command
 from launcher.cli.views import report_command, track_command
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, Terminated
 
 COMMANDS = {
     "Text and training": [
@@ -124,6 +124,8 @@ def run(arguments: list[str] | None = None) -> int:
             raise InputError(
                 "stdout is closed, so results cannot be printed; use `>/dev/null` to discard them"
             )
+        if sys.stdin is None:  # as `<&-` leaves it
+            sys.stdin = io.StringIO()
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Escape what the terminal's encoding lacks, so that the rest is printed.
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -176,7 +178,7 @@ def complete(instruction: str) -> int:
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that a command can clean up.
+    """Raise Terminated on SIGTERM and SIGHUP, so that a command can clean up as after Ctrl-C.
 
     An ignored signal stays ignored, as `nohup` expects.
     """
@@ -188,7 +190,7 @@ def signals_as_ctrl_c() -> Iterator[None]:
     def interrupt(*_: object) -> NoReturn:
         for sign in before:
             signal.signal(sign, signal.SIG_IGN)  # `timeout` sends it twice
-        raise KeyboardInterrupt
+        raise Terminated
 
     for sign, handler in before.items():
         if handler is not signal.SIG_IGN:

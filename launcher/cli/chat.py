@@ -15,7 +15,7 @@ import click
 from launcher.cli.models import ENTRY_POINT, MAX_NEW_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, load
 from launcher.cli.options import Command, complete_job, settings_of
 from launcher.cli.show import note
-from launcher.errors import InputError
+from launcher.errors import InputError, Terminated
 
 if TYPE_CHECKING:
     from entry_point.data import Tokenizer
@@ -89,7 +89,8 @@ class Conversation:
     ) -> None:
         from launcher.models.chat import Chat
 
-        self.chat, self.rest, self.seed = Chat(model, tokenizer), rest, seed
+        self.model, self.tokenizer, self.rest, self.seed = model, tokenizer, rest, seed
+        self.chat = Chat(model, tokenizer)
         self.messages: list[Message] = []
         self.instruct(system)
 
@@ -97,12 +98,14 @@ class Conversation:
         from launcher.models.chat import Message
 
         messages = [Message("system", text)] if text and text.strip() else []
-        self.chat.ids(messages)  # raises InputError
+        self.chat.fitting([*messages, Message("user", "?")], self.rest[0])  # or no message would
         self.messages = messages
 
     def talk(self, line: str, n: int) -> Generator[str]:
         """The answer to a line, or nothing to a command. Raises InputError; nothing is changed."""
+        from launcher.files.storage import path_of
         from launcher.models.chat import Message
+        from launcher.models.sample import stream_samples
 
         command, _, words = line.partition(" ")
         match command if line.startswith("/") else "":
@@ -116,19 +119,23 @@ class Conversation:
                 self.instruct(words.strip())
                 return
             case "/save" if words.strip():
-                self.save(Path(words.strip()))
+                self.save(path_of(words.strip()))
                 return
             case _:
                 raise InputError(f"{line}: {HELP}")
         if not line.strip():
             return
         asked = [*self.messages, Message("user", line)]
-        dropped, ids = self.chat.fitting(asked, self.rest[0])
+        max_new_tokens, *_ = self.rest
+        dropped, ids, most = self.chat.fitting(asked, max_new_tokens)
         if dropped:
             note(f"the context is full: the model no longer sees the oldest {dropped} messages")
         said = ""
+        columns = stream_samples(
+            self.model, self.tokenizer, ids, most, 1, *self.rest[1:], self.seed + n
+        )
         try:
-            for piece in self.chat.answer(ids, *self.rest, self.seed + n):
+            for (piece,) in columns:
                 said += piece
                 yield piece
         finally:
@@ -143,10 +150,12 @@ class Conversation:
             raise InputError("there is nothing to save")
         record = {"messages": [asdict(message) for message in self.messages]}
         try:
-            with path.expanduser().open("a", encoding="utf-8") as file:
+            if path.exists() and not path.is_file():  # a pipe would wait for its reader
+                raise InputError(f"{path}: not a regular file")
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        except (OSError, RuntimeError) as error:  # ~nobody
-            raise InputError(f"{path}: {getattr(error, 'strerror', error)}") from None
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from None
         note(f"saved: {path}")
 
 
@@ -168,8 +177,8 @@ def converse(talk: Talk, told: str) -> None:
         except EOFError:
             click.echo(nl=terminal)
             return
-        except KeyboardInterrupt:
-            if not terminal:
+        except KeyboardInterrupt as error:
+            if not terminal or isinstance(error, Terminated):
                 raise
             click.echo()  # drops the line that was typed
             continue

@@ -70,7 +70,10 @@ SEED = click.option(
 @click.command("fetch-and-sample", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.option(
-    "--prompt", metavar="TEXT", help="Start of the text (default: a new line, or a new document)."
+    "--prompt",
+    metavar="TEXT",
+    help="Start of the text (default: a new line, or a new document). A model that has learned from"
+    " conversations answers it.",
 )
 @MAX_NEW_TOKENS
 @click.option(
@@ -110,22 +113,23 @@ def fetch_and_sample_command(
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
     loaded, tokenizer = load(model, settings_of(context), entry_point)
-    from launcher.models.sample import stream_samples
+    from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
         note("the model has learned from conversations: `sm-nanogpt chat` talks to it")
     if temperature == 0 and prompt is None:
         note("at temperature 0 without --prompt, the text often repeats one character")
+    begin, most = answered(loaded, tokenizer, prompt, max_new_tokens)
     columns = stream_samples(
-        loaded, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+        loaded, tokenizer, begin, most, num_samples, temperature, top_k, top_p, seed
     )
+    start = begin if isinstance(begin, str) else ""
     if as_json:
-        texts = ["".join(text) for text in zip(*columns, strict=True)]
-        print_json([(prompt or "") + text for text in texts])
+        print_json([start + "".join(text) for text in zip(*columns, strict=True)])
         return
     # Stream the first text; print the others after it.
-    others = [prompt or ""] * (num_samples - 1)
-    click.echo(prompt or "", nl=False)
+    others = [start] * (num_samples - 1)
+    click.echo(start, nl=False)
     for column in columns:
         click.echo(column[0], nl=False)
         others = [text + piece for text, piece in zip(others, column[1:], strict=True)]
@@ -171,11 +175,35 @@ def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, 
     return model, tokenizer
 
 
+def origins(
+    context: click.Context, parameter: click.Parameter, words: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Origins as browsers send them; an option callback."""
+    for word in words:
+        if "://" not in word and word not in ("*", "null"):
+            raise InputError(f"--cors {word}: an origin is like http://localhost:3000")
+    return tuple(word.rstrip("/") for word in words)
+
+
 @click.command("play", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, shell_complete=complete_job)
 @click.option(
     "--port", metavar="N", type=click.IntRange(1, 65535), help="Port (default: a free one)."
+)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="Key of the page and the API, also as SM_NANOGPT_API_KEY or api_key in config.toml"
+    " (default: a new one).",
+)
+@click.option(
+    "--cors",
+    "origins",
+    metavar="ORIGIN",
+    multiple=True,
+    callback=origins,
+    help="Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
 )
 @click.option(
     "--open/--no-open",
@@ -190,6 +218,8 @@ def play_command(
     model: str,
     other: str | None,
     port: int | None,
+    api_key: str | None,
+    origins: tuple[str, ...],
     opens: bool | None,
     entry_point: Path | None,
 ) -> None:
@@ -204,24 +234,25 @@ def play_command(
     """
     import secrets
     import webbrowser
+    from urllib.parse import quote
 
     from launcher.tracking import full_id
     from launcher.views import api, play
 
-    settings = settings_of(context)
+    settings = settings_of(context, api_key=api_key)
     listener = play.listen(port or 0)
     players = [
         play.Player(full_id(word, settings), *load(word, settings, entry_point))
         for word in (model, other)
         if word
     ]
-    at, token = listener.getsockname()[1], secrets.token_urlsafe()
-    url = f"http://127.0.0.1:{at}/?token={token}"
+    at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
+    url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)
     note("open this address in a browser; Ctrl-C ends the page")
-    note(f"for OpenAI's clients: base URL http://127.0.0.1:{at}/v1, API key {token}")
+    note(f"for OpenAI's clients: base URL http://127.0.0.1:{at}/v1, API key {key}")
     if sys.stdout.isatty() if opens is None else opens:
         webbrowser.open(url)
     with suppress(KeyboardInterrupt):
-        play.make_server(players, at, token, api.routes(players)).run(sockets=[listener])
+        play.make_server(players, key, api.routes(players), origins).run(sockets=[listener])
     note("ended")

@@ -13,13 +13,13 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from entry_point.conversations import END_OF_TURN, TURN
 from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher.errors import InputError
 from launcher.models.encoder import Encoder
-from launcher.models.sample import stream_samples
 
 SPEAKS = "assistant\n"  # before what the assistant says
 ROOM = 4  # an answer has at least 1 / ROOM of the context, if it may be so long
@@ -60,10 +60,16 @@ class ChatEncoder:
                 first += 1
             if not learned:
                 first = len(said)
-            end = self.end if learned else ~self.end
-            head = (~id for id in said[:first])
-            tail = (~id for id in self.line_break)
-            yield array("i", [~self.begin, *head, *said[first:], end, *tail]).tobytes()
+            ids = array("i", [~self.begin])
+            ids.extend(~id for id in said[:first])
+            ids.extend(said[first:])
+            ids.append(self.end if learned else ~self.end)
+            ids.extend(~id for id in self.line_break)
+            yield ids.tobytes()
+
+
+class TooLong(InputError):
+    """A message does not fit into the context."""
 
 
 class Chat:
@@ -75,60 +81,52 @@ class Chat:
                 "the model has not learned from conversations; `upload-data CHATS.jsonl --tokenizer"
                 " JOB-ID` and `launch --init-from JOB-ID` teach it"
             )
-        self.model, self.tokenizer = model, tokenizer
+        self.size, self.longest = model.config.block_size, max(map(len, tokenizer.words))
         encoder = Encoder(json.dumps(tokenizer.document), tokenizer.words, "i")
         self.encoder = ChatEncoder(tokenizer, encoder)
-        (self.speaks,) = encoder.encode([SPEAKS])
-
-    def ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids after which the assistant answers."""
-        return self.fitting(messages, 0, 1 << 62)[1]
+        (speaks,) = encoder.encode([SPEAKS])
+        self.speaks = [self.encoder.begin, *array("i", speaks)]  # after which it answers
 
     def fitting(
-        self, messages: Sequence[Message], max_new_tokens: int, size: int | None = None
-    ) -> tuple[int, list[int]]:
-        """How many of the oldest messages, after the system's, must be left out so that the rest
-        leaves room for an answer in a context of `size` tokens, and the ids of the rest.
+        self, messages: Sequence[Message], max_new_tokens: int
+    ) -> tuple[int, list[int], int]:
+        """What the model sees of a conversation, and how long it may answer.
+
+        The oldest messages after the system's are left out until the rest leaves room for an
+        answer. The answer ends where the context does: beyond it, the question would slide out.
+
+        Returns:
+            How many messages are left out, the ids of the rest, and the tokens of an answer.
 
         Raises:
-            InputError: the system's and the last one alone are too long; or are not UTF-8 text.
+            TooLong: the system's and the last message alone do not fit.
+            InputError: a message is not UTF-8 text.
         """
-        size = size or self.model.config.block_size
-        room = size - min(max_new_tokens, size // ROOM)
+        first = int(bool(messages) and messages[0].role == "system")
+        room = self.size - min(max_new_tokens, self.size // ROOM) - len(self.speaks)
+        head = self.turn(messages[0], room) if first else []
+        if len(head) > room:
+            raise TooLong(f"the instruction is too long for a context of {self.size} tokens")
+        left, turns, begin = room - len(head), list[list[int]](), len(messages)
+        for n in range(len(messages) - 1, first - 1, -1):
+            turns.insert(0, self.turn(messages[n], left))
+            left -= len(turns[0])
+            if left < 0:
+                break
+            if n == first or messages[n].role == "user":
+                begin = n
+        if begin == len(messages) > first:
+            after = f", of which the instruction takes {len(head)}" if first else ""
+            raise TooLong(f"the message is too long for a context of {self.size} tokens{after}")
+        kept = turns[len(turns) - (len(messages) - begin) :]
+        ids = [*head, *chain.from_iterable(kept), *self.speaks]
+        return begin - first, ids, min(max_new_tokens, max(1, self.size - len(ids)))
+
+    def turn(self, message: Message, room: int) -> list[int]:
+        """The ids of a message; if it is too long for the room, perhaps of its beginning alone."""
+        most = (room + 1) * self.longest  # so many characters are more than `room` tokens
         try:
-            turns = [*self.encoder.encode([f"{m.role}\n{m.content}" for m in messages])]
+            (turn,) = self.encoder.encode([f"{message.role}\n{message.content[:most]}"])
         except UnicodeEncodeError:
             raise InputError("the message is not UTF-8 text") from None
-        begin = [self.encoder.begin, *array("i", self.speaks)]
-        first = int(bool(messages) and messages[0].role == "system")
-        left = len(begin) + sum(len(turn) // 4 for turn in turns)
-        for n in range(first, max(len(messages), first + 1)):
-            if left <= room and (n == first or messages[n].role == "user"):
-                kept = array("i", b"".join([*turns[:first], *turns[n:]]))
-                return n - first, [id if id >= 0 else ~id for id in kept] + begin
-            left -= sum(len(turn) // 4 for turn in turns[n : n + 1])
-        what = "message, with what instructs the model," if first else "message"
-        raise InputError(f"the {what} is too long for a context of {size} tokens")
-
-    def room(self, ids: Sequence[int]) -> int:
-        """The longest answer to ids: beyond it, the question would slide out of the context."""
-        return max(1, self.model.config.block_size - len(ids))
-
-    def answer(
-        self,
-        ids: Sequence[int],
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-    ) -> Iterator[str]:
-        """Yield the answer to fitting ids in pieces; all else is as in stream_samples.
-
-        It ends where the context does.
-        """
-        most = min(max_new_tokens, self.room(ids))
-        columns = stream_samples(
-            self.model, self.tokenizer, ids, most, 1, temperature, top_k, top_p, seed
-        )
-        return (piece for (piece,) in columns)
+        return [id if id >= 0 else ~id for id in array("i", turn)]

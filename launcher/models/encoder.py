@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError
@@ -28,7 +29,10 @@ PATTERNS = (
 )
 
 
-LONGEST = 1 << 18  # characters of a piece for tiktoken, which panics at a million spaces
+# Characters encoded as one string: tiktoken panics at a million spaces, and ids take far more
+# memory than their text.
+LONGEST = 1 << 18
+AT_ONCE = 16  # strings of this length, for threads to share
 
 
 def load_words(content: str) -> Tokenizer:
@@ -121,13 +125,15 @@ class Encoder:
         self.fast = fast_encoding(document, self.tokenizer, words)
 
     def encode(self, pieces: Sequence[str]) -> list[bytes]:
-        """The ids of each piece.
+        """The ids of each piece. A long one is encoded in parts.
 
         Raises:
             InputError: they stand for another text.
         """
+        if max(map(len, pieces), default=0) > LONGEST:
+            return [b"".join(chain.from_iterable(map(self.encode, cut(piece)))) for piece in pieces]
         pieces = [self.same(piece) for piece in pieces]
-        if self.fast and max(map(len, pieces), default=0) <= LONGEST:
+        if self.fast:
             found = self.fast.encode_ordinary_batch(pieces, num_threads=cores())
         else:
             found = self.ask(pieces)
@@ -141,6 +147,12 @@ class Encoder:
         """The ids by the library."""
         found = self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         return [each.ids for each in found]
+
+
+def cut(text: str) -> Iterator[list[str]]:
+    """A text in parts of LONGEST characters, AT_ONCE at a time."""
+    parts = (text[i : i + LONGEST] for i in range(0, len(text) or 1, LONGEST))
+    return iter(lambda: list(islice(parts, AT_ONCE)), [])
 
 
 def lost(text: str, back: str) -> str:

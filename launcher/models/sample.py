@@ -16,6 +16,7 @@ from entry_point.errors import TrainingError
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError
 from launcher.models import engine
+from launcher.models.chat import Chat, Message
 from launcher.models.encoder import load_words
 from launcher.models.fetch import fetch_described
 from launcher.models.load import is_published, load_artefact, load_published
@@ -91,7 +92,9 @@ def stream_samples(
             raise InputError(f"{name}={value}: must be {allowed}")
     if prompt is None:
         prompt = [tokenizer.start]
-    ids = torch.tensor([encode(tokenizer, prompt) if isinstance(prompt, str) else [*prompt]])
+    if isinstance(prompt, str):
+        prompt = encode(tokenizer, prompt, model.config.block_size)
+    ids = torch.tensor([[*prompt]])
     generate = engine.generate_plainly if is_edited(model) else engine.generate
     steps = generate(
         model,
@@ -106,23 +109,41 @@ def stream_samples(
     return pieces(steps, tokenizer, num_samples)
 
 
-def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. Raises InputError if it is empty or has unknown characters."""
+def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
+    """The ids of a prompt; of one that is longer than a context of `size`, those of its end.
+
+    Raises:
+        InputError: it is empty or has unknown characters.
+    """
     if not prompt:
         raise InputError("the prompt is empty; leave it out to start with a new text")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise InputError("the prompt is not UTF-8 text")
     if tokenizer.unit == "tokens":
+        end = prompt[-size * max(map(len, tokenizer.words)) :]  # at least `size` tokens
         words = load_words(json.dumps(tokenizer.document))
-        ids: list[int] = words.encode(prompt, add_special_tokens=False).ids
-        return ids
+        ids: list[int] = words.encode(end, add_special_tokens=False).ids
+        return ids[-size:]
     known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
     if unknown := sorted(set(prompt) - set(known)):
         raise InputError(
             "the prompt has characters that the model has never seen:"
             f" {', '.join(map(repr, unknown[:20]))}"
         )
-    return [known[character] for character in prompt]
+    return [known[character] for character in prompt[-size:]]
+
+
+def answered(
+    model: GPT, tokenizer: Tokenizer, prompt: str | None, max_new_tokens: int
+) -> tuple[str | list[int] | None, int]:
+    """What a model of conversations answers to, in place of a prompt, and in how many tokens.
+
+    Any other model continues the prompt itself. Raises InputError if the prompt is too long.
+    """
+    if not tokenizer.chats or prompt is None:
+        return prompt, max_new_tokens
+    _, ids, most = Chat(model, tokenizer).fitting([Message("user", prompt)], max_new_tokens)
+    return ids, most
 
 
 def pieces(
@@ -163,6 +184,7 @@ def sample(
 ) -> list[str]:
     """Generate num_samples texts with a job's model, each starting with the prompt.
 
+    A model that has learned from conversations answers the prompt; the texts are its answers alone.
     entry_point names the folder that trained the model, if its launch kept none here.
 
     Raises:
@@ -177,8 +199,9 @@ def sample(
             f"job {job_id} did not complete; sampling its checkpoint {directory.name}", stacklevel=2
         )
     model, tokenizer = load_model(directory, settings, entry_point)
+    begin, most = answered(model, tokenizer, prompt, max_new_tokens)
     columns = stream_samples(
-        model, tokenizer, prompt, max_new_tokens, num_samples, temperature, top_k, top_p, seed
+        model, tokenizer, begin, most, num_samples, temperature, top_k, top_p, seed
     )
-    texts = zip(*columns, strict=True)
-    return [(prompt or "") + "".join(text) for text in texts]
+    start = begin if isinstance(begin, str) else ""
+    return [start + "".join(text) for text in zip(*columns, strict=True)]

@@ -36,7 +36,7 @@ from launcher.errors import InputError
 from launcher.files.documents import read_text
 from launcher.files.storage import Progress, expect
 from launcher.models.chat import ChatEncoder
-from launcher.models.encoder import Encoder
+from launcher.models.encoder import LONGEST, Encoder
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import END_OF_TEXT, KNOWN_ENDS, Words, check_characters
 
@@ -48,7 +48,7 @@ else:
 SUFFIXES = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst")
 LONGEST_LINE = 1 << 26  # bytes: a document of *.jsonl is in memory as a whole
-PIECE = 1 << 18  # characters encoded as one string; a longer one takes longer than its parts
+PIECE = LONGEST  # characters of a piece; a longer one takes longer than its parts
 BATCH = 1 << 22  # characters encoded at once
 SAMPLE = 1 << 27  # characters to learn a vocabulary from
 SHARD_BYTES = 1 << 28

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import reason_of
-from launcher.models.chat import Message
+from launcher.models.chat import Message, TooLong
 from launcher.models.sample import encode
 from launcher.views.play import Player, Queued, SamplingRequest, Token, problem, stream_tokens, turn
 
@@ -43,7 +43,7 @@ class Wanted(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: Options | None = None
     n: Literal[1, None] = 1
@@ -86,6 +86,31 @@ class WantedText(Wanted):
     best_of: Literal[1, None] = None
     suffix: Literal["", None] = None
     logprobs: Literal[None] = None
+
+
+REFUSALS = {
+    "content": "must be text, as a string or as parts of type text; images and null are not taken",
+    "prompt": "must be one text, not several and not ids",
+    "stop": "must be a string or a list of strings",
+    "tools": "no model here calls tools; leave it out",
+    "functions": "no model here calls functions; leave it out",
+    "n": "only one choice is made; leave it out, or ask again with another seed",
+    "best_of": "only one choice is made; leave it out",
+    "frequency_penalty": "there are no penalties; leave it out",
+    "presence_penalty": "there are no penalties; leave it out",
+    "logit_bias": "there are no biases; leave it out",
+    "logprobs": "there are none; the page of `play` shows probabilities",
+    "response_format": "only text is made; leave it out",
+}
+
+
+def reason(error: ValidationError) -> str:
+    """The first thing that is wrong, in a sentence of ours where its field has one."""
+    names = [str(each) for each in error.errors()[0]["loc"]]
+    for n, name in enumerate(names, 1):
+        if name in REFUSALS:
+            return f"{'.'.join(names[:n])}: {REFUSALS[name]}"
+    return reason_of(error)
 
 
 @dataclass
@@ -148,9 +173,6 @@ def routes(players: Sequence[Player]) -> list[Route]:
             return problem(404, f"no model {name!r}", "model_not_found")
         return JSONResponse(entry(name))
 
-    async def nothing(request: Request) -> Response:
-        return problem(404, f"{request.method} {request.url.path} is not there")
-
     async def chat(request: Request) -> Response:
         return await complete(request, WantedChat)
 
@@ -170,7 +192,9 @@ def routes(players: Sequence[Player]) -> list[Route]:
         except ClientDisconnect:
             return Response()
         except ValidationError as error:
-            return problem(400, reason_of(error))
+            return problem(400, reason(error))
+        except TooLong as error:
+            return problem(400, str(error), "context_length_exceeded")
         except InputError as error:
             return problem(400, str(error))
         if wanted.stream:
@@ -193,7 +217,6 @@ def routes(players: Sequence[Player]) -> list[Route]:
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", text, methods=["POST"]),
-        Route("/v1/{rest:path}", nothing, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
     ]
 
 
@@ -203,12 +226,10 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
     if isinstance(wanted, WantedChat):
         most = most if wanted.max_completion_tokens is None else wanted.max_completion_tokens
         messages = [message.plain() for message in wanted.messages]
-        _, ids = player.chat.fitting(messages, size if most is None else most)
-        room = player.chat.room(ids)
-        most = room if most is None else min(most, room)
+        _, ids, most = player.chat.fitting(messages, size if most is None else most)
     else:
         prompt = "".join(wanted.prompt)
-        ids = encode(player.tokenizer, prompt) if prompt else [player.tokenizer.start]
+        ids = encode(player.tokenizer, prompt, size) if prompt else [player.tokenizer.start]
         most = 16 if most is None else most
     request = SamplingRequest(
         prompt="",
@@ -220,7 +241,7 @@ def begin(player: Player, wanted: WantedChat | WantedText) -> tuple[Answer, Iter
         stop=wanted.stop or "",
     )
     kind = "chat.completion" if isinstance(wanted, WantedChat) else "text_completion"
-    answer = Answer(kind, player.name, min(len(ids), size))
+    answer = Answer(kind, player.name, len(ids))
     return answer, stream_tokens(player, request, ids)
 
 

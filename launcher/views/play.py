@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ import uvicorn
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
@@ -58,6 +59,7 @@ class Player:
     name: str
     model: GPT
     tokenizer: Tokenizer
+    about: str = ""  # its loss and settings
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @cached_property
@@ -68,6 +70,7 @@ class Player:
     def described(self) -> dict[str, object]:
         return {
             "name": self.name,
+            "about": self.about,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "unit": self.tokenizer.unit,
             "chats": self.tokenizer.chats,
@@ -105,33 +108,26 @@ class Token:
 def stream_tokens(
     player: Player, wanted: SamplingRequest, ids: list[int] | None = None
 ) -> Iterator[Token]:
-    """Yield the tokens of one text. The text is that of stream_samples, up to wanted.stop.
+    """Yield the tokens of one text after the ids, or else the prompt, up to wanted.stop.
 
     Raises:
-        InputError: as stream_samples; or the model does not answer such messages.
+        InputError: as stream_samples.
     """
     seen: list[tuple[list[tuple[str, float]], int]] = []
-    most = wanted.max_new_tokens
-    if wanted.messages is not None:
-        _, ids = player.chat.fitting(wanted.messages, most)
-        most = min(most, player.chat.room(ids))
     columns = stream_samples(
         player.model,
         player.tokenizer,
         ids or wanted.prompt or None,
-        most,
+        wanted.max_new_tokens,
         temperature=wanted.temperature,
         top_k=wanted.top_k,
         top_p=wanted.top_p,
         seed=wanted.seed,
         watch=lambda logits, ids: seen.append(likely(logits[0], int(ids[0]), player.tokenizer)),
     )
-    tokens: Iterator[Token] = (
-        Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns
-    )
-    for stop in [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop:
-        tokens = until(tokens, stop) if stop else tokens
-    return tokens
+    tokens = (Token(piece, *seen.pop()) if seen else Token(piece) for (piece,) in columns)
+    stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+    return until(tokens, [stop for stop in stops if stop])
 
 
 def likely(
@@ -150,25 +146,32 @@ def likely(
     return [(text(id), float(probabilities[id])) for id in ids], ids.index(chosen)
 
 
-def until(tokens: Iterator[Token], stop: str) -> Iterator[Token]:
-    """Yield tokens up to the first `stop`; hold back those that may be its beginning."""
+def until(tokens: Iterator[Token], stops: Sequence[str]) -> Iterator[Token]:
+    """Yield tokens up to the one of `stops` that is complete first, or the longest of several.
+
+    Tokens that may be the beginning of one are held back.
+    """
     held: list[Token] = []
     for token in tokens:
         held.append(token)
         text = "".join(each.text for each in held)
-        end = text.find(stop)
-        free = end
-        if end < 0:
-            begun = (n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n]))
-            free = len(text) - next(begun, 0)
+        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        begun = (begins(stop, text) for stop in stops)
+        free = min(found)[1] if found else len(text) - max(begun, default=0)
         while held and len(held[0].text) <= free:
             free -= len(held[0].text)
             yield held.pop(0)
-        if end >= 0:
+        if found:
             if free:
                 yield replace(held[0], text=held[0].text[:free])
             return
     yield from held
+
+
+def begins(stop: str, text: str) -> int:
+    """How many characters of `stop` the text ends with."""
+    longest = range(min(len(stop), len(text)), 0, -1)
+    return next((n for n in longest if text.endswith(stop[:n])), 0)
 
 
 def turn(tokens: Iterator[Token]) -> list[Token]:
@@ -199,8 +202,13 @@ class Queued(StreamingResponse):
                 await super().__call__(scope, receive, impatient)
 
 
-def make_app(players: Sequence[Player], port: int, token: str, more: Sequence[Route]) -> ASGIApp:
-    """The page, its models, their generations, and more, for requests that carry the token."""
+def make_app(
+    players: Sequence[Player], key: str, more: Sequence[Route] = (), origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The page, its models, their generations, and more, for requests that carry the key.
+
+    Pages of these other origins may read the answers.
+    """
     html = PAGE.read_text(encoding="utf-8")
 
     async def page(request: Request) -> Response:
@@ -212,7 +220,7 @@ def make_app(players: Sequence[Player], port: int, token: str, more: Sequence[Ro
         )
         headers = {
             "Content-Security-Policy": policy,
-            "Referrer-Policy": "no-referrer",  # the address holds the token
+            "Referrer-Policy": "no-referrer",  # the address holds the key
             "X-Content-Type-Options": "nosniff",
             "Cache-Control": "no-store",
         }
@@ -221,34 +229,53 @@ def make_app(players: Sequence[Player], port: int, token: str, more: Sequence[Ro
     async def models(request: Request) -> Response:
         return JSONResponse([player.described() for player in players])
 
-    def generate(player: Player) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+    async def generate(request: Request) -> Response:
+        player = players[request.path_params["number"]]
+        try:
+            wanted = adapter(SamplingRequest).validate_json(await request.body())
+            dropped, ids = 0, None
+            if wanted.messages is not None:
+                dropped, ids, most = player.chat.fitting(wanted.messages, wanted.max_new_tokens)
+                wanted = replace(wanted, max_new_tokens=most)
+            tokens = stream_tokens(player, wanted, ids)
+        except ClientDisconnect:
+            return Response()
+        except ValidationError as error:
+            return problem(400, reason_of(error))
+        except InputError as error:
+            return problem(400, str(error))
+
+        async def lines() -> AsyncIterator[str]:
             try:
-                wanted = adapter(SamplingRequest).validate_json(await request.body())
-                tokens = stream_tokens(player, wanted)
-            except ClientDisconnect:
-                return Response()
-            except ValidationError as error:
-                return PlainTextResponse(reason_of(error), status_code=422)
-            except InputError as error:
-                return PlainTextResponse(str(error), status_code=422)
+                while made := turn(tokens):
+                    yield "".join(f"{json.dumps(asdict(token))}\n" for token in made)
+                    await asyncio.sleep(0)
+            except ServiceError as error:  # an edited script fails
+                yield f"{json.dumps({'error': str(error)})}\n"
 
-            async def lines() -> AsyncIterator[str]:
-                try:
-                    while made := turn(tokens):
-                        yield "".join(f"{json.dumps(asdict(token))}\n" for token in made)
-                        await asyncio.sleep(0)
-                except ServiceError as error:  # an edited script fails
-                    yield f"{json.dumps({'error': str(error)})}\n"
-
-            return Queued(lines(), player.lock)
-
+        answer = Queued(lines(), player.lock)
+        answer.headers["x-dropped"] = str(dropped)  # messages that the model does not see
         return answer
 
-    routes = [Route("/", page), Route("/models", models), *more]
-    for number, player in enumerate(players):
-        routes.append(Route(f"/generate/{number}", generate(player), methods=["POST"]))
-    return guarded(Starlette(routes=routes), port, token)
+    async def nothing(request: Request) -> Response:
+        path = request.url.path
+        hint = "" if path.startswith("/v1/") else "; /v1 is missing from the base URL"
+        return problem(404, f"{request.method} {path} is not there{hint}")
+
+    routes = [
+        Route("/", page),
+        Route("/page/models", models),
+        Route("/page/generate/{number:int}", generate, methods=["POST"]),
+        *more,
+        Route("/{rest:path}", nothing, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+    ]
+    # Outside of the guard: a browser asks before it sends the key.
+    return CORSMiddleware(
+        guarded(Starlette(routes=routes), key),
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
 
 
 def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
@@ -258,22 +285,19 @@ def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
     return JSONResponse({"error": error}, status_code=status)
 
 
-def guarded(app: ASGIApp, port: int, token: str) -> ASGIApp:
-    """Refuse cross-site requests: without the token, or with a foreign Host (DNS rebinding)."""
-    hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+def guarded(app: ASGIApp, key: str) -> ASGIApp:
+    """Refuse requests without the key, so also those of other sites, by whatever name of host."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         request, answer = Request(scope), app
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # an API key
-        given = request.query_params.get("token", bearer)
-        if request.headers.get("host") not in hosts:
-            answer = PlainTextResponse(f"the host must be 127.0.0.1:{port}", status_code=400)
-            if request.url.path.startswith("/v1/"):
-                answer = problem(400, f"the host must be 127.0.0.1:{port}")
-        elif not secrets.compare_digest(given.encode(), token.encode()):
-            answer = PlainTextResponse("open the address that was printed", status_code=403)
-            if request.url.path.startswith("/v1/"):
-                answer = problem(401, "the API key is the token of the address", "invalid_api_key")
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = request.query_params.get("token", bearer if scheme.lower() == "bearer" else "")
+        if not secrets.compare_digest(given.encode(), key.encode()):
+            answer = problem(
+                401, "the API key is not the one that `play` printed", "invalid_api_key"
+            )
+            if request.url.path == "/":
+                answer = PlainTextResponse("open the address that `play` printed", 401)
         await answer(scope, receive, send)
 
     return guard
@@ -292,7 +316,7 @@ def listen(port: int) -> socket.socket:
 
 
 def make_server(
-    players: Sequence[Player], port: int, token: str, more: Sequence[Route] = ()
+    players: Sequence[Player], key: str, more: Sequence[Route] = (), origins: Sequence[str] = ()
 ) -> uvicorn.Server:
     """A server of the page. Ctrl-C ends its generations and raises KeyboardInterrupt from `run`."""
     # Leave a core to the browser: where it takes one of two, two threads wait for each other, and
@@ -300,7 +324,7 @@ def make_server(
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(players, port, token, more),
+            make_app(players, key, more, origins),
             lifespan="off",
             ws="none",
             log_config=None,
