@@ -170,9 +170,15 @@ class Unreachable(ServiceError):
     """No answer came from AWS, or AWS is throttling or failing."""
 
 
+class OverQuota(ServiceError):
+    """A quota of the account allows no more for now."""
+
+
 def failure(what: str, error: BaseException) -> ServiceError:
     """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
-    return (Unreachable if is_outage(error) else ServiceError)(f"{what}: {why(error)}")
+    over = remedy_of(error) == QUOTA
+    kind = Unreachable if is_outage(error) else OverQuota if over else ServiceError
+    return kind(f"{what}: {why(error)}")
 
 
 def is_outage(error: BaseException) -> bool:

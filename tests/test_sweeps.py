@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -22,6 +23,7 @@ import pytest
 from launching import until
 
 from launcher import Settings
+from launcher.aws import OverQuota
 from launcher.errors import ServiceError
 from launcher.job import JobDescription, Request
 from launcher.launching import sweeps
@@ -100,8 +102,7 @@ def ran(home, monkeypatch):
             prepared.append(job)
             if job.resume in used_up:
                 raise CeilingTooLow("even a run of 60 s costs more")
-            submit = partial(fake.submit, job_id)
-            return SimpleNamespace(job=job, upload=lambda: None, submit=submit)
+            return SimpleNamespace(job=job, place=f"/{job_id}", go=partial(fake.submit, job_id))
 
         monkeypatch.setattr(sweeps, "prepare", prepare)
         monkeypatch.setattr(sweeps, "with_costs", with_costs)
@@ -111,7 +112,8 @@ def ran(home, monkeypatch):
         job = Request(instance="ml.g5.xlarge", data="x", max_cost=max_cost)
         sweep = Sweep(job=job, members=grid({"n_layer": [1, 2]}, 2, 7), parallel=2)
         sweeps.write_record(GROUP, sweep, settings)
-        for progress in sweeps.run(GROUP, sweep, settings):
+        tries = tries_of(fake.list(), GROUP)
+        for progress in sweeps.run(GROUP, sweep, tries, settings):
             if progress.job_id == stop_at:
                 stop_all(GROUP, tries_of([described(f"{GROUP}-1")], GROUP), settings)
         return fake, prepared
@@ -156,11 +158,7 @@ def test_a_resumed_try_has_what_others_left(ran):
     assert (prepared[0].resume, prepared[0].max_cost) == (stopped.job_id, 0.75)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_job_that_is_there_is_not_started_again(ran, monkeypatch, listed):
-    """Also one that SageMaker does not list yet."""
-    if not listed:
-        monkeypatch.setattr(Fake, "list", lambda self: iter(()))
+def test_a_job_that_is_there_is_not_started_again(ran):
     fake, prepared = ran(described(f"{GROUP}-1", "InProgress"), described(f"{GROUP}-2"))
     assert len(prepared) == 2
     assert set(fake.jobs) == {f"{GROUP}-{n}" for n in range(1, 5)}
@@ -186,6 +184,48 @@ def test_all_jobs_are_described_once_a_poll(ran, monkeypatch):
     fake, _ = ran(sleep=slept.append)
     assert set(slept) == {5.0}
     assert fake.asked.total() == 2 * len(slept)
+
+
+def test_a_job_over_the_quota_waits_until_another_ends(ran, monkeypatch):
+    """One job at a time, and told of once, not at each try."""
+    submit, told = Fake.submit, list[int]()
+
+    def within(fake: Fake, job_id: str) -> None:
+        if any(job.is_running for job in fake.jobs.values()):
+            told.append(len(fake.jobs))
+            raise OverQuota("the quota is 1")
+        submit(fake, job_id)
+
+    monkeypatch.setattr(Fake, "submit", within)
+    fake, _ = ran()
+    assert list(fake.jobs) == [f"{GROUP}-{n}" for n in range(1, 5)]
+    assert (fake.most, told) == (1, [1, 2, 3])
+
+
+def test_a_sweep_ends_if_a_quota_allows_none_of_its_jobs(ran, monkeypatch):
+    monkeypatch.setattr(Fake, "submit", Mock(side_effect=OverQuota("the quota is 0")))
+    with pytest.raises(ServiceError, match=rf"the quota is 0; `.* --resume {GROUP}`"):
+        ran()
+
+
+def test_a_deleted_sweep_starts_no_more_jobs(ran, home, monkeypatch):
+    """Its mark is gone. For SageMaker that is in the store, so any machine may delete a sweep."""
+    submit, mark = Fake.submit, sweeps.record_of(GROUP, Settings(home=home)).with_suffix(".stop")
+
+    def deleted(fake: Fake, job_id: str) -> None:
+        submit(fake, job_id)
+        mark.unlink()
+
+    monkeypatch.setattr(Fake, "submit", deleted)
+    assert list(ran()[0].jobs) == [f"{GROUP}-1"]
+
+
+@pytest.mark.usefixtures("swept")
+def test_a_sweep_that_a_command_runs_is_not_deleted(home, cli):
+    with sweeps.alone(GROUP, Settings(home=home)):
+        assert cli("delete", "--group", GROUP, "--yes").failed(1, "another command runs sweep")
+    assert (home / "jobs" / f"{GROUP}-1").exists()
+    assert cli("delete", "--group", GROUP, "--yes").code == 0
 
 
 def test_a_sweep_is_run_by_one_command(home):
@@ -349,7 +389,17 @@ def test_a_sweep_shows_its_cost_and_ranks(cloud, launch, cli, home, monkeypatch)
     record.write_text(json.dumps(document))
     ran = cli("launch", "--resume", group).good
     assert "\ncost: at most 0.67 USD together\n" in ran.err  # a third, for the job left
-    assert ran.err.count("warning: the run reads the text 39 times") == 1
+    for once in ("warning: the run reads the text 39 times", "data: s3:", "price: "):
+        assert ran.err.count(once) == 1
+
+
+def test_a_quota_of_one_instance_runs_a_sweep_one_by_one(cloud, launch):
+    cloud.sagemaker.quota["ml.g5.xlarge for training job usage"] = 1
+    ran = launch("n_layer=2,4", "--parallel", "2").good
+    assert re.findall(r"waits: n_layer=4 \(CreateTrainingJob: the account's quota", ran.err)
+    assert [job.status for job in cloud.sagemaker.jobs.values()] == ["Completed"] * 2
+    cloud.sagemaker.quota["ml.g5.xlarge for training job usage"] = 0
+    assert launch("n_layer=2,4").failed(1, "is 0", "request an increase", "launch --resume")
 
 
 def test_a_continued_sweep_takes_a_larger_ceiling(
@@ -382,8 +432,9 @@ def test_a_sweep_is_stopped_from_any_machine(cloud, launch, tmp_path):
 
 def test_ctrl_c_leaves_a_sweeps_sagemaker_jobs(cloud, launch, cli, monkeypatch):
     monkeypatch.setattr("sagemaker_service.LOOKS", math.inf)
+    stopwatch = SimpleNamespace(sleep=Mock(side_effect=KeyboardInterrupt), monotonic=lambda: 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(sweeps, "time", SimpleNamespace(sleep=Mock(side_effect=KeyboardInterrupt)))
+        patch.setattr(sweeps, "time", stopwatch)
         ran = launch("n_layer=2,4,6", "--parallel", "2")
     group, told = ran.out.strip(), ran.err.splitlines()[-1]
     assert (ran.code, told.partition(":")[0]) == (1, "interrupted")
@@ -487,7 +538,7 @@ def test_an_interrupted_sweep_is_shown_and_resumed(swept, job, recorded, cli, mo
     assert [line.split()[3:5] for line in table[3:]] == [["0/1", "64"]]
     resumed = list[str]()
     monkeypatch.setattr("launcher.cli.sweep.run_sweep", lambda group, *_: resumed.append(group))
-    assert cli("launch", "--resume", "latest").code == 0
+    assert cli("launch", "--resume", swept).code == 0
     assert resumed == [swept]
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import click
 
 from launcher.cli.options import GROUP, YES, Command, agree, can_ask, complete_job, settings_of
 from launcher.cli.show import byte_progress, note
 from launcher.errors import InputError, ServiceError
+
+if TYPE_CHECKING:
+    from launcher.settings import Settings
 
 
 def in_units(size: float) -> str:
@@ -38,23 +44,41 @@ def delete_command(
       sm-nanogpt delete JOB-ID --keep-model
       sm-nanogpt delete --group latest
     """
-    from launcher.files.storage import remove
-    from launcher.launching.sweeps import find_sweep, record_of, stop_mark
-    from launcher.models.fetch import fetch_described
-    from launcher.tracking import backend_for, delete, places_of
-
     settings = settings_of(context)
     if bool(job_ids) == (group is not None):
         raise InputError("give a JOB-ID, or --group with the id of a sweep")
     can_ask(yes)
-    marks: list[str] = []
-    if group is not None:
-        group, tries = find_sweep(group, settings)
-        every = [job for each in tries.values() for job in each]
-        job_ids = tuple(job.job_id for job in every)
+    if group is None:
+        delete_jobs(job_ids, settings, keep_model, yes)
+    else:
+        delete_sweep(group, settings, keep_model, yes)
+
+
+def delete_sweep(word: str, settings: Settings, keep_model: bool, yes: bool) -> None:
+    """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
+    from launcher.files.storage import remove
+    from launcher.launching.sweeps import alone, find_sweep, record_of, stop_mark
+    from launcher.tracking import backend_for
+
+    group, tries = find_sweep(word, settings)
+    every, marks = [job for each in tries.values() for job in each], []
+    with alone(group, settings):
         for job in every[:1]:
-            backend = backend_for(job.instance, settings)
-            marks = [stop_mark(job.job_id, group, backend, settings)]
+            place = backend_for(job.instance, settings).places(job.job_id)[0]
+            marks = [stop_mark(job.job_id, group, place, settings)]
+        delete_jobs([job.job_id for job in every], settings, keep_model, yes)
+        for mark in marks:
+            if mark.startswith("s3://"):
+                remove(mark, settings)
+        for path in record_of("*", settings).parent.glob(f"{group}.*"):
+            path.unlink()
+
+
+def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, yes: bool) -> None:
+    """Delete jobs after confirmation."""
+    from launcher.models.fetch import fetch_described
+    from launcher.tracking import delete, places_of
+
     found = []
     for job_id in dict.fromkeys(job_ids):
         description, places = places_of(job_id, settings)
@@ -79,9 +103,3 @@ def delete_command(
         delete(description.job_id, places, settings)
         freed = in_units(sum(place.size for place in places))
         note(f"deleted {description.job_id}: {freed}")
-    if group is not None:
-        for mark in marks:
-            if mark.startswith("s3://"):
-                remove(mark, settings)
-        for path in record_of("*", settings).parent.glob(f"{group}.*"):
-            path.unlink()

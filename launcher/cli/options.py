@@ -55,7 +55,6 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         for name in {"job_id", "job_ids", "resume"} & ctx.params.keys():
             if word := ctx.params[name]:
-                from launcher.launching.sweeps import unfinished
                 from launcher.tracking import full_id
 
                 settings = settings_of(ctx)
@@ -63,8 +62,6 @@ class Command(click.Command):
                 ids = [full_id(each, settings) for each in (word if many else [word])]
                 if name != "resume":
                     self.refuse_sweeps(ids, settings)
-                elif word == "latest":
-                    ids = [unfinished(ids[0], settings) or ids[0]]
                 ctx.params[name] = tuple(ids) if many else ids[0]
         return super().invoke(ctx)
 

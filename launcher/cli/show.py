@@ -103,19 +103,17 @@ def note(text: str) -> None:
 
 
 class Screen(logging.Handler):
-    """Print log records of the library to stderr; a warning once, though many jobs log it."""
+    """Print log records of the library to stderr; each once, though all jobs of a sweep log it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.warned: set[str] = set()
+        self.seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if record.levelno < logging.WARNING:
-            note(text)
-        elif text not in self.warned:
-            self.warned.add(text)
-            note(f"warning: {text}")
+        if text not in self.seen:
+            self.seen.add(text)
+            note(text if record.levelno < logging.WARNING else f"warning: {text}")
 
 
 @contextmanager

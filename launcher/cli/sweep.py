@@ -16,9 +16,9 @@ from launcher.cli.show import note, print_json, print_table
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
-    from launcher.job import JobDescription, Request
+    from launcher.job import Request
     from launcher.launching.launch import Ready
-    from launcher.launching.sweeps import Sweep, Tries
+    from launcher.launching.sweeps import Progress, Sweep, Tries
     from launcher.settings import Settings
 
 
@@ -36,7 +36,7 @@ def launch_sweep(
         InputError: a job cannot run; none was started.
     """
     from launcher.launching.launch import new_job_id
-    from launcher.launching.sweeps import Sweep, alone, grid, quietly, write_record
+    from launcher.launching.sweeps import Sweep, alone, grid, write_record
     from launcher.source import keep
 
     if job.resume is not None:
@@ -57,10 +57,8 @@ def launch_sweep(
     each = grid(values, seeds, int(base))
     sweep = Sweep(job=job, members=each, parallel=parallel)
     group = new_job_id()
-    ids = [f"{group}-{n}" for n in range(1, len(each) + 1)]
-    first = sweep.ready(1, settings, ids[0])
-    with quietly():
-        every = [first, *(sweep.ready(n, settings, ids[n - 1]) for n in range(2, len(ids) + 1))]
+    every = [sweep.ready(n, settings, f"{group}-{n}") for n in range(1, len(each) + 1)]
+    first = every[0]
     if settings.offline:
         print_json([ready.plan.request for ready in every])
         return
@@ -79,7 +77,7 @@ def launch_sweep(
     click.echo(group)
     sys.stdout.flush()
     with alone(group, settings):
-        run_sweep(group, sweep, settings)
+        run_sweep(group, sweep, {}, settings)
 
 
 def confirm_cost(
@@ -96,14 +94,7 @@ def confirm_cost(
 
 def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: bool) -> None:
     """Continue a sweep: start the jobs that have not completed."""
-    from launcher.launching.sweeps import (
-        alone,
-        find_sweep,
-        next_id,
-        quietly,
-        read_record,
-        write_record,
-    )
+    from launcher.launching.sweeps import alone, find_sweep, next_id, read_record, write_record
     from launcher.sagemaker.cost import CeilingTooLow
 
     group, max_cost = given.pop("resume"), given.pop("max_cost", None)
@@ -112,29 +103,30 @@ def go_on(given: dict[str, Any], settings: Settings, parallel: int | None, yes: 
             f"{group} is a sweep, which continues as it was launched: leave out"
             f" --{min(given).replace('_', '-')}"
         )
-    sweep = read_record(group, settings)
-    assert sweep is not None
-    if max_cost is not None:
-        sweep = sweep.model_copy(update={"job": sweep.job.replaced(max_cost=max_cost)})
-    if parallel:
-        sweep = sweep.model_copy(update={"parallel": parallel})
-    if sweep.job.is_local and sweep.parallel > 1:
-        divide_cores(sweep.parallel)
     with alone(group, settings):
+        sweep = read_record(group, settings)
+        if sweep is None:
+            raise InputError(f"sweep {group} was deleted")
+        if max_cost is not None:
+            sweep = sweep.model_copy(update={"job": sweep.job.replaced(max_cost=max_cost)})
+        if parallel:
+            sweep = sweep.model_copy(update={"parallel": parallel})
+        if sweep.job.is_local and sweep.parallel > 1:
+            divide_cores(sweep.parallel)
+        tries, every = find_sweep(group, settings)[1], []
         if not sweep.job.is_local:
-            tries, every = find_sweep(group, settings)[1], []
             for number in range(1, len(sweep.members) + 1):
                 earlier = tries.get(number, [])
                 if earlier and (earlier[-1].is_running or earlier[-1].status == "Completed"):
                     continue
-                with quietly(), suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
+                with suppress(*[CeilingTooLow] * bool(earlier)):  # `run` tells of it
                     job_id = next_id(group, number, earlier)
                     every.append(sweep.ready(number, settings, job_id, earlier))
             confirm_cost(every, sweep.job.max_cost, settings, yes)
         write_record(group, sweep, settings)
         click.echo(group)
         sys.stdout.flush()
-        run_sweep(group, sweep, settings)
+        run_sweep(group, sweep, tries, settings)
 
 
 def divide_cores(parallel: int) -> None:
@@ -144,47 +136,35 @@ def divide_cores(parallel: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
 
 
-def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
-    """Run a sweep to its end, with progress, and print the ranking.
+def run_sweep(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> None:
+    """Run a sweep to its end, with progress, and print the ranking. tries: its jobs so far.
 
     Ctrl-C stops local jobs after a checkpoint; jobs on SageMaker keep running.
     """
     from tqdm import tqdm
 
     from launcher.launching.sweeps import find_sweep, run, stop_all
-    from launcher.tracking import reason_of, wait
+    from launcher.sagemaker.cost import CeilingTooLow
+    from launcher.tracking import wait
 
-    n = len(sweep.members)
-    steps: dict[int, float] = {}
-    newest: dict[int, JobDescription] = {}  # which SageMaker's list may not know yet
-    limited = ""
+    n, ended, limited = len(sweep.members), set[int](), ""
     again = f"sm-nanogpt launch --resume {group}"
-    bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {postfix}", disable=None)
+    bar = tqdm(total=n, bar_format="{percentage:3.0f}% |{bar:20}| {n}/{total} jobs", disable=None)
     try:
         with bar:
-            for progress in run(group, sweep, settings):
-                d, number = progress.description, progress.number
-                if d is not None:
-                    newest[number] = d
-                values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
-                named = f"[{number}/{n}] {progress.job_id}"
-                with bar.external_write_mode():
-                    if progress.limit is not None:
-                        limited = " --max-cost USD"
-                        note(f"{named} is at its cost ceiling: {values} ({progress.limit})")
-                    elif d is None:
-                        how = f"continues {progress.continued}" if progress.continued else "started"
-                        note(f"{named} {how}: {values}")
-                    elif progress.ended:
-                        loss = (d.metrics or {}).get("best_loss")
-                        result = f", best loss {loss:.5f}" if loss is not None else ""
-                        reason = f" ({reason_of(d)})" if d.status == "Failed" else ""
-                        note(f"{named} {d.status.lower()}{result}: {values}{reason}")
-                metrics = (d.metrics if d else None) or {}
-                fraction = metrics.get("step", 0) / (metrics.get("max_steps") or math.inf)
-                steps[number] = 1 if progress.ended or progress.limit else fraction
-                bar.n = sum(steps.values())
-                bar.set_postfix_str(f"{sum(v == 1 for v in steps.values())}/{n} jobs ended")
+            for progress in run(group, sweep, tries, settings):
+                number, (what, why) = progress.number, event(progress)
+                if what:
+                    values = " ".join(f"{k}={v}" for k, v in sweep.members[number - 1].items())
+                    with bar.external_write_mode():
+                        note(f"[{number}/{n}] {progress.job_id} {what}: {values}{why}")
+                at_its_ceiling = isinstance(progress.obstacle, CeilingTooLow)
+                if at_its_ceiling:
+                    limited = " --max-cost USD"
+                if at_its_ceiling or progress.ended:
+                    ended.add(number)
+                bar.n = len(ended)
+                bar.refresh()
     except KeyboardInterrupt as error:
         if not sweep.job.is_local:
             raise KeyboardInterrupt(
@@ -194,12 +174,27 @@ def run_sweep(group: str, sweep: Sweep, settings: Settings) -> None:
         for description in stop_all(*find_sweep(group, settings), settings):
             wait(description.job_id, settings)
         raise KeyboardInterrupt(f"`{again}` continues the sweep") from None
-    tries = find_sweep(group, settings)[1]
-    for number, d in newest.items():
-        tries[number][-1:] = [d]
     print_ranking(tries, sweep, err=True)
     if sum(each[-1].status == "Completed" for each in tries.values()) < n:
         raise ServiceError(f"not all jobs of the sweep completed; `{again}{limited}` continues it")
+
+
+def event(progress: Progress) -> tuple[str, str]:
+    """What has happened to a job, and why, for a line of the screen; "" if it only goes on."""
+    from launcher.aws import OverQuota
+    from launcher.tracking import reason_of
+
+    d, obstacle = progress.description, progress.obstacle
+    if obstacle is not None:
+        what = "waits" if isinstance(obstacle, OverQuota) else "is at its cost ceiling"
+        return what, f" ({obstacle})"
+    if d is None:
+        return f"continues {progress.continued}" if progress.continued else "started", ""
+    if not progress.ended:
+        return "", ""
+    loss = (d.metrics or {}).get("best_loss")
+    result = f", best loss {loss:.5f}" if loss is not None else ""
+    return f"{d.status.lower()}{result}", f" ({reason_of(d)})" if d.status == "Failed" else ""
 
 
 def print_ranking(tries: Tries, sweep: Sweep | None, err: bool = False) -> None:

@@ -52,9 +52,7 @@ def launch(request: Request, settings: Settings | None = None) -> str:
         KeyboardInterrupt: names the job if it may have been submitted.
     """
     ready = prepare(request, settings or load_settings(), new_job_id())
-    ready.upload()
-    with naming(ready.job_id):
-        ready.submit()
+    ready.go()
     return ready.job_id
 
 
@@ -84,6 +82,17 @@ class Ready:
         with storage.reported(str(self.settings.home)):
             keep(self.job.source, self.settings)  # models and resumed jobs need it
         self.backend.submit(self.job_id, self.job, self.plan)
+
+    def go(self) -> None:
+        """Upload and submit. Raises KeyboardInterrupt, which names the job if it may run."""
+        self.upload()
+        with naming(self.job_id):
+            self.submit()
+
+    @property
+    def place(self) -> str:
+        """Where the files of the job are going to be."""
+        return storage.join(self.settings.data_store, "jobs", self.job_id)
 
 
 def prepare(request: Request, settings: Settings, job_id: str) -> Ready:

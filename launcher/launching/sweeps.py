@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import logging
+import math
 import re
 import time
 from collections import defaultdict
@@ -23,19 +24,21 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from launcher.aws import patiently
+from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Document, Scalar
 from launcher.job import JobDescription, Request, UnreadableJob
-from launcher.launching.launch import Ready, naming, prepare
+from launcher.launching.launch import Ready, prepare
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
-from launcher.tracking import Backend, backend_for, list_jobs, not_asked, with_costs
+from launcher.tracking import backend_for, list_jobs, not_asked, with_costs
 
 logger = logging.getLogger(__name__)
 
 MEMBER = re.compile(r"(sm-nanogpt-\d{8}-\d{6}-[0-9a-f]{6})-(\d+)(?:-try(\d+))?")
+
+RETRY_SECONDS = 60.0  # until a job that a quota refused is sent again
 
 Tries = dict[int, list[JobDescription]]  # the jobs of each member by its number, the newest last
 
@@ -76,18 +79,6 @@ class Sweep(Document):
                 raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
             given["max_cost"] = share - spent
         return prepare(Request(**given), settings, job_id)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Hide INFO logs; those of the first job apply to the whole sweep."""
-    logger = logging.getLogger("launcher")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def grid(
@@ -138,13 +129,15 @@ def alone(group: str, settings: Settings) -> Iterator[None]:
         yield
 
 
-def stop_mark(job_id: str, group: str, backend: Backend, settings: Settings) -> str:
-    """The file by which `stop_all` tells the command that runs a sweep to stop it. That may be on
-    another machine, so for SageMaker the file is in the store, beside the files of its jobs."""
-    files = backend.places(job_id)[0]
-    if not files.startswith("s3://"):
+def stop_mark(job_id: str, group: str, place: str, settings: Settings) -> str:
+    """The file that says whether a sweep may start jobs: `run`, or else not. It is deleted with the
+    sweep. Any machine may stop or delete a sweep, so for SageMaker the file is in the store.
+
+    place: where the files of a job of the sweep are.
+    """
+    if not place.startswith("s3://"):
         return str(record_of(group, settings).with_suffix(".stop"))
-    return storage.join(files.removesuffix(job_id), group, "stop")
+    return storage.join(place.removesuffix(job_id), group, "stop")
 
 
 def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tries:
@@ -169,12 +162,6 @@ def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
     """The id of a member's next try."""
     again = f"-try{attempt_of(tries[-1].job_id) + 1}" if tries else ""
     return f"{group}-{number}{again}"
-
-
-def add_unlisted(group: str, number: int, tries: list[JobDescription], backend: Backend) -> None:
-    """Add a member's tries that SageMaker does not list yet."""
-    while (job := backend.describe(next_id(group, number, tries))) is not None:
-        tries.append(job)
 
 
 def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
@@ -215,7 +202,8 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
             raise failure
         backend = backend_for(instance, settings)
         for number in itertools.count(1):  # the first tries are made in this order
-            add_unlisted(group, number, tries[number], backend)
+            while unlisted := backend.describe(next_id(group, number, tries[number])):
+                tries[number].append(unlisted)
             if not tries[number]:
                 del tries[number]
                 if number > max(tries, default=0):
@@ -223,80 +211,73 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
     return group, tries
 
 
-def unfinished(job_id: str, settings: Settings) -> str | None:
-    """The newest sweep of this machine, if jobs of it are left and the newest job, `job_id`, is
-    not newer."""
-    records = record_of("*", settings).parent.glob("*.json")
-    group = max((path.stem for path in records), default="")
-    moment = len("sm-nanogpt-20261125-000000")
-    if not group or group[:moment] < job_id[:moment]:
-        return None
-    sweep, tries = read_record(group, settings), tries_of(list_jobs(settings)[0], group)
-    ended = sum(each[-1].status == "Completed" for each in tries.values())
-    return group if sweep and ended < len(sweep.members) else None
-
-
 @dataclass
 class Progress:
-    """A job of a sweep for the screen: what it continues, how it stands once it was started, or the
-    cost ceiling that keeps it from being started."""
+    """A job of a sweep for the screen: what it continues, or how it stands once it was started; or
+    what keeps it from being started, its cost ceiling or a quota of the account."""
 
     number: int
     job_id: str
     description: JobDescription | None = None
     continued: str | None = None
-    limit: CeilingTooLow | None = None
+    obstacle: CeilingTooLow | OverQuota | None = None
 
     @property
     def ended(self) -> bool:
         return self.description is not None and not self.description.is_running
 
 
-def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
+def run(group: str, sweep: Sweep, tries: Tries, settings: Settings) -> Iterator[Progress]:
     """Start the jobs that have not completed, `parallel` at a time, until all have ended.
 
     Yields each job when it starts, at each poll while it runs, and when it ends. A job that
-    stopped or failed earlier continues from its checkpoint.
+    stopped or failed earlier continues from its checkpoint. A job that a quota of the account
+    holds back waits until another job ends. tries gets the jobs that are started.
 
     Raises:
         InputError: `prepare` refuses a job.
-        ServiceError: the store or the service failed. The jobs that run keep running.
+        ServiceError: the store or the service failed, or a quota allows no job at all. The jobs
+            that run keep running.
     """
     backend = backend_for(sweep.job.instance or "local", settings)
     again = f"sm-nanogpt launch --resume {group}"
-    found = tries_of(backend.list(), group)
-    mark, stopped, running = "", False, dict[int, str]()
-    if found:
-        mark = stop_mark(next(iter(found.values()))[0].job_id, group, backend, settings)
+    newest = {number: each[-1] for number, each in tries.items()}
+    running = {number: job.job_id for number, job in newest.items() if job.is_running}
+    done = {number for number, job in newest.items() if job.status == "Completed"} | {*running}
+    left = [number for number in range(1, len(sweep.members) + 1) if number not in done]
+    mark, stopped, waits, retry_at, freed = "", False, False, 0.0, -math.inf
+    for job in list(newest.values())[:1]:
+        mark = stop_mark(job.job_id, group, backend.places(job.job_id)[0], settings)
         storage.write_text(mark, "run", settings)
-    left = list(range(1, len(sweep.members) + 1))
-    left.sort(key=lambda n: not any(job.is_running for job in found[n]))
     while left or running:
-        if mark and patiently(partial(storage.read_bytes, mark, settings), again) == b"stop":
+        if mark and patiently(partial(storage.read_bytes, mark, settings), again) != b"run":
             left, stopped = [], True
-        if left and len(running) < sweep.parallel:
+        if left and len(running) < sweep.parallel and time.monotonic() >= retry_at:
             number = left.pop(0)
-            tries = found[number]
-            add_unlisted(group, number, tries, backend)
-            if tries and tries[-1].is_running:
-                running[number] = tries[-1].job_id
-            if tries and (tries[-1].is_running or tries[-1].status == "Completed"):
-                continue
+            earlier = tries.get(number, [])
+            job_id = next_id(group, number, earlier)
             try:
-                job_id = next_id(group, number, tries)
-                with quietly():
-                    ready = sweep.ready(number, settings, job_id, tries)
+                ready = sweep.ready(number, settings, job_id, earlier)
+                if not mark:
+                    mark = stop_mark(job_id, group, ready.place, settings)
+                    storage.write_text(mark, "run", settings)
+                ready.go()
             except CeilingTooLow as limit:
-                if not tries:
+                if not earlier:
                     raise
-                yield Progress(number, tries[-1].job_id, limit=limit)
-                continue
-            ready.upload()
-            with naming(job_id):
-                ready.submit()
-            running[number] = job_id
-            mark = mark or stop_mark(job_id, group, backend, settings)
-            yield Progress(number, job_id, continued=ready.job.resume)
+                yield Progress(number, earlier[-1].job_id, obstacle=limit)
+            except OverQuota as quota:
+                # SageMaker may count a job for a while after its end.
+                if not running and time.monotonic() > freed + PATIENCE_SECONDS:
+                    raise ServiceError(f"{quota}; `{again}` continues the sweep") from None
+                left.insert(0, number)
+                retry_at = time.monotonic() + RETRY_SECONDS
+                if not waits:
+                    yield Progress(number, job_id, obstacle=quota)
+                waits = True
+            else:
+                running[number], waits = job_id, False
+                yield Progress(number, job_id, continued=ready.job.resume)
             continue
         time.sleep(max(0.5, backend.poll_seconds))
         for number, job_id in list(running.items()):
@@ -307,6 +288,9 @@ def run(group: str, sweep: Sweep, settings: Settings) -> Iterator[Progress]:
                 backend.stop(job_id)
             if not description.is_running:
                 del running[number]
+                retry_at, freed = 0.0, time.monotonic()
+            others = [job for job in tries.get(number, []) if job.job_id != job_id]
+            tries[number] = [*others, description]
             yield Progress(number, job_id, description)
 
 
@@ -327,8 +311,8 @@ def stop_all(group: str, tries: Tries, settings: Settings) -> list[JobDescriptio
                 if now.status == "InProgress":  # a second stop would not wait for a checkpoint
                     backend.stop(now.job_id)
     finally:
-        mark = stop_mark(newest[0].job_id, group, backend, settings)
-        storage.write_text(mark, "stop", settings)
+        place = backend.places(newest[0].job_id)[0]
+        storage.write_text(stop_mark(newest[0].job_id, group, place, settings), "stop", settings)
     return running
 
 
