@@ -195,7 +195,7 @@ def test_only_a_changed_or_damaged_text_is_sent_again(home, source):
     sent: list[int] = []
     first, second = upload_data(source), upload_data(source, progress=sent.append)
     assert (second.uri, second.uploaded, sent) == (first.uri, False, [])
-    (stored(first.uri) / "fox.txt").write_text("cut")
+    storage.write_text(f"{first.uri}/fox.txt", "cut")
     assert upload_data(source).uploaded
     assert (stored(first.uri) / "fox.txt").read_text() == LONG
     source.write_text(LONG + "more")

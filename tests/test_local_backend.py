@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -32,11 +33,13 @@ import launcher
 from entry_point.config import make_config
 from entry_point.errors import TrainingError, failure_report
 from launcher import InputError, Request, ServiceError, Settings, describe, jobs, logs, wait
+from launcher.files import storage
 from launcher.job import LOCAL_FIELDS, TrainingJob
 from launcher.launching.launch import find_earlier, new_job_id, resumed
 from launcher.local import backend
 from launcher.local.runner import LocalRun
 from launcher.source import Source, keep
+from launcher.text.corpus import upload_data
 
 START = "    device = rank_device(config, container, ranks)\n"
 CHECKPOINTS = "hosts/algo-1/checkpoints"
@@ -89,12 +92,14 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def write_job(directory: Path, resume_from: Path | None = None) -> None:
+def write_job(
+    directory: Path, resume_from: Path | None = None, job: TrainingJob | None = None
+) -> None:
     """What a launch writes down of a job."""
     (directory / "code").mkdir(parents=True)
     text = directory / "input.txt"
     text.write_text("a text")
-    job = TrainingJob(instance="local", data=text.as_uri())
+    job = job or TrainingJob(instance="local", data=text.as_uri())
     record = {
         "job": job.model_dump(mode="json", include=LOCAL_FIELDS),
         "hyperparameters": {},
@@ -566,16 +571,39 @@ def test_a_resumed_jobs_first_checkpoint_is_not_its_own(home, job):
     assert describe("next").checkpoint_step is None
 
 
+@pytest.mark.parametrize("one_disk", [True, False])
+def test_a_job_takes_no_space_for_its_text_and_leaves_the_store_alone(
+    home, text_file, monkeypatch, one_disk
+):
+    text_file.chmod(0o600)
+    upload = upload_data(text_file)
+    (stored,) = (path for path in (home / "store").rglob("*.txt"))
+    before = stored.stat()
+    assert stat.filemode(before.st_mode) == "-r--------"  # a job cannot write in place
+    job = TrainingJob(instance="local", data=upload.uri)
+    write_job(home / "jobs/one", job=job)
+    with monkeypatch.context() as context:
+        if not one_disk:
+            context.setattr("os.link", Mock(side_effect=OSError(errno.EXDEV, "another disk")))
+        LocalRun(home / "jobs/one").lay_out()
+    (text,) = (home / "jobs/one/hosts/algo-1/input/data/training").iterdir()
+    assert text.samefile(stored) == one_disk
+    assert (text.stat().st_mode, text.stat().st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+    storage.remove((home / "jobs/one").as_uri())
+    assert stored.read_bytes() == text_file.read_bytes()
+
+
 def test_a_partly_copied_checkpoint_is_not_the_jobs_own(tmp_path, job, monkeypatch):
     """The runner is killed while it copies."""
     write_job(tmp_path / "killed", job.directory / CHECKPOINTS)
     run = LocalRun(tmp_path / "killed")
 
-    def copy_half(source: Path, target: Path) -> None:
-        (target / source.name if target.is_dir() else target).write_bytes(b"half")
-        raise KeyboardInterrupt
+    def end_of_a_copy(*_: Any, **__: Any) -> None:
+        if "given" in run.state:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "copy2", copy_half)
+    monkeypatch.setattr("os.link", Mock(side_effect=OSError))  # to another disk
+    monkeypatch.setattr("os.utime", end_of_a_copy)
     with pytest.raises(KeyboardInterrupt):
         run.lay_out()
     assert backend.own_checkpoint(run.base / "checkpoints", run.state["given"]) is None

@@ -30,6 +30,7 @@ from entry_point.data import Batches, Corpus, character_tokenizer, load_corpus
 from entry_point.distributed import Group
 from entry_point.errors import DataError
 from launcher import InputError, upload_data
+from launcher.files import storage
 from launcher.files.storage import local_path
 from launcher.models.encoder import Encoder, load_words
 from launcher.models.sample import encode, pieces
@@ -522,7 +523,7 @@ def test_a_launch_refuses_tokens_without_a_file(uploaded, cli):
 def test_a_shard_that_was_replaced_is_not_sent(uploaded, home, tmp_path):
     directory = stored(uploaded.uri)
     shard = directory / "train-00000.bin"
-    shard.write_bytes(bytes(shard.stat().st_size))
+    storage.write_bytes(str(shard), bytes(shard.stat().st_size))
     other = replace(uploaded, uri=f"{(tmp_path / 'other').as_uri()}")
     with pytest.raises(InputError, match="changed"):
         send(other, [directory / name for name in uploaded.files], Settings(home=home))

@@ -177,26 +177,51 @@ def replacing(path: Path, make_directory: bool = False) -> Iterator[BinaryIO]:
         raise
 
 
+def copy_file(
+    source: Path, target: Path, progress: Progress = lambda n: None, writable: int = 0o222
+) -> None:
+    """Copy a regular file atomically, as private and as old as it is. Raises OSError."""
+    with open_file(source) as file, replacing(target) as out:
+        facts = os.fstat(file.fileno())
+        while chunk := file.read(CHUNK_BYTES):
+            out.write(chunk)
+            progress(len(chunk))
+        out.flush()
+        mode = os.fstat(out.fileno()).st_mode & facts.st_mode & (0o555 | writable)
+        os.fchmod(out.fileno(), mode)
+        os.utime(out.fileno(), ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def link_or_copy(source: Path, target: Path, progress: Progress = lambda n: None) -> None:
+    """Give a regular file, which nobody writes in place, a second name, or copy it to another disk.
+
+    Raises OSError.
+    """
+    with open_file(source) as file:
+        size = os.fstat(file.fileno()).st_size
+    try:
+        os.link(source.resolve(), target)  # the file, where the source is a symbolic link
+        progress(size)
+    except OSError:
+        copy_file(source, target, progress)
+
+
 def write_file(
     source: Path, uri: str, progress: Progress = lambda n: None, settings: Settings | None = None
 ) -> None:
     """Upload a local file atomically.
 
-    S3 receives parallel parts, each with a checksum; the object's metadata holds the SHA-256 of the
-    file, and its size is checked afterwards.
+    In a store on this machine it cannot be written again, since jobs link it. S3 receives parallel
+    parts, each with a checksum; the object's metadata holds the SHA-256 of the file, and its size
+    is checked afterwards.
 
     Raises:
         ServiceError: the store failed, or the upload is damaged.
     """
     if (place := local_path(uri)) is not None:
-        with (
-            reported(uri),
-            open_file(source) as file,
-            replacing(place, make_directory=True) as target,
-        ):
-            while chunk := file.read(CHUNK_BYTES):
-                target.write(chunk)
-                progress(len(chunk))
+        with reported(uri):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(source, place, progress, writable=0)
         return
     fs, path = file_system(uri, settings)
     sha256 = file_sha256(source)
@@ -380,10 +405,7 @@ def fetch(
                 fs.get_file(source, str(target), **by_parts(progress))
                 check_arrival(fs, source, target)
             else:
-                with open_file(Path(source)) as file, target.open("wb") as out:
-                    while chunk := file.read(CHUNK_BYTES):
-                        out.write(chunk)
-                        progress(len(chunk))
+                link_or_copy(Path(source), target, progress)
             copied.append(target)
     return copied
 

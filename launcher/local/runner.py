@@ -126,11 +126,7 @@ class LocalRun:
             given = sorted(source.glob("*.safetensors"))
             self.update(given={path.name: path.stat().st_mtime_ns for path in given})
             for path in given:
-                # Atomically: a partial copy would look like a checkpoint that the job wrote.
-                copy = self.base / "checkpoints" / path.name
-                partial = copy.with_name(f"{path.name}{storage.IGNORED}")
-                shutil.copy2(path, partial)
-                partial.replace(copy)
+                storage.link_or_copy(path, self.base / "checkpoints" / path.name)
 
     def write_config(self, channels: list[str]) -> None:
         config = self.base / "input" / "config"
