@@ -36,7 +36,8 @@ from launcher.models.encoder import Encoder, load_words
 from launcher.models.sample import encode, pieces
 from launcher.settings import Settings
 from launcher.text import tokens
-from launcher.text.corpus import find_text, send
+from launcher.text.corpus import send
+from launcher.text.files import find_text
 from launcher.text.tokenizer import open_words
 from launcher.text.tokens import zstd
 

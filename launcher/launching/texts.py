@@ -12,6 +12,7 @@ from launcher.files import storage
 from launcher.files.documents import check_regular
 from launcher.settings import Settings
 from launcher.text import corpus
+from launcher.text.files import find_text
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def find_channel(location: str, settings: Settings) -> Channel:
         uri = storage.join(settings.data_store, "data", path.name)
         upload = replace(known, uri=uri, uploaded=not corpus.is_there(uri, settings))
     else:
-        upload, sources = corpus.survey(path, corpus.find_text(path), settings)
+        upload, sources = corpus.survey(path, find_text(path), settings)
     return Channel(location, upload.uri, upload, sources)
 
 
