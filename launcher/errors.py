@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
 # Pydantic's words, and ours.
@@ -31,6 +32,12 @@ def did_you_mean(word: str, known: Iterable[str], n: int = 3, cutoff: float = 0.
     """`did you mean A or B?` for up to n known words that are close; '' if none is."""
     near = difflib.get_close_matches(word, list(known), n, cutoff)
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def characters(found: Iterable[str]) -> str:
+    """Up to 20 characters of a text; a mark that would join the quote before it as U+0301."""
+    named = [f"U+{ord(each):04X}" if unicodedata.combining(each) else repr(each) for each in found]
+    return ", ".join(named[:20]) + " and more" * (len(named) > 20)
 
 
 def must_be(message: str) -> str:

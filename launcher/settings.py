@@ -116,7 +116,7 @@ class Settings(BaseSettings):
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_file())
 
     def for_a_dry_run(self) -> Settings:
-        """These settings, with which nothing asks AWS what it could only confirm."""
+        """A copy for dry runs: callers must not contact AWS."""
         offline = self.model_copy()
         offline._offline = True
         return offline

@@ -168,7 +168,7 @@ def full_id(word: str, settings: Settings) -> str:
     if word in found:
         return word
     if failure is not None:
-        raise type(failure)(f"which job {word!r} means is not known ({failure}); give a whole id")
+        raise type(failure)(f"cannot resolve {word!r}: {failure}; give a full job id")
     if word == "latest":
         if not (found or unreadable):
             begin = "`sm-nanogpt launch --instance local` starts one"

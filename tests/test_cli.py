@@ -106,6 +106,10 @@ def test_every_commands_help_shows_an_example(home, cli, command):
     assert not home.exists()
 
 
+def test_an_option_that_is_a_hyperparameter_names_set(cli):
+    assert cli("launch", "--max-steps", "500").failed(2, "--set NAME=VALUE")
+
+
 def test_the_help_shows_three_commands_and_groups_all(cli):
     told = cli("--help").out
     example = told.partition("Options:")[0]

@@ -376,7 +376,7 @@ def name_server_that_is_silent(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "trouble", ["refused", "silent", "no name", "silent name server", "cut", "another file"]
 )
-def test_without_shakespeare_the_text_is_the_one_that_comes_with_python(
+def test_without_shakespeare_pythons_own_reference_is_taken(
     trouble, home, cli, shakespeare, black_hole, monkeypatch
 ):
     module = "launcher.text.shakespeare"
@@ -405,7 +405,7 @@ def test_without_shakespeare_the_text_is_the_one_that_comes_with_python(
     assert not (home / "cache/shakespeare.txt").exists()
 
 
-def test_without_any_text_the_error_names_the_way_to_an_own_one(cli, monkeypatch):
+def test_without_either_text_an_own_one_is_asked_for(cli, monkeypatch):
     url = "http://127.0.0.1:9/input.txt"
     monkeypatch.setattr("launcher.text.shakespeare.SHAKESPEARE_URL", url)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)

@@ -25,7 +25,7 @@ from launcher.views.play import Player, Token, listen, make_server, until
 
 ORIGIN = "http://localhost:3000"
 LETTERS = "\nabcdefghi "  # as many as the small models have
-TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020))
+TWENTY = ": " + ", ".join(repr(chr(code)) for code in range(1000, 1020)) + " and more"
 WISH: dict[str, Any] = dict(
     prompt="abc", max_new_tokens=40, temperature=0.8, top_k=0, top_p=1, seed=7, stop=""
 )

@@ -25,7 +25,7 @@ from entry_point.model import GPT
 from entry_point.optim import gradient_of
 from launcher.launching.start import files_of
 from launcher.text import tokens
-from launcher.text.corpus import find_text
+from launcher.text.files import find_text
 
 
 @pytest.fixture(scope="module")
@@ -310,16 +310,35 @@ def test_three_commands_tune_a_published_model(documents, published, cli):
 
 
 def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tmp_path):
-    strange = tmp_path / "strange.txt"
+    strange, marked = tmp_path / "strange.txt", tmp_path / "marked.txt"
     strange.write_text("¡Olé! " * 999)
+    marked.write_text("cafe\u0301 " * 999)
     encoded = cli("upload-data", str(documents), "--tokenizer", str(published)).out.strip()
     for model, data, said in (
         (job.job_id, strange, f"{job.job_id} does not know: '¡'"),
+        (job.job_id, marked, f"{job.job_id} does not know: U+0301"),
         (job.job_id, encoded, f"its tokens are not those of {job.job_id}; "),
         (published, documents, f"{published} takes tokens; "),
     ):
         words = ("--init-from", str(model), "--data", str(data))
         assert cli("launch", "--instance", "local", *words).failed(2, said)
+
+
+@pytest.mark.parametrize("words", [("launch", "--instance", "local", "--init-from"), ("sample",)])
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("ckpt.pt", "ckpt.pt: a file; give the directory of a model"),
+        ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
+        ("pickled", "no *.safetensors is there; `save_pretrained`"),
+    ],
+)
+def test_what_is_no_model_directory_says_how_to_get_one(words, model, advice, cli, tmp_path):
+    (tmp_path / "ckpt.pt").touch()
+    (tmp_path / "pickled").mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / "pickled" / name).write_text("{}")
+    assert cli(*words, model).failed(2, advice)
 
 
 def test_a_character_model_tunes_and_resumes(job, text, cli, tmp_path):

@@ -47,6 +47,13 @@ cloud_option = partial(click.option, cls=CloudOption)
 class LaunchCommand(Command):
     """A command whose help lists these options in a section of their own."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = "a hyperparameter is given by --set NAME=VALUE"
+            raise InputError(f"{error.format_message()} ({advice})") from None
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, cloud in (("Options", False), ("Options for SageMaker only", True)):
             chosen = [p for p in self.get_params(ctx) if isinstance(p, CloudOption) is cloud]
@@ -59,7 +66,7 @@ class LaunchCommand(Command):
     "--instance",
     metavar="TYPE[,TYPE...]",
     help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
-    " on the first with free capacity (with --resume, as before if left out).",
+    " on the first with free capacity (with --resume, by default as in the earlier job).",
 )
 @click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
 @click.option(
@@ -148,14 +155,14 @@ class LaunchCommand(Command):
     "--max-cost",
     metavar="USD",
     type=float,
-    help="Most that this job and the jobs that it resumes, or all jobs of a sweep, may cost"
-    " together. Sets the time limit.",
+    help="Stop before the job costs more. Counts the jobs that it resumes; for a sweep, all of its"
+    " jobs.",
 )
 @cloud_option(
     "--spot/--on-demand",
     default=None,
     help="Spot is cheaper, and resumes after interruptions (default: on demand; with --resume, as"
-    " before).",
+    " in the earlier job).",
 )
 @cloud_option(
     "--max-wait",
@@ -274,7 +281,7 @@ def launch_command(
         print_json(ready.plan.request)
         return
     if not job.is_local:
-        # A ceiling that comes from the store, by --resume, was given by nobody here.
+        # Only a ceiling typed in this command is consent; not one that --resume inherits.
         agree_to_cost(job.worst_cost or math.inf, given.get("max_cost"), settings, yes)
     with byte_progress("upload") as progress:
         ready.upload(progress)

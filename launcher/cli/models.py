@@ -141,7 +141,7 @@ def fetch_and_sample_command(
 def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
     """The directory of a model; fetches that of a job, and says where it is."""
     from launcher.files.storage import path_of
-    from launcher.models.fetch import fetch_described
+    from launcher.models.fetch import check_weights, fetch_described, no_model
     from launcher.tracking import describe, full_id
 
     directory = path_of(word)
@@ -149,9 +149,10 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
         if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
             model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
             raise InputError(f"{word}: not a model directory; {model}")
+        check_weights(directory)
     else:
         if "/" in word or "." in word:  # which no job's id has
-            raise InputError(f"{word}: no such directory")
+            raise no_model(word)
         description = describe(full_id(word, settings), settings)
         with byte_progress("fetch") as progress:
             directory = fetch_described(description, settings, progress, entry_point)

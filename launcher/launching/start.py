@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import InputError
+from launcher.errors import InputError, characters
 from launcher.files import storage
 from launcher.files.documents import check_regular
 from launcher.job import Request, TrainingJob
@@ -52,15 +52,17 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
             yield Path(temporary), named.rstrip("/")
         return
+    from launcher.models.fetch import check_weights, fetch_model, no_model
+
     if path.is_dir():
         check_regular(path)
+        check_weights(path)
         yield path, None
         return
-    if path.exists() or "/" in named:
-        raise InputError(f"{named}: no such directory")
-    from launcher.models.fetch import fetch_model
     from launcher.tracking import full_id
 
+    if path.exists() or "/" in named:
+        raise no_model(named)
     yield fetch_model(full_id(named, settings), settings), None
 
 
@@ -123,8 +125,7 @@ def check_known(named: str, upload: corpus.Upload | None, tokenizer: Tokenizer, 
         raise InputError(f"{named}: it is text, and {model} takes tokens; {encode}")
     elif unknown := sorted(set(upload.vocabulary) - {word.decode() for word in tokenizer.words}):
         raise InputError(
-            f"{named}: it has characters that {model} does not know:"
-            f" {', '.join(map(repr, unknown[:20]))}{' and more' * (len(unknown) > 20)}"
+            f"{named}: it has characters that {model} does not know: {characters(unknown)}"
         )
 
 

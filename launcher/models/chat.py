@@ -32,7 +32,7 @@ class Message:
 
 
 class ChatEncoder:
-    """Turns into ids, int32, of which those that are not learned are stored as ~id.
+    """Encodes turns as int32 ids. Ids that the loss leaves out are stored as ~id.
 
     Raises:
         InputError: the tokenizer has no tokens for turns.

@@ -156,7 +156,7 @@ def cut(text: str) -> Iterator[list[str]]:
 
 
 def lost(text: str, back: str) -> str:
-    """Says where a text and what comes back from its ids differ."""
+    """Describe the first position where decoding changes the text."""
     at = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), len(back))
     return (
         f"the tokenizer changes the text: {text[at : at + 20]!r} decodes to"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import shutil
 import tarfile
 import tempfile
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ServiceError
+from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
 from launcher.job import DAY, JobDescription, checkpoints_among
@@ -100,6 +101,25 @@ def fetch_archive(
             raise ServiceError(f"{error}; {another_model(description, settings)}") from None
         keep(directory / "model", target)
     return target
+
+
+def check_weights(directory: Path) -> None:
+    """Raise InputError for a model directory without weights that can be read."""
+    if not any(directory.glob("*.safetensors")):
+        raise InputError(
+            f"{directory}: no *.safetensors is there; `save_pretrained` of transformers writes them"
+        )
+
+
+def no_model(word: str) -> InputError:
+    """The error for a word that names neither the directory of a model nor a job."""
+    if storage.path_of(word).exists():
+        return InputError(f"{word}: a file; give the directory of a model")
+    hint = ""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", word):
+        name = word.partition("/")[2]
+        hint = f"; for that of the Hugging Face Hub, `hf download {word} --local-dir {name}`"
+    return InputError(f"{word}: no such directory{hint}")
 
 
 def another_model(description: JobDescription, settings: Settings) -> str:

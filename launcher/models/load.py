@@ -188,7 +188,7 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
         if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
             raise ValueError("its weights hold numbers that are not finite")
     except (TrainingError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"not a model of sm-nanogpt, nor another of Qwen3's: {error}") from None
+        raise FormatError(f"not a model of the Qwen3 family: {error}") from None
     return model.eval(), tokenizer
 
 

@@ -14,7 +14,7 @@ from entry_point.container import has_fast_bfloat16
 from entry_point.data import Tokenizer
 from entry_point.errors import TrainingError
 from entry_point.model import GPT
-from launcher.errors import InputError, ServiceError
+from launcher.errors import InputError, ServiceError, characters
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
 from launcher.models.encoder import load_words
@@ -127,8 +127,7 @@ def encode(tokenizer: Tokenizer, prompt: str, size: int) -> list[int]:
     known = {word.decode(): id for id, word in enumerate(tokenizer.words)}
     if unknown := sorted(set(prompt) - set(known)):
         raise InputError(
-            "the prompt has characters that the model has never seen:"
-            f" {', '.join(map(repr, unknown[:20]))}"
+            f"the prompt has characters that the model has never seen: {characters(unknown)}"
         )
     return [known[character] for character in prompt[-size:]]
 

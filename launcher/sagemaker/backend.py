@@ -280,7 +280,7 @@ class SageMakerBackend:
                 raise ServiceError(
                     f"{error}; `sm-nanogpt status {job_id}` shows whether the job exists"
                 ) from None
-            if answer["Error"]["Code"] != "ResourceInUse":  # then they are another job's
+            if answer["Error"]["Code"] != "ResourceInUse":  # the files of an existing job
                 self.remove_files(job_id, plan)
             raise
 
