@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 LOGIN = "`aws login`, `aws sso login` or `aws configure`"
 
-NOT_AWS = "the answer did not come from AWS; check the network for a proxy"
 CAPACITY = "AWS has no capacity now; try later, or name several types with --instance TYPE,TYPE,..."
 EXPIRED = f"the AWS credentials have expired; renew them with {LOGIN}"
 REJECTED = "AWS rejects the credentials; check AWS_PROFILE or the keys"
@@ -37,42 +36,22 @@ QUOTA = "request an increase in the Service Quotas console, or use another --ins
 # What to do, by a part of AWS's error code or of the exception's name; the first that fits.
 REMEDIES = {
     "LoginInsufficientPermissions": "",
-    "Expired": EXPIRED,
-    "TokenRefresh": EXPIRED,
-    "TokenRetrieval": EXPIRED,
-    "SSO": EXPIRED,
-    "UnauthorizedException": EXPIRED,
-    "Login": EXPIRED,
+    "Expired|TokenRefresh|TokenRetrieval|SSO|UnauthorizedException|Login": EXPIRED,
     "Credential": f"no AWS credentials: run {LOGIN}",
     "MissingDependency": "the package awscrt is missing: install sm-nanogpt again",  # `aws login`
     "TooSkewed": CLOCK,
-    "Signature": REJECTED,
-    "InvalidAccessKey": REJECTED,
-    "InvalidClientToken": REJECTED,
-    "InvalidToken": REJECTED,
-    "UnrecognizedClient": REJECTED,
-    "Denied": DENIED,
-    "AllAccessDisabled": DENIED,
-    "NotAuthorized": DENIED,
-    "Unauthorized": DENIED,
+    "Signature|InvalidAccessKey|InvalidClientToken|InvalidToken|UnrecognizedClient": REJECTED,
+    "Denied|AllAccessDisabled|NotAuthorized|Unauthorized": DENIED,
     # S3 answers HEAD with only a number.
     "400": f"AWS rejects the request; if the credentials have expired, renew them with {LOGIN}",
     "403": "not allowed, or the credentials are wrong; check AWS_PROFILE and the keys, ask for the"
     " permission, or use another store",
-    "301": REGION,
-    "Redirect": REGION,
-    "AuthorizationHeaderMalformed": REGION,
-    "IllegalLocationConstraint": REGION,
-    "RequestLimitExceeded": THROTTLED,
-    "SlowDown": THROTTLED,
-    "Throttl": THROTTLED,
-    "TooManyRequests": THROTTLED,
+    "301|Redirect|AuthorizationHeaderMalformed|IllegalLocationConstraint": REGION,
+    "RequestLimitExceeded|SlowDown|Throttl|TooManyRequests": THROTTLED,
     "Capacity": CAPACITY,
     "ResourceLimitExceeded": QUOTA,
     "NoSuchBucket": "there is no such bucket; check the name of the store",
-    "EndpointConnection": NETWORK,
-    "ConnectTimeout": NETWORK,
-    "ClientConnector": NETWORK,
+    "EndpointConnection|ConnectTimeout|ClientConnector": NETWORK,
 }
 PATIENCE_SECONDS = 300.0  # without an answer, until watching a job fails
 AGAIN_SECONDS = 5.0
@@ -93,53 +72,24 @@ def aws_session(settings: Settings) -> Any:
         )
     except BotoCoreError as error:
         raise InputError(f"{error}; `aws configure list-profiles` shows the profiles") from None
-    session.events.register("after-call", refuse_page)
     return session
 
 
-def refuse_page(http_response: Any, model: Any, **_: Any) -> None:
-    """Refuse the page of a proxy, which botocore would take for an answer without content."""
-    from botocore.parsers import ResponseParserError
+def make_client(session: Any, service: str, region: str, attempts: int | None = None) -> Any:
+    """A client that retries, since a command may watch a job for hours.
 
-    if not model.has_streaming_output and is_page(http_response.content):
-        raise ResponseParserError(NOT_AWS)
-
-
-def is_page(content: bytes) -> bool:
-    return content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
-
-
-def steady_client(session: Any, service: str, region: str) -> Any:
-    """A client that retries, since a command may watch a job for hours."""
-    from botocore.config import Config
-
-    retries = {"mode": "standard", "total_max_attempts": max_attempts()}
-    with service_errors(service):
-        return session.client(service, region_name=region, config=Config(retries=retries))
-
-
-def max_attempts() -> int:
-    """The number of attempts for a call, from AWS_MAX_ATTEMPTS.
-
-    Raises:
-        InputError: it is no positive number; botocore's own error would not name the variable.
+    With a number of attempts, it is one for optional calls, which fails within seconds.
     """
-    word = os.environ.get("AWS_MAX_ATTEMPTS", "6")
-    if not word.isdecimal() or int(word) < 1:
-        raise InputError(f"AWS_MAX_ATTEMPTS={word!r}: must be a number, at least 1; or unset it")
-    return int(word)
-
-
-def quick_client(session: Any, service: str, region: str, attempts: int = 1) -> Any:
-    """A client for optional calls, which fails within seconds."""
     from botocore.config import Config
 
-    config = Config(
-        connect_timeout=3,
-        read_timeout=3,
-        retries={"mode": "standard", "total_max_attempts": attempts},
-    )
-    return session.client(service, region_name=region, config=config)
+    retries: dict[str, Any] = {"mode": "standard"}
+    if attempts or "AWS_MAX_ATTEMPTS" not in os.environ:
+        retries["total_max_attempts"] = attempts or 6
+    timeouts = {"connect_timeout": 3, "read_timeout": 3} if attempts else {}
+    with service_errors(service):
+        return session.client(
+            service, region_name=region, config=Config(retries=retries, **timeouts)
+        )
 
 
 def check_region(session: Any) -> str:
@@ -191,19 +141,7 @@ def is_outage(error: BaseException) -> bool:
     answer = getattr(cause_of(error), "response", None) or {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     throttled = status == 429 or remedy_of(error) == THROTTLED
-    return bool(names & lost) or is_foreign(error) or throttled or status >= 500
-
-
-def is_foreign(error: BaseException) -> bool:
-    """Whether an answer comes from a proxy, not from AWS.
-
-    boto3 reads an unknown page as an error whose code is the HTTP status. AWS itself answers so
-    only to HEAD.
-    """
-    cause = cause_of(error)
-    is_head = getattr(cause, "operation_name", "").startswith("Head")
-    code = code_and_message(cause)[0]
-    return type(cause).__name__ == "ResponseParserError" or (code.isdigit() and not is_head)
+    return bool(names & lost) or throttled or status >= 500
 
 
 def patiently(ask: Callable[[], T], follow: str, deadline: float = math.inf) -> T:
@@ -245,7 +183,7 @@ def service_errors(call: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code, message = code_and_message(error)
-        if is_missing(code, message) and not is_foreign(error):
+        if is_missing(code, message):
             raise Missing(f"{call}: {message}") from None
         raise failure(call, error) from None
     except (BotoCoreError, ResponseParserError) as error:
@@ -278,13 +216,11 @@ def remedy_of(error: BaseException) -> str:
     if any(sign in message for sign in CLOCK_MESSAGES):
         return CLOCK
     name = code or type(cause_of(error)).__name__
-    return next((remedy for sign, remedy in REMEDIES.items() if sign in name), "")
+    return next((remedy for sign, remedy in REMEDIES.items() if re.search(sign, name)), "")
 
 
 def why(error: BaseException) -> str:
     """The message of an exception of boto3 or s3fs, and what to do, in one line."""
-    if is_foreign(error):
-        return NOT_AWS
     cause, remedy = cause_of(error), remedy_of(error)
     code, message = code_and_message(cause)
     text = message or " ".join(str(cause).split()) or type(cause).__name__

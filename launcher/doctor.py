@@ -26,7 +26,7 @@ from launcher.aws import (
     aws_session,
     check_region,
     code_and_message,
-    quick_client,
+    make_client,
     service_errors,
     why,
 )
@@ -96,7 +96,7 @@ class Patient:
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            self.clients[service] = quick_client(self.session, service, self.region, attempts=2)
+            self.clients[service] = make_client(self.session, service, self.region, attempts=2)
         return self.clients[service]
 
     def ask(self, service: str, operation: str, **request: Any) -> dict[str, Any]:

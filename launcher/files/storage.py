@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from pydantic_core import to_jsonable_python
 
-from launcher.aws import failure, max_attempts
+from launcher.aws import failure
 from launcher.errors import InputError, ServiceError
 from launcher.files.documents import LARGEST, check_size, open_file, parse, read_file
 from launcher.settings import Settings, check_location, load_settings
@@ -128,13 +128,12 @@ def file_system(uri: str, settings: Settings | None = None) -> tuple[Any, str]:
     `::` is part of a name here, not fsspec's chain of URLs.
 
     Raises:
-        InputError: as local_path, or AWS_MAX_ATTEMPTS is invalid.
+        InputError: as local_path.
     """
     path = local_path(uri)
     if path is not None:
         return fsspec.filesystem("file"), str(path)
     options = s3_options(settings or load_settings())
-    max_attempts()  # the file system reads it too
     kind = fsspec.get_filesystem_class("s3")
     return kind(use_listings_cache=False, **options), kind._strip_protocol(uri)
 

@@ -26,9 +26,9 @@ from launcher.aws import (
     Missing,
     aws_session,
     check_region,
+    make_client,
     patiently,
     service_errors,
-    steady_client,
 )
 from launcher.curve import LARGEST_CURVE, Row, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
@@ -101,7 +101,7 @@ class SageMakerBackend:
 
     def client(self, service: str) -> Any:
         if service not in self.clients:
-            self.clients[service] = steady_client(self.session, service, self.region)
+            self.clients[service] = make_client(self.session, service, self.region)
         return self.clients[service]
 
     # -- launch -----------------------------------------------------------------------------------

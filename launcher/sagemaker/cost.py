@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from launcher.aws import quick_client, why
+from launcher.aws import make_client, why
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import Document
@@ -321,7 +321,7 @@ class Prices:
             if partition != "aws":  # the endpoint rejects its credentials
                 self.trouble = f"there is no price list for {self.region} (partition {partition})"
                 return None
-            found = quick_client(self.session, "pricing", ENDPOINT_REGION).get_products(
+            found = make_client(self.session, "pricing", ENDPOINT_REGION, 1).get_products(
                 ServiceCode="AmazonSageMaker",
                 Filters=[
                     {"Type": "TERM_MATCH", "Field": name, "Value": value}

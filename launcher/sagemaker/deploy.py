@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError, WaiterError
 
-from launcher.aws import aws_session, check_region, service_errors, steady_client
+from launcher.aws import aws_session, check_region, make_client, service_errors
 from launcher.errors import InputError, ServiceError
 from launcher.job import RUNNING
 from launcher.sagemaker.backend import SageMakerBackend
@@ -85,8 +85,8 @@ class Deployment:
         self.settings, self.name = settings, settings.stack
         session = aws_session(settings)
         self.region = check_region(session)
-        self.client = steady_client(session, "cloudformation", self.region)
-        self.iam = steady_client(session, "iam", self.region)
+        self.client = make_client(session, "cloudformation", self.region)
+        self.iam = make_client(session, "iam", self.region)
 
     def plan(
         self, kms: bool = False, vpc: bool = False, boundary: str = "", role_path: str = ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.aws import Missing, aws_session, check_region, quick_client, service_errors
+from launcher.aws import Missing, aws_session, check_region, make_client, service_errors
 from launcher.errors import ServiceError
 from launcher.files import storage
 from launcher.settings import Settings
@@ -92,8 +92,7 @@ def find_stack(settings: Settings, session: Any) -> Stack | None:
         ServiceError: AWS cannot be asked, or the stack is not whole.
     """
     region = check_region(session)
-    with service_errors("DescribeStacks"):
-        client = quick_client(session, "cloudformation", region, attempts=3)
+    client = make_client(session, "cloudformation", region, attempts=3)
     stack = take_note(settings, region, describe_stack(client, settings.stack))
     if stack is None and settings.names_stack:
         raise no_stack(settings, region)
