@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from entry_point.errors import ConfigError, DataError, FormatError, TrainingErro
 from entry_point.huggingface import load_pretrained, starting_values, to_hugging_face
 from entry_point.model import GPT
 from entry_point.optim import gradient_of
-from launcher.launching.start import files_of
+from launcher import InputError
+from launcher.files.models import INDEX, model_files
 from launcher.text import tokens
 from launcher.text.files import find_text
 
@@ -300,13 +302,26 @@ def test_a_resumed_run_keeps_characters_and_bits(start, tmp_path):
     assert (whole / "model/tokenizer.json").read_bytes() == tokenizer
 
 
-def test_three_commands_tune_a_published_model(documents, published, cli):
+def cache(model: Path, snapshot: Path) -> None:
+    """Lays a model out as Hugging Face's cache does: private files, and links to them."""
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(model.iterdir())):
+        path.chmod(0o600)
+        (snapshot / path.name).symlink_to(path.rename(model / f"{number:x}"))
+
+
+def test_three_commands_tune_a_published_model(documents, qwen, home, cli):
+    cache(qwen, published := home.parent / "snapshot")
+    (published / "notes.txt").symlink_to(documents)
     assert cli("upload-data", str(documents), "--tokenizer", str(published)).code == 0
     how = launching.sets(**without_shape(launching.TINY))
-    assert cli("launch", "--instance", "local", "--init-from", str(published), *how).good
+    ran = cli("launch", "--instance", "local", "--init-from", str(published), *how).good
     assert cli("fetch-and-sample", "latest", "--temperature", "2", "--max-new-tokens", "300").good
     told = json.loads(cli("status", "latest", "--json").out)
     assert told["hyperparameters"]["n_kv_head"] == 2
+    taken = home / "jobs" / ran.out.strip() / "hosts/algo-1/input/data/model"
+    modes = {path.name: stat.filemode(path.lstat().st_mode) for path in taken.iterdir()}
+    assert modes == dict.fromkeys((path.name for path in model_files(published)), "-rw-------")
 
 
 def test_launch_refuses_text_unlike_the_model(job, documents, published, cli, tmp_path):
@@ -396,9 +411,43 @@ def test_a_model_on_s3_is_read_where_it_is(s3, byte_pairs, qwen, text_file, cli)
     assert ran.failed(2, f"s3://{s3.bucket}/models: no config.json")
 
 
-def test_only_files_that_a_run_reads_are_sent(tmp_path):
-    read = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    for name in (*read, "README.md", "pytorch_model.bin", "SHA256SUMS"):
-        (tmp_path / name).touch()
-    (tmp_path / "more.safetensors").mkdir()
-    assert [path.name for path in files_of(tmp_path)] == read
+DOCUMENTS = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
+
+
+def test_only_what_a_run_reads_is_taken(qwen):
+    index = json.loads((qwen / INDEX).read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 1
+    (qwen / ".git").mkdir()
+    for name in ("README.md", "pytorch_model.bin", "other.safetensors", ".git/config"):
+        (qwen / name).write_bytes(SECRET)
+    assert [path.name for path in model_files(qwen)] == sorted([*DOCUMENTS, *shards, INDEX])
+    (qwen / INDEX).unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors: No such file"):
+        model_files(qwen)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "model.safetensors", "training.json"])
+@pytest.mark.parametrize("secret", [SECRET, b'{"accessToken": "secret"}', b"{}", b"[]", b""])
+def test_a_link_to_another_file_is_not_followed(qwen, tmp_path, name, secret):
+    (qwen / INDEX).unlink()
+    shutil.copy(next(qwen.glob("*.safetensors")), qwen / "model.safetensors")
+    assert model_files(qwen)
+    (tmp_path / "secret").write_bytes(secret)
+    (qwen / name).unlink(missing_ok=True)
+    (qwen / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match=f"{name}: it links to {tmp_path / 'secret'}, which is no"):
+        model_files(qwen)
+
+
+@pytest.mark.usefixtures("cloud")
+@pytest.mark.parametrize("instance", ["local", "ml.g5.xlarge"])
+def test_a_model_with_a_link_to_a_key_is_not_sent(s3, home, qwen, text_file, cli, instance):
+    (home.parent / "key").write_bytes(SECRET)
+    shard = max(qwen.glob("*.safetensors"))
+    shard.unlink()
+    shard.symlink_to(home.parent / "key")
+    words = ("--instance", instance, "--init-from", str(qwen), "--data", str(text_file))
+    assert cli("launch", *words).failed(2, f"{shard}: it links to")
+    assert "Contents" not in s3.list_objects_v2(Bucket=s3.bucket)

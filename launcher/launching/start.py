@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, characters
 from launcher.files import storage
-from launcher.files.documents import check_regular
+from launcher.files.models import DOCUMENTS, LARGEST, model_files
 from launcher.job import Request, TrainingJob
 from launcher.machines import GPU_MEMORY, GPUS
 from launcher.settings import Settings
@@ -26,10 +26,6 @@ if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-DOCUMENTS = ("config.json", "training.json", "tokenizer.json", "tokenizer_config.json")
-INDEX = "model.safetensors.index.json"
-LARGEST = 1 << 25  # bytes of a document on S3
 
 
 @contextmanager
@@ -46,7 +42,7 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
         if "config.json" not in sizes:
             raise InputError(f"{named}: no config.json is there")
         with tempfile.TemporaryDirectory() as temporary:
-            for name in sizes.keys() & DOCUMENTS:
+            for name in sizes.keys() & DOCUMENTS.keys():
                 if sizes[name] > LARGEST:
                     raise InputError(f"{named}: {name} is larger than {LARGEST >> 20} MiB")
                 storage.fetch(storage.join(named, name), Path(temporary), settings=settings)
@@ -55,8 +51,8 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     from launcher.models.fetch import check_weights, fetch_model, no_model
 
     if path.is_dir():
-        check_regular(path)
         check_weights(path)
+        model_files(path)
         yield path, None
         return
     from launcher.tracking import full_id
@@ -66,18 +62,9 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
     yield fetch_model(full_id(named, settings), settings), None
 
 
-def files_of(directory: Path) -> list[Path]:
-    """The files that a run reads."""
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if path.is_file() and (path.name in (*DOCUMENTS, INDEX) or path.suffix == ".safetensors")
-    )
-
-
 def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[Path]]:
     """What `corpus.send` puts into the store, and the files here."""
-    sources = files_of(directory)
+    sources = model_files(directory)
     sha256 = corpus.digest_of([(path.name, path) for path in sources])
     uri = corpus.place_of(Path(named), sha256, settings, "models")
     upload = corpus.Upload(

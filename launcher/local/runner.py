@@ -24,6 +24,7 @@ from typing import Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.files.models import model_files
 from launcher.local.backend import HOST, Record, read_document, write_json
 from launcher.settings import Settings, load_settings
 
@@ -117,7 +118,13 @@ class LocalRun:
             (self.base / name).mkdir(parents=True)
         shutil.copytree(self.directory / "code", self.base / "code")
         for channel, uri in channels.items():
-            storage.fetch(uri, self.base / "input" / "data" / channel, settings=self.settings)
+            place = self.base / "input" / "data" / channel
+            if channel == "model" and (directory := storage.local_path(uri)) is not None:
+                place.mkdir(parents=True)
+                for path in model_files(directory):
+                    storage.link_or_copy(path, place / path.name)
+            else:
+                storage.fetch(uri, place, settings=self.settings)
         self.write_config(list(channels))
         if self.record.resume_from is not None:
             source = Path(self.record.resume_from)
