@@ -174,11 +174,64 @@ def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
     assert len(found) == 2
 
 
-def test_a_launch_refuses_short_windows_of_conversations(tuned, cli):
+def chats_of(path: Path, *sizes: int) -> str:
+    """A file of conversations that need contexts of some sizes, by tokens of one byte."""
+    lines = []
+    for size in sizes:
+        said = asked("x" * (size - 27), "y" * 7)  # 27 other tokens, and the last is a target
+        lines.append(json.dumps({"messages": said}) + "\n")
+    path.write_text("".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+def launched(cli, tmp_path, home):
+    """Uploads such conversations, and tries to launch a job on them."""
+
+    def launch(block_size: int, sizes: list[int], *words: str) -> launching.Ran:
+        path = chats_of(tmp_path / "chats.jsonl", *sizes)
+        ran = cli("upload-data", path, "--tokenizer", "bpe", "--vocab-size", "259").good
+        tiny = launching.sets(block_size=block_size, max_steps=1, n_embd=16, n_head=1, n_layer=1)
+        uri = ran.out.strip()
+        return cli("launch", "--instance", "local", "--data", uri, *tiny, *words)
+
+    return launch
+
+
+@pytest.mark.parametrize("block_size", [128, 96])
+def test_a_launch_says_how_many_conversations_are_longer_than_its_context(
+    launched, monkeypatch, block_size
+):
+    monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
+    ran = launched(block_size, [40] * 20 + [96] * 20 + [97, 128, 129, 200])
+    longer = {128: 2, 96: 4}[block_size]
+    assert f"{longer} of 44 conversations are longer than block_size={block_size}" in ran.err
+
+
+def test_a_launch_refuses_a_context_that_holds_no_answer(launched, home):
+    ran = launched(64, [300] * 20)
+    assert ran.failed(2, "no conversation in train", "block_size=64", "block_size=299")
+    assert not (home / "jobs").exists()
+
+
+def test_the_context_that_a_launch_names_is_the_least_that_a_run_takes(launched, tuned):
     _, _, data = tuned
-    ran = cli("launch", "--instance", "local", "--preset", "quick", "--data", str(data))
-    assert ran.code == 2
-    assert "--set short_windows=0" in ran.error
+    needed = json.loads(Path(f"{data}.json").read_text())["answers"]
+    tokenizer = read_tokenizer(data)
+    ends = tokenizer.end, tokenizer.special[END_OF_TURN]
+    for part, least in needed.items():
+        ids = tensor(memoryview((data / f"{part}-00000.bin").read_bytes()).cast("i"))
+        assert len(pack(part, ids, *ends, Config(block_size=least)))
+        with pytest.raises(DataError):
+            pack(part, ids, *ends, Config(block_size=least - 1))
+
+
+def test_a_preset_with_short_windows_leaves_them_out_for_conversations(launched, monkeypatch):
+    monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
+    ran = launched(128, [40] * 20, "--preset", "quick")
+    assert "short_windows: 0" in ran.err
+    asked_for = launched(128, [40] * 20, "--preset", "quick", "--set", "short_windows=0.5")
+    assert asked_for.failed(2, "short_windows")
 
 
 def ids_of(chat: Chat, *messages: Message) -> list[int]:

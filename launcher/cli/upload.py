@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 
 import click
@@ -87,9 +88,17 @@ def upload_data_command(
     else:
         click.echo(upload.uri)
     where = "local"
-    if not upload.uri.startswith("file:"):  # the cheapest first job; `quick` cuts conversations
-        quick = "" if upload.chats else " --preset quick"
-        where = f"ml.m5.xlarge{quick} --max-cost 0.20"
-    of_a_job = tokenizer and tokenizer != "bpe" and not path_of(tokenizer).exists()
-    base = f" --init-from {tokenizer}" if upload.chats and of_a_job else ""
-    note(f"next: sm-nanogpt launch --instance {where}{base}")
+    if not upload.uri.startswith("file:"):  # the cheapest first job
+        where = "ml.m5.xlarge --preset quick --max-cost 0.20"
+    note(f"next: sm-nanogpt launch --instance {where}{base_of(tokenizer)}")
+
+
+def base_of(tokenizer: str | None) -> str:
+    """The option that starts from the model whose tokens these are, if it is a model's."""
+    from launcher.files.storage import path_of
+
+    if tokenizer is None or tokenizer == "bpe":
+        return ""
+    there = path_of(tokenizer)
+    is_model = (there / "config.json").exists() if there.exists() else True  # else it is a job
+    return f" --init-from {shlex.quote(tokenizer)}" if is_model else ""

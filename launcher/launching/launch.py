@@ -15,7 +15,14 @@ from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
-from launcher.launching.texts import Channel, check_texts, find_texts, n_training, size_of
+from launcher.launching.texts import (
+    Channel,
+    check_texts,
+    find_texts,
+    n_training,
+    size_of,
+    with_whole_windows,
+)
 from launcher.machines import (
     TORCHRUN_ALONE,
     default_launcher,
@@ -123,6 +130,7 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     texts = find_texts(data, request.validation, near)
     if request.preset == "auto":
         request = start.fitted(request, *size_of(texts["data"], near))
+    request = with_whole_windows(request, texts["data"])
     job = complete(request, texts)
     check_device(job, "device" in asked.hyperparameters, earlier)
     backend = backend_for(job.instance, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 from launcher.errors import InputError
 from launcher.files import storage
 from launcher.files.documents import check_regular
+from launcher.job import Request
 from launcher.settings import Settings
 from launcher.text import corpus
 from launcher.text.files import find_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,10 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
             )
         if text.chats and getattr(config, "short_windows", False):
             raise InputError(
-                f"{channel.named}: short_windows would cut conversations; add --set short_windows=0"
+                f"{channel.named}: short_windows would cut conversations; leave it out"
             )
+        if text.chats:
+            check_context(channel.named, text, config.block_size)
         if text.train_tokens:
             parts = {"training": text.train_tokens, "validation": text.val_tokens}
         elif len(channels) == 1:
@@ -130,3 +136,29 @@ def check_texts(channels: Mapping[str, Channel], config: Any) -> None:
                     f" block_size={config.block_size} needs {config.block_size + 1}; use more text"
                     " or a smaller block_size"
                 )
+
+
+def check_context(named: str, chats: corpus.Upload, block_size: int) -> None:
+    """Warn of conversations that are longer than the context. Raise InputError if none fits."""
+    for part, needed in chats.answers.items():
+        if needed > block_size:
+            raise InputError(
+                f"{named}: no conversation in {part} has an answer within block_size={block_size}"
+                f" tokens; use at least block_size={needed}, also for the model that you start from"
+            )
+    if longer := sum(n for context, n in chats.contexts.items() if context > block_size):
+        logger.warning(
+            f"{longer:,} of {chats.documents:,} conversations are longer than"
+            f" block_size={block_size}: they end with the last answer that fits, or are left out"
+        )
+
+
+def with_whole_windows(request: Request, text: Channel) -> Request:
+    """The request without a preset's short windows, if the text is of conversations."""
+    given = {name.replace("-", "_") for name in request.hyperparameters}
+    chats = text.upload is not None and text.upload.chats
+    if not chats or "short_windows" in given or not getattr(request.config(1), "short_windows", 0):
+        return request
+    logger.info("short_windows: 0, since short windows would cut conversations")
+    values = {**request.hyperparameters, "short_windows": 0}
+    return request.model_copy(update={"hyperparameters": values})

@@ -12,7 +12,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +53,8 @@ class Upload:
     val_tokens: Count = 0
     documents: Count = 0  # that were encoded as tokens
     chats: bool = False  # whether they are conversations
+    contexts: dict[int, Count] = field(default_factory=dict)  # how many of them each one holds
+    answers: dict[str, Count] = field(default_factory=dict)  # the least that holds one, by part
     vocabulary: str = ""  # the characters of a text
     tokenizer: str = ""  # `tokens.fingerprint` of what made the tokens
 
@@ -218,6 +220,8 @@ def send_tokens(
             val_tokens=made.val,
             documents=source.documents,
             chats=source.chats > 0,
+            contexts=made.contexts,
+            answers=made.answers,
             tokenizer=fingerprint(words.tokenizer),
         )
         send(upload, paths, settings, progress)

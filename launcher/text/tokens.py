@@ -23,6 +23,7 @@ import random
 import sys
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from entry_point.conversations import END_OF_TURN, TURN
 from launcher.errors import InputError
 from launcher.files.documents import read_text
 from launcher.files.storage import Progress, expect
-from launcher.models.chat import ChatEncoder
+from launcher.models.chat import SPEAKS, ChatEncoder
 from launcher.models.encoder import LONGEST, Encoder
 from launcher.text.chats import turns_of
 from launcher.text.tokenizer import END_OF_TEXT, KNOWN_ENDS, Words, check_characters
@@ -229,12 +230,17 @@ def learn_words(files: Sequence[tuple[str, Path]], vocab_size: int) -> Words:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A data set of tokens in a directory: its files, and the tokens of each part."""
+    """A data set of tokens in a directory: its files, and the tokens of each part.
+
+    contexts and answers are as in launcher.text.corpus.Upload.
+    """
 
     files: tuple[str, ...]
     train: int
     val: int
     vocabulary_size: int
+    contexts: dict[int, int]
+    answers: dict[str, int]
 
 
 def encode(
@@ -265,7 +271,7 @@ def encode(
     expect(progress, source.size)
     unsorted = directory / "unsorted"
     with unsorted.open("wb") as file:
-        ends = write_documents(whole, words, code, file, progress)
+        ends, needed = write_documents(whole, words, code, file, progress)
     if again.sha256 != source.sha256:
         raise InputError("the text changed while it was read; upload it again")
     parts = {"train": [0], "val": [1]} if source.documents == 1 else split(ends)
@@ -291,7 +297,16 @@ def encode(
     (directory / "tokenizer_config.json").write_text(json.dumps(words.config, indent=2) + "\n")
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     names = sorted(path.name for path in directory.iterdir())
-    return Tokens(tuple(names), meta["train"]["tokens"], meta["val"]["tokens"], size)
+    contexts = Counter(rounded(length(ends, index) - 2) for index in range(len(needed)))
+    answers = {name: min(needed[n] for n in part) for name, part in parts.items() if needed}
+    counts = (meta["train"]["tokens"], meta["val"]["tokens"], size)
+    return Tokens(tuple(names), *counts, dict(contexts), answers)
+
+
+def rounded(context: int) -> int:
+    """The next number up with three binary digits and zeros, as sizes of contexts are."""
+    shift = max(0, context.bit_length() - 3)
+    return -(-context >> shift) << shift
 
 
 def separated(words: Words) -> Words:
@@ -349,13 +364,18 @@ def halves(document: Iterator[str], cut: int) -> Iterator[Iterator[str]]:
 
 def write_documents(
     whole: Iterator[Iterator[str]], words: Words, code: str, file: IO[bytes], progress: Progress
-) -> array[int]:
-    """Write the ids of each document and of its end; returns where each ends, counted in ids."""
+) -> tuple[array[int], array[int]]:
+    """Write the ids of each document and of its end.
+
+    Returns:
+        Where each ends, counted in ids, and for each conversation the context that holds it up to
+        its first answer.
+    """
     tokenizer = words.tokenizer
     encoder = Encoder(words.content, tokenizer.words, code)
     chat = ChatEncoder(tokenizer, encoder) if code == "i" else None
     end = array(code, [] if tokenizer.end is None else [~tokenizer.end if chat else tokenizer.end])
-    ends, position = array("Q"), 0
+    ends, needed, position = array("Q"), array("Q"), 0
     for batch in batches(whole):
         pieces = [piece for piece in batch if piece is not None]
         if tokenizer.unit == "characters":
@@ -365,10 +385,13 @@ def write_documents(
             ids = end.tobytes() if piece is None else next(each)
             position += len(ids) // end.itemsize
             file.write(ids)
+            if chat and piece and piece.startswith(SPEAKS) and len(needed) == len(ends):
+                begin = ends[-1] if ends else 0
+                needed.append(position - begin - len(chat.line_break) - 1)  # the last is a target
             if piece is None:
                 ends.append(position)
         progress(sum(len(piece.encode()) for piece in pieces))
-    return ends
+    return ends, needed
 
 
 def batches(whole: Iterator[Iterator[str]]) -> Iterator[Batch]:
