@@ -102,6 +102,7 @@ def tuned(tmp_path_factory, text_file):
         assert f"sm-nanogpt launch --instance local --init-from {base}" in said
         steps = launching.sets(max_steps=60, eval_interval=30, batch_size=12, device="cpu")
         job_id = command("launch", "--instance", "local", "--init-from", base, *steps)
+        assert f"next: sm-nanogpt chat {job_id}\n" in said
         return [home, base, job_id, data.removeprefix("file://")]
 
     home, base, job_id, data = launching.once(tmp_path_factory, "tuned", build)
@@ -174,6 +175,15 @@ def test_where_a_turn_ends_changes_the_data_set(cli, tmp_path):
     assert len(found) == 2
 
 
+def test_a_launch_after_an_upload_starts_from_its_tokens_model(cli, directory, text_file):
+    for tokenizer, base in (
+        (directory, f" --init-from {directory}"),
+        (directory / "tokenizer.json", ""),
+    ):
+        ran = cli("upload-data", str(text_file), "--tokenizer", str(tokenizer)).good
+        assert ran.err.splitlines()[-1] == f"next: sm-nanogpt launch --instance local{base}"
+
+
 def chats_of(path: Path, *sizes: int) -> str:
     """A file of conversations that need contexts of some sizes, by tokens of one byte."""
     lines = []
@@ -199,9 +209,7 @@ def launched(cli, tmp_path, home):
 
 
 @pytest.mark.parametrize("block_size", [128, 96])
-def test_a_launch_says_how_many_conversations_are_longer_than_its_context(
-    launched, monkeypatch, block_size
-):
+def test_a_launch_says_how_many_conversations_are_too_long(launched, monkeypatch, block_size):
     monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
     ran = launched(block_size, [40] * 20 + [96] * 20 + [97, 128, 129, 200])
     longer = {128: 2, 96: 4}[block_size]
@@ -214,7 +222,7 @@ def test_a_launch_refuses_a_context_that_holds_no_answer(launched, home):
     assert not (home / "jobs").exists()
 
 
-def test_the_context_that_a_launch_names_is_the_least_that_a_run_takes(launched, tuned):
+def test_the_context_that_a_launch_names_is_the_least(launched, tuned):
     _, _, data = tuned
     needed = json.loads(Path(f"{data}.json").read_text())["answers"]
     tokenizer = read_tokenizer(data)
@@ -226,7 +234,7 @@ def test_the_context_that_a_launch_names_is_the_least_that_a_run_takes(launched,
             pack(part, ids, *ends, Config(block_size=least - 1))
 
 
-def test_a_preset_with_short_windows_leaves_them_out_for_conversations(launched, monkeypatch):
+def test_a_preset_has_no_short_windows_for_conversations(launched, monkeypatch):
     monkeypatch.setattr("launcher.local.backend.LocalBackend.submit", Mock(side_effect=InputError))
     ran = launched(128, [40] * 20, "--preset", "quick")
     assert "short_windows: 0" in ran.err
@@ -247,7 +255,7 @@ def test_a_message_that_is_not_utf8_is_refused(directory):
 
 
 @pytest.mark.parametrize("roles", [["user"], ["system", "user"], ["system"], ["user", "assistant"]])
-def test_a_message_beyond_the_context_is_refused_before_it_is_encoded(directory, roles):
+def test_a_message_beyond_the_context_is_not_encoded_whole(directory, roles):
     chat = Chat(*load_model(directory))
     chat.encoder.encoder = Mock(wraps=chat.encoder.encoder)
     with pytest.raises(TooLong, match="instruction" if "system" in roles else "message"):

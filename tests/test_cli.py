@@ -174,7 +174,7 @@ def test_wrong_arguments_name_the_help_to_read(cli, words, command):
 
 
 # What else a command needs, so that an option is looked at.
-NAMED = ["chat", "fetch-and-sample", "track"]
+NAMED = ["chat", "fetch-and-sample", "play", "track"]
 ARGUMENTS = {"": ["jobs"], **{name: ["some-job"] for name in NAMED}}
 
 

@@ -212,7 +212,7 @@ def test_a_disk_adds_to_the_price_of_a_type(caplog):
 
 def test_advice_after_a_time_limit_names_the_ceiling():
     """A job that resumes it takes the ceiling over, so that --max-run alone gives no more time."""
-    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"))
+    told = explain(description(status="Stopped", failure_reason="MaxRuntimeExceeded"), Settings())
     assert "raise --max-run, or --max-cost" in told
 
 

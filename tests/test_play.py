@@ -290,7 +290,8 @@ def test_a_key_of_ones_own_is_kept(job):
 
 
 def test_an_origin_without_a_scheme_is_refused(cli):
-    assert cli("play", "x", "--cors", "localhost:3000").failed(2, "http://localhost:3000")
+    for origin in ("localhost:3000", "http://localhost:3000/"):
+        assert cli("play", "x", "--cors", origin).failed(2, "is like http://localhost:3000")
 
 
 def test_a_missing_model_or_a_taken_port_is_refused(cli):

@@ -187,7 +187,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     else:
         note(f"no curve: {trouble}")
     if not d.is_running:
-        note(next_step(d))
+        note(next_step(d, settings))
     last = list(logs(job_id, settings=settings, tail=10)) if d.status == "Failed" else ()
     if last:
         click.echo("last lines of its log:")
@@ -327,7 +327,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the job keeps running") from None
     if description.status != "Completed":
-        raise ServiceError(explain(description))
+        raise ServiceError(explain(description, settings))
     note(f"job {job_id} completed")
 
 
@@ -367,5 +367,5 @@ def stop_command(context: click.Context, job_id: str | None, group: str | None) 
     note(f"stopping {'after a checkpoint' if local else '(this may take two minutes)'}")
     description = wait(job_id, settings)
     if description.status == "Failed":
-        raise ServiceError(explain(description))
-    note(explain(description))
+        raise ServiceError(explain(description, settings))
+    note(explain(description, settings))

@@ -301,9 +301,9 @@ def launch_command(
     if follow or (follow is None and job.is_local):
         follow_job(job_id, settings, stops=job.is_local)
     else:
-        note(
-            f"{how_to_follow(job_id)}; when it has completed: sm-nanogpt fetch-and-sample {job_id}"
-        )
+        chats = any(channel.upload and channel.upload.chats for channel in ready.channels)
+        then = f"sm-nanogpt {'chat' if chats else 'fetch-and-sample'} {job_id}"
+        note(f"{how_to_follow(job_id)}; when it has completed: {then}")
 
 
 def how_to_follow(job_id: str) -> str:
@@ -340,10 +340,10 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
                 stop(job_id, settings)
     description = wait(job_id, settings)
     if description.status == "Stopped" and interrupted:
-        raise KeyboardInterrupt(explain(description))
+        raise KeyboardInterrupt(explain(description, settings))
     if description.status != "Completed":
-        raise ServiceError(explain(description))
-    note(next_step(description))
+        raise ServiceError(explain(description, settings))
+    note(next_step(description, settings))
 
 
 @click.command("hyperparameters", cls=Command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -176,16 +177,6 @@ def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, 
     return model, tokenizer
 
 
-def origins(
-    context: click.Context, parameter: click.Parameter, words: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Origins as browsers send them; an option callback."""
-    for word in words:
-        if "://" not in word and word not in ("*", "null"):
-            raise InputError(f"--cors {word}: an origin is like http://localhost:3000")
-    return tuple(word.rstrip("/") for word in words)
-
-
 @click.command("play", cls=Command)
 @click.argument("model", metavar="JOB-ID|DIR", shell_complete=complete_job)
 @click.argument("other", metavar="[JOB-ID|DIR]", required=False, shell_complete=complete_job)
@@ -203,7 +194,6 @@ def origins(
     "origins",
     metavar="ORIGIN",
     multiple=True,
-    callback=origins,
     help="Let the pages of another origin use the API, as http://localhost:3000. Repeatable.",
 )
 @click.option(
@@ -241,6 +231,9 @@ def play_command(
     from launcher.views import api, play
 
     settings = settings_of(context, api_key=api_key)
+    for origin in origins:
+        if not re.fullmatch(r"\*|null|[\w.+-]+://[^/]+", origin):
+            raise InputError(f"--cors {origin}: an origin is like http://localhost:3000")
     listener = play.listen(port or 0)
     players = [
         play.Player(full_id(word, settings), *load(word, settings, entry_point))

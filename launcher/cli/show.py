@@ -11,13 +11,15 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+
+from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -75,20 +77,26 @@ def with_options(text: str) -> str:
     return re.sub(rf"\bsm-nanogpt ({commands})\b", add, text)
 
 
-def explain(description: JobDescription) -> str:
+def explain(description: JobDescription, settings: Settings) -> str:
     """How a job ended, why, and what to do next, in one line."""
     from launcher.tracking import reason_of
 
     reason = reason_of(description)
     outcome = f"job {description.job_id} {description.status.lower()}"
-    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description)}"
+    return f"{outcome}{f': {reason}' if reason else ''}; {next_step(description, settings)}"
 
 
-def next_step(description: JobDescription) -> str:
+def next_step(description: JobDescription, settings: Settings) -> str:
     """The likely next command for a job that has ended."""
+    from launcher.text.corpus import read_manifest
+
     job_id = description.job_id
     if description.status == "Completed":
-        return f"next: sm-nanogpt fetch-and-sample {job_id}"
+        chats = False
+        with suppress(InputError, ServiceError):  # the data may be gone
+            upload = read_manifest(description.data, settings)
+            chats = upload is not None and upload.chats
+        return f"next: sm-nanogpt {'chat' if chats else 'fetch-and-sample'} {job_id}"
     if description.checkpoint_uri is not None:
         return (
             f"resume from its checkpoint of step {description.checkpoint_step}:"
