@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, FormatError, TrainingError, log
+from .files import open_file
 
 CHECKPOINTS, CURVES = "checkpoint-*.safetensors", "metrics-*.jsonl"
 
@@ -251,7 +252,7 @@ def read_safetensors(
     damaged = f"{path.name} is damaged:"
     size = path.stat().st_size
     tensors = {}
-    with path.open("rb") as file:
+    with open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size, largest):
             raise FormatError(f"{damaged} its header has {length:,} bytes")

@@ -18,6 +18,7 @@ from .config import Config, derive_seed
 from .container import Container
 from .conversations import END_OF_TURN, IGNORED, Packed, pack
 from .errors import DataError, counted
+from .files import open_file, read_file
 
 if TYPE_CHECKING:
     from .distributed import Group
@@ -218,10 +219,13 @@ def byte_characters() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
+LARGEST_JSON = 1 << 25  # bytes; a tokenizer of 150,000 ids has a third of that
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_file(path, LARGEST_JSON))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -329,7 +333,7 @@ def code_points(path: Path, digest: Any) -> Iterator[Tensor]:
     """
     decoder, position, content = codecs.getincrementaldecoder("utf-8")(), 0, b" "
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while content:
                 content = file.read(PIECE)
                 digest.update(content)

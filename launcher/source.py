@@ -22,8 +22,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from entry_point.files import read_file
 from launcher.errors import InputError
-from launcher.files.documents import read_file
 from launcher.settings import Settings
 
 LARGEST = 1 << 20  # bytes of all files together

@@ -24,12 +24,12 @@ from models import SMALL, lively, tokenizer_of
 
 from entry_point.checkpoint import Checkpoints, write_safetensors
 from entry_point.errors import TrainingError
+from entry_point.files import check_size, open_file
 from entry_point.huggingface import SCRIPT_SHA256, write_artefact, write_sums
 from launcher import InputError, Request, ServiceError
 from launcher.cli.jobs import print_jobs
 from launcher.cli.show import shown
-from launcher.files import storage
-from launcher.files.documents import LARGEST, check_size, open_file, parse, read_toml
+from launcher.files.documents import LARGEST, parse, read_toml
 from launcher.job import TrainingJob
 from launcher.launching.texts import check_texts, find_channel
 from launcher.local.backend import LocalBackend
@@ -277,9 +277,9 @@ def test_a_checkpoint_with_a_hostile_state_is_refused(job, tmp_path):
 
 
 def test_a_document_may_have_just_the_largest_size(home):
-    assert check_size(bytes(8), 8) == bytes(8)
+    assert check_size(bytes(8), 8, "") == bytes(8)
     with pytest.raises(OSError, match="larger than"):
-        check_size(bytes(9), 8)
+        check_size(bytes(9), 8, "")
     home.mkdir()
     with (home / "config.toml").open("wb") as file:
         file.truncate(LARGEST + 1)
@@ -334,14 +334,6 @@ def test_a_model_with_a_named_pipe_is_refused(tmp_path, cli, name):
     sampled = cli("fetch-and-sample", str(model))
     assert launched.failed(2, name)
     assert sampled.failed(1, name)
-
-
-def test_tokens_with_a_named_pipe_are_refused(home, upload):
-    directory, manifest = storage.path_of(upload.uri[7:]), Path(f"{upload.uri[7:]}.json")
-    os.mkfifo(directory / "meta.json")
-    manifest.write_text(json.dumps({**read(manifest), "files": [*upload.files, "meta.json"]}))
-    with pytest.raises(InputError, match=r"meta\.json: not a regular file"):
-        find_channel(upload.uri, settings_of(home))
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])

@@ -24,6 +24,7 @@ import torch
 from models import SMALL, characters, lively, tokenizer_of
 from runs import PROBE, run, words
 
+from entry_point import train
 from entry_point.checkpoint import Checkpoints, read_safetensors, write_safetensors
 from entry_point.config import Config, check_resumable
 from entry_point.errors import ConfigError, FormatError, TrainingError
@@ -397,6 +398,23 @@ def artefact(trained):
 def copied(artefact, tmp_path):
     shutil.copytree(artefact, tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "meta.json"]
+)
+def test_a_run_opens_only_regular_files(copied, text_file, tmp_path, put, name):
+    """Of the model that it starts from, and of its data: a pipe or a device would never end."""
+    data = tmp_path / "data"
+    data.mkdir()
+    file = (data if name == "meta.json" else copied) / name
+    file.unlink(missing_ok=True)
+    put(file)
+    data = data if name == "meta.json" else text_file
+    how = words(device="cpu", data=data, init_from=copied, out=tmp_path / "out")
+    with pytest.raises(TrainingError, match=f"{name}: not a regular file"):
+        train.main(how)
 
 
 def ids_of(vocabulary: str, text: str) -> list[int]:

@@ -8,14 +8,10 @@ than 200 and integers of more than 4,300 digits.
 from __future__ import annotations
 
 import codecs
-import errno
 import json
-import os
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
@@ -29,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
+from entry_point.files import read_file
 from launcher.errors import InputError, ServiceError, must_be
 
 T = TypeVar("T")
@@ -69,44 +66,6 @@ class Document(BaseModel):
 
 class Damaged(ServiceError):
     """A document does not fit its model."""
-
-
-def open_file(path: Path) -> BufferedReader:
-    """Open a regular file to read. A named pipe would block, and a device may never end.
-
-    Raises:
-        OSError: it is no regular file, or cannot be opened.
-    """
-
-    def without_waiting(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which `open` refuses itself
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", name)
-        return descriptor
-
-    return open(path, "rb", opener=without_waiting)
-
-
-def check_regular(directory: Path) -> None:
-    """Raise InputError if a directory that a run will read has a named pipe, or a device."""
-    for path in directory.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise InputError(f"{path}: not a regular file")
-
-
-def read_file(path: Path, largest: int = LARGEST) -> bytes:
-    """Read a regular file of at most `largest` bytes. Raises OSError."""
-    with open_file(path) as file:
-        return check_size(file.read(largest + 1), largest)
-
-
-def check_size(content: bytes, largest: int) -> bytes:
-    """Return the content. Raises OSError if it has more than `largest` bytes."""
-    if len(content) > largest:
-        raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB")
-    return content
 
 
 def read_text(file: IO[bytes], name: object, size: int) -> Iterator[tuple[bytes, str]]:
@@ -168,7 +127,7 @@ def reason_of(error: ValidationError) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises InputError if that fails, or if it has tables."""
     try:
-        values = tomllib.loads(read_file(path).decode())
+        values = tomllib.loads(read_file(path, LARGEST).decode())
         json.dumps(values, default=str)  # fails for an integer that is too long for any message
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None

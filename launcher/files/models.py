@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from entry_point.files import open_file, read_file
 from launcher.errors import InputError
-from launcher.files.documents import open_file, read_file
 
 INDEX = "model.safetensors.index.json"
 # What a run reads besides the weights, each with a name that it defines.

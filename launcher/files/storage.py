@@ -20,9 +20,10 @@ from urllib.parse import quote, unquote
 import fsspec
 from pydantic_core import to_jsonable_python
 
+from entry_point.files import check_size, open_file, read_file
 from launcher.aws import failure
 from launcher.errors import InputError, ServiceError
-from launcher.files.documents import LARGEST, check_size, open_file, parse, read_file
+from launcher.files.documents import LARGEST, parse
 from launcher.settings import Settings, check_location, load_settings
 
 T = TypeVar("T")
@@ -331,7 +332,7 @@ def read_bytes(uri: str, settings: Settings | None = None, largest: int = LARGES
             if (place := local_path(uri)) is not None:
                 return read_file(place, largest)
             fs, path = file_system(uri, settings)
-            return check_size(bytes(fs.cat_file(path, start=0, end=largest + 1)), largest)
+            return check_size(bytes(fs.cat_file(path, start=0, end=largest + 1)), largest, uri)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

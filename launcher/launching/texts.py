@@ -10,7 +10,6 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.files.documents import check_regular
 from launcher.job import Request
 from launcher.settings import Settings
 from launcher.text import corpus
@@ -40,8 +39,6 @@ def find_channel(location: str, settings: Settings) -> Channel:
     known = corpus.find_upload(uri, settings)
     if known is None and corpus.read_manifest(uri, settings) is not None:
         raise InputError(f"{location}: a file of this upload is missing; upload the text again")
-    if known is not None and path is not None:
-        check_regular(path)
     stays = storage.local_path(settings.data_store) is not None  # the job runs on this machine
     if known is not None and (path is None or stays):
         return Channel(location, uri, replace(known, uploaded=False), [])

@@ -35,6 +35,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from entry_point.files import open_file
 from launcher.curve import LARGEST_CURVE, Row, rows_of_file
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -45,7 +46,6 @@ from launcher.files.documents import (
     Document,
     Moment,
     Scalar,
-    open_file,
     parse,
 )
 from launcher.job import (

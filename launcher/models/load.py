@@ -23,8 +23,9 @@ from torch import Tensor
 from entry_point.checkpoint import Checkpoints, read_safetensors
 from entry_point.config import Config, make_config
 from entry_point.conversations import END_OF_TURN, TURN
-from entry_point.data import Tokenizer, read_json, read_tokenizer
+from entry_point.data import LARGEST_JSON, Tokenizer, read_json, read_tokenizer
 from entry_point.errors import ConfigError, DataError, FormatError, TrainingError
+from entry_point.files import open_file, read_file
 from entry_point.huggingface import (
     MODEL_FILES,
     hugging_face_config,
@@ -34,20 +35,17 @@ from entry_point.huggingface import (
 from entry_point.model import GPT, activation_name
 from launcher.errors import InputError
 from launcher.files.documents import (
+    LARGEST,
     Count,
     Damaged,
     Document,
     Scalar,
-    check_regular,
-    open_file,
     parse,
-    read_file,
 )
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
 ACTIVATION = activation_name()
-LARGEST_TOKENIZER = 1 << 25  # bytes
 LARGEST_HEADER = 1 << 20  # bytes; a model of 1,000 layers has half of that
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -112,7 +110,7 @@ def load_artefact(
     try:
         check_sums(directory)
         found = read(directory, "config", dict[str, JsonValue])
-        content = read_file(directory / "tokenizer.json", LARGEST_TOKENIZER)
+        content = read_file(directory / "tokenizer.json", LARGEST_JSON)
         words = read(directory, "tokenizer_config", TokenizerConfig)
         document = parse(content, dict[str, Any], "tokenizer.json")
         tokenizer = Tokenizer(document, words.eos_token, words.chat_template is not None)
@@ -171,7 +169,6 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
         FormatError: it is no such model, or is damaged.
     """
     try:
-        check_regular(directory)
         values = starting_values(directory, {})
         longest = read_json(directory / "config.json")["max_position_embeddings"]
         config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
@@ -202,12 +199,12 @@ def log_absent_script(sha256: str) -> None:
 
 
 def read(directory: Path, name: str, kind: type[T]) -> T:
-    return parse(read_file(directory / f"{name}.json"), kind, f"{name}.json")
+    return parse(read_file(directory / f"{name}.json", LARGEST), kind, f"{name}.json")
 
 
 def check_sums(directory: Path) -> None:
     """Raise FormatError unless each file has the checksum in SHA256SUMS."""
-    lines = read_file(directory / "SHA256SUMS").decode("ascii").splitlines()
+    lines = read_file(directory / "SHA256SUMS", LARGEST).decode("ascii").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in MODEL_FILES:
         with open_file(directory / name) as file:

@@ -11,10 +11,10 @@ from typing import Any
 
 from entry_point import data
 from entry_point.errors import DataError
+from entry_point.files import read_file
 from launcher.errors import InputError
 from launcher.files import documents as door
 from launcher.models.encoder import load_words
-from launcher.models.load import LARGEST_TOKENIZER
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in published tokenizers, where tokenizer_config.json names none.
@@ -55,7 +55,7 @@ def open_words(path: Path) -> Words:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = door.read_file(file, LARGEST_TOKENIZER)
+        content = read_file(file, data.LARGEST_JSON)
         document = door.parse(content, dict[str, Any], file)
         end = configured_end(file.with_name("tokenizer_config.json"))
         contents = [token["content"] for token in document["added_tokens"] if token["special"]]
@@ -82,7 +82,7 @@ def configured_end(file: Path) -> str | None:
     """The eos_token of tokenizer_config.json, where it names one."""
     if not file.exists():
         return None
-    value = door.parse(door.read_file(file), dict[str, Any], file).get("eos_token")
+    value = door.parse(read_file(file, door.LARGEST), dict[str, Any], file).get("eos_token")
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 

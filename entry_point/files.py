@@ -1,0 +1,32 @@
+"""Opening files that somebody else may have made. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Opens a regular file to read: a named pipe would block, and a device may never end.
+
+    Raises:
+        OSError: it is of another kind, or cannot be opened.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.open("rb")
+
+
+def read_file(path: Path, largest: int) -> bytes:
+    """The content of a regular file. Raises OSError, also if it has more than `largest` bytes."""
+    with open_file(path) as file:
+        return check_size(file.read(largest + 1), largest, path)
+
+
+def check_size(content: bytes, largest: int, name: object) -> bytes:
+    """The content. Raises OSError if it has more than `largest` bytes."""
+    if len(content) > largest:
+        raise OSError(errno.EFBIG, f"larger than {largest >> 20} MiB", str(name))
+    return content
