@@ -224,8 +224,6 @@ def load_settings(**given: str | None) -> Settings:
     if "store" in words and not ABSOLUTE.match(words["store"]):
         words["store"] = str(Path(words["store"]).absolute())  # relative to the current directory
     try:
-        if config_file().exists() and not config_file().is_file():
-            raise InputError(f"{config_file()}: not a file")
         settings = Settings(**words)  # type: ignore[arg-type]
         settings.home.mkdir(parents=True, exist_ok=True)
     except ValidationError as error:
@@ -234,18 +232,13 @@ def load_settings(**given: str | None) -> Settings:
         unknown = first["type"] == "extra_forbidden"
         meant = did_you_mean(name.lower(), Settings.model_fields, n=1, cutoff=0)
         reason = f"there is no such setting; {meant}" if unknown else must_be(first["msg"])
-        value = first["input"]
-        huge = isinstance(value, int) and value.bit_length() > 1 << 13  # Python does not print it
-        value = "..." if huge else repr(value)
-        raise InputError(f"{source_of(name, words)}={value}: {reason}") from None
+        raise InputError(f"{source_of(name, words)}={first['input']!r}: {reason}") from None
     except SettingsError as error:
         named = re.search(r'field "(\w+)"', str(error))
         variable = f"{PREFIX}{named[1].upper()}" if named else str(error)
         raise InputError(f'{variable}: must be JSON, as ["a", "b"] or {{"a": "b"}}') from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{config_file()}: not TOML: {error}") from None
-    except (RuntimeError, ValueError) as error:  # `~nobody`, a null byte in a path
-        raise InputError(f"{error} Set SM_NANOGPT_HOME to another directory") from None
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; set SM_NANOGPT_HOME to another directory"

@@ -57,7 +57,6 @@ def test_words_override_variables_and_these_the_file(home, monkeypatch):
         ("max_cost = -1", "", "{file}: max_cost=-1: ", "more than 0"),
         ('stroe = "s3://bucket"', "", "{file}: stroe='s3://bucket': ", "did you mean store?"),
         ('[aws]\nregion = "us-east-1"', "", "{file}: aws=", "?"),
-        (f"store = 0x{'f' * 4000}", "", "{file}: store=...: ", ""),  # Python prints no such number
         ("store = ", "", "{file}: not TOML", ""),
         (b'store = "\xff"', "", "{file}: not TOML", ""),
         ("max_cost = -1", "MAX_COST=five", "SM_NANOGPT_MAX_COST='five': ", "a valid number"),
@@ -127,10 +126,9 @@ def test_the_projects_internal_variables_are_ignored(home, monkeypatch):
     assert load_settings().home == home
 
 
-@pytest.mark.parametrize("place", ["{home}", "~nobody-of-that-name/here"])
-def test_a_home_that_cannot_be_names_the_variable(home, monkeypatch, place):
+def test_a_home_that_cannot_be_names_the_variable(home, monkeypatch):
     home.write_text("a file")
-    monkeypatch.setenv("SM_NANOGPT_HOME", place.format(home=home))
+    monkeypatch.setenv("SM_NANOGPT_HOME", str(home))
     with pytest.raises(InputError, match="SM_NANOGPT_HOME"):
         load_settings()
 
