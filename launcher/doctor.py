@@ -312,7 +312,7 @@ def check_image(patient: Patient) -> str:
         raise InputError(unfit)
     image = find_image(DEFAULT_VERSION)
     if image.patched_until < today:
-        raise Doubt(no_patches(image, uri, patient.instance, launcher, today))
+        raise Doubt(no_patches(image, uri))
     return f"{uri}, patched until {image.patched_until}"
 
 

@@ -69,9 +69,6 @@ GPU_MEMORY: dict[str, int] = {
     "B300": 268,
 }
 
-PATTERN = re.compile(r"ml\.[a-z][a-z0-9-]*\.[a-z0-9]+")
-
-
 # Instance types that AWS's training images do not run on, and why.
 UNSUITABLE = {
     r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",
@@ -89,10 +86,6 @@ def sagemaker_types() -> tuple[str, ...]:
     return tuple(model["shapes"]["TrainingInstanceType"]["enum"])
 
 
-def size_of(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def nearest(name: str) -> str:
     return did_you_mean(name, sagemaker_types(), cutoff=0.5)
 
@@ -106,9 +99,8 @@ def check_instance(name: str) -> None:
     for pattern, reason in UNSUITABLE.items():
         if re.match(pattern, name):
             raise InputError(f"--instance {name}: {reason}")
-    if name == "local" or name in sagemaker_types():
-        return
-    if PATTERN.fullmatch(name) and size_of(name) in map(size_of, sagemaker_types()):
+    sizes = {each.rpartition(".")[2] for each in sagemaker_types()}
+    if name == "local" or (name.startswith("ml.") and name.rpartition(".")[2] in sizes):
         return
     known = did_you_mean(name, ["local"]) or nearest(f"ml.{name.removeprefix('ml.')}")
     hint = f"; {known}" if known else ""
@@ -403,30 +395,22 @@ def problem(uri: str, instance: str, launcher: str) -> str | None:
     return None
 
 
-def log_image(uri: str, instance: str, launcher: str, today: date) -> None:
+def log_image(uri: str, today: date) -> None:
     """Log the release of a known image; warn if AWS no longer patches it."""
     image = image_of(uri)
     if image is None:
         return
     if image.patched_until < today:
-        logger.warning(no_patches(image, uri, instance, launcher, today))
+        logger.warning(no_patches(image, uri))
     else:
         until = f"patched until {image.patched_until}"
         logger.info(f"image: {name_of(uri)} (Python {image.python}, {until})")
 
 
-def no_patches(image: Image, uri: str, instance: str, launcher: str, today: date) -> str:
-    """Say that AWS no longer patches an image, and which options choose the newest one that it
-    patches and that runs on the instance type."""
-    ended = f"AWS stopped patching {name_of(uri)} on {image.patched_until}"
-    patched = [other for other in reversed(IMAGES) if other.patched_until >= today]
-    for starter in dict.fromkeys((launcher, "torchrun")):
-        for other in patched:
-            if problem(other.name(looks_like_gpu(instance)), instance, starter) is None:
-                way = f"--pytorch-version {other.version}"
-                way += "" if starter == launcher else f" --launcher {starter}"
-                return f"{ended}; use {way}, patched until {other.patched_until}"
-    return f"{ended}, and no image known here is patched and runs on {instance}"
+def no_patches(image: Image, uri: str) -> str:
+    """Say that AWS no longer patches an image, and until when it patches the newest."""
+    ended, newest = f"AWS stopped patching {name_of(uri)} on {image.patched_until}", IMAGES[-1]
+    return f"{ended}; --pytorch-version {newest.version} is patched until {newest.patched_until}"
 
 
 def name_of(uri: str) -> str:

@@ -164,7 +164,7 @@ class SageMakerBackend:
                 f"--image-uri {image}: SageMaker pulls images only from {self.region}, the region"
                 " of the job"
             )
-        log_image(image, job.instance, job.launcher, date.today())
+        log_image(image, date.today())
         if not sdk_version():
             logger.info("request: made without the SageMaker SDK, whose version 2 is not installed")
         if job.launcher == "torchrun" and "NCCL_DEBUG" in job.environment:
