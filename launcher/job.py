@@ -236,16 +236,25 @@ class Request(BaseModel):
             InputError: a hyperparameter is unknown or invalid, or world_size processes cannot
                 share the batch evenly.
         """
-        module = self.module
-        try:
-            config = module.make_config(self.hyperparameters, self.preset, base)
-            config.check_world_size(world_size)
-        except module.ConfigError as error:
-            words, *meant = str(error).partition(", did you mean")
-            # The script does not know this preset of ours.
-            of_launch = ", or auto" * words.startswith(f"preset={self.preset!r}")
-            raise InputError("".join([words, of_launch, *meant])) from None
+        source = self.source
+        module = source.module("config")
+        with source.running():
+            try:
+                config = module.make_config(self.hyperparameters, self.preset, base)
+                config.check_world_size(world_size)
+            except module.ConfigError as error:
+                words, *meant = str(error).partition(", did you mean")
+                # The script does not know this preset of ours.
+                of_launch = ", or auto" * words.startswith(f"preset={self.preset!r}")
+                raise InputError("".join([words, of_launch, *meant])) from None
         return config
+
+    def metric_definitions(self) -> list[dict[str, str]]:
+        """What SageMaker reads from the log: a name and a pattern each."""
+        source = self.source
+        with source.running():
+            definitions: list[dict[str, str]] = source.module("config").metric_definitions()
+        return definitions
 
 
 class TrainingJob(Request):

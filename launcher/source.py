@@ -10,11 +10,10 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.abc import MetaPathFinder, SourceLoader
@@ -111,17 +110,23 @@ class Source:
         FINDER.loaders[package] = Loader(package, self)  # the folder may have moved
         if FINDER not in sys.meta_path:
             sys.meta_path.append(FINDER)
-        leave = os._exit
+        with self.running():
+            return importlib.import_module(f"{package}.{name}")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run code of the folder. What it prints goes to stderr.
+
+        Raises:
+            InputError: it raised an error; the message has its file and line.
+        """
         try:
-            os._exit = sys.exit  # type: ignore[assignment]  # which would end us without a word
             with contextlib.redirect_stdout(sys.stderr):
-                return importlib.import_module(f"{package}.{name}")
-        except KeyboardInterrupt:
+                yield
+        except (KeyboardInterrupt, InputError):
             raise
         except BaseException as error:  # also SystemExit
-            raise self.refusal(error) from None
-        finally:
-            os._exit = leave
+            raise self.refusal(error) from error
 
     def check(self) -> None:
         """Raise InputError unless all that the launcher needs of the folder is there."""

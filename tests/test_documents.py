@@ -368,10 +368,7 @@ def test_a_job_with_a_special_file_hides_no_other(job, cli, put, name, logs, sam
 # -- scripts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "leaves",
-    ["SystemExit(0)", "GeneratorExit", "BaseException('gone')", "__import__('os')._exit(0)"],
-)
+@pytest.mark.parametrize("leaves", ["SystemExit(0)", "GeneratorExit", "BaseException('gone')"])
 def test_an_entry_point_that_exits_is_refused(tmp_path, leaves):
     (tmp_path / "config.py").write_text(f"raise {leaves}")
     (tmp_path / "train.py").touch()

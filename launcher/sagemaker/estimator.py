@@ -149,7 +149,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
             instance_type=job.instances[0],
             instance_count=job.instance_count,
             hyperparameters=dict(plan.hyperparameters),
-            metric_definitions=job.module.metric_definitions(),
+            metric_definitions=job.metric_definitions(),
             output_path=output_uri,
             code_location=output_uri,
             checkpoint_s3_uri=plan.checkpoint_uri(job_id),

@@ -176,7 +176,7 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         "AlgorithmSpecification": {
             "TrainingImage": plan.image_uri,
             "TrainingInputMode": "File",
-            "MetricDefinitions": job.module.metric_definitions(),
+            "MetricDefinitions": job.metric_definitions(),
         },
         "HyperParameters": {name: json.dumps(value) for name, value in values.items()},
         "InputDataConfig": channels,
