@@ -85,7 +85,7 @@ def make_client(session: Any, service: str, region: str, attempts: int | None = 
     retries: dict[str, Any] = {"mode": "standard"}
     if attempts or "AWS_MAX_ATTEMPTS" not in os.environ:
         retries["total_max_attempts"] = attempts or 6
-    timeouts = {"connect_timeout": 3, "read_timeout": 3} if attempts else {}
+    timeouts = {"connect_timeout": 2, "read_timeout": 3} if attempts else {}
     with service_errors(service):
         return session.client(
             service, region_name=region, config=Config(retries=retries, **timeouts)

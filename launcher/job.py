@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ DAY = 86_400  # seconds; the longest run if a cost ceiling sets the limit
 
 # Fields that local jobs have; the others are for SageMaker only.
 LOCAL_FIELDS = {
+    "name",
     "instance",
     "instance_count",
     "processes_per_instance",
@@ -37,10 +39,16 @@ LOCAL_FIELDS = {
     "source_sha256",
     "init_from",
     "resume",
+    "base",
+    "summary",
 }
 
 TAG_KEY, TAG_VALUE = "sm-nanogpt", "job"  # tag of our jobs
+OWNER_TAG, NAME_TAG, SUMMARY_TAG = (f"{TAG_KEY}-{word}" for word in ("owner", "name", "summary"))
 JOB_ID = re.compile(r"[A-Za-z0-9-]{1,63}")
+# As launch.new_job_id makes it, with the numbers of a sweep's jobs.
+FULL_ID = re.compile(r"sm-nanogpt-(\d{8}-\d{6})-[0-9a-f]{6}(-\d+(-try\d+)?)?")
+NAME = re.compile(r"(?!latest$|sm-nanogpt-)[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)\.safetensors")
 CURVE = re.compile(r"metrics-\d{8}\.jsonl")
 RUNNING = ("InProgress", "Stopping")
@@ -77,6 +85,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    name: str | None = None  # unique among the caller's jobs; works wherever an id does
     instance: str | None = None  # "local" or SageMaker types; None only with `resume`: as before
     instance_count: Instances | None = None
     processes_per_instance: Processes | None = None
@@ -165,8 +174,13 @@ class Request(BaseModel):
             if name.startswith(("SM_", "SAGEMAKER_")):
                 problem = f"--environment {name}: SageMaker sets it"
         for name in self.tags:
-            if name.lower().startswith("aws:") or name == TAG_KEY:
+            if name.lower().startswith("aws:") or name.startswith(TAG_KEY):
                 problem = f"--tag {name}: this key is not for users"
+        if self.name is not None and not NAME.fullmatch(self.name):
+            problem = (
+                f"--name {self.name}: must be at most 63 letters, digits, dots, dashes and"
+                " underscores, start with a letter or digit, and not be `latest` or like an id"
+            )
         if problem:
             raise InputError(problem)
         return self
@@ -270,6 +284,8 @@ class TrainingJob(Request):
     worst_cost: float | None = None  # USD; None: no known price
     # USD of the jobs that this one resumes, when it was submitted; they may be deleted since.
     earlier_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    base: str | None = None  # the model of init_from, as people call it: a job's id, or a name
+    summary: str = ""  # as launching.summary says
     spot: bool = False
     volume_size: Gibibytes = 50
     input_mode: InputMode = "File"
@@ -322,10 +338,11 @@ class JobDescription:
 
     status is one of SageMaker's: InProgress, Stopping, Completed, Failed or Stopped. instance is
     the type that the job runs on, or all candidates, separated by commas, until SageMaker chooses
-    one. created, started and ended are seconds since the epoch. metrics holds the newest values of
-    the training curve. model_uri, checkpoint_uri and checkpoint_step are None until there is a
-    model or a checkpoint. For jobs on SageMaker, the checkpoint fields are also None while the job
-    runs and in a list of jobs, since S3 is not asked.
+    one. name, owner and summary are None where they are not known: SageMaker tells them in a list
+    of jobs only, and local jobs have no owner. created, started and ended are seconds since the
+    epoch. metrics holds the newest values of the training curve. model_uri, checkpoint_uri and
+    checkpoint_step are None until there is a model or a checkpoint. For jobs on SageMaker, the
+    checkpoint fields are also None while the job runs and in a list of jobs, since S3 is not asked.
     """
 
     job_id: str
@@ -336,6 +353,9 @@ class JobDescription:
     created: float
     data: str
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    owner: str | None = None
+    summary: str | None = None  # as launching.summary says
     failure_reason: str | None = None
     started: float | None = None
     ended: float | None = None
@@ -356,6 +376,19 @@ class JobDescription:
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def named(self) -> str:
+        """The id, with the name if there is one."""
+        return f"{self.job_id} ({self.name})" if self.name else self.job_id
+
+    @property
+    def launched(self) -> tuple[str, float]:
+        """When it was launched, to order jobs. By its id first: this machine's clock wrote it,
+        whereas SageMaker's clock wrote the time of creation of its jobs."""
+        at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.created))
+        found = FULL_ID.fullmatch(self.job_id)
+        return found[1] if found else at, self.created
 
     @property
     def is_placed(self) -> bool:

@@ -161,8 +161,9 @@ class Settings(BaseSettings):
 
     @property
     def last_launched(self) -> Path:
-        """File with the id of the last job that this machine launched on SageMaker."""
-        return self.home / "last-launched"
+        """File of the last job that was launched on SageMaker from here, by account, region and
+        owner."""
+        return self.home / "last-launched.json"
 
     @property
     def last_stacks(self) -> Path:

@@ -253,6 +253,7 @@ def s3(emulator, home, monkeypatch, request):
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
     emulator.reset(SageMaker(scripted))
     client = boto3.client("s3")
     client.bucket = f"bucket-{abs(hash(request.node.name)) % 10**9}"

@@ -13,7 +13,7 @@ import pytest
 from first_day import STEPS, Day, Step
 
 from launcher import Settings
-from launcher.files.storage import write_text
+from launcher.sagemaker.caller import Caller, Launched, remember
 
 JOB = "sm-nanogpt-20261124-120000-00000a"
 PAGE = Path(__file__).parents[1] / "docs" / "first-day.md"
@@ -103,7 +103,8 @@ def test_a_launch_that_is_interrupted_is_stopped(begin, commands, monkeypatch):
     def interrupted(words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str, str]:
         ended = execute(words, env)
         if words[0] == "launch":
-            write_text(str(Settings(home=Path(env["SM_NANOGPT_HOME"])).last_launched), JOB)
+            launched = Launched(Caller("1", "me"), "us-east-1", JOB)
+            remember(launched, Settings(home=Path(env["SM_NANOGPT_HOME"])))
             raise KeyboardInterrupt
         return ended
 

@@ -47,6 +47,7 @@ jobs = st.fixed_dictionaries(
 plans = st.builds(
     Plan,
     region=st.just("us-east-1"),
+    owner=st.sampled_from(["root", "role/é@x"]),
     role=st.just("arn:aws:iam::111122223333:role/one"),
     image_uri=st.sampled_from(IMAGES).map("763104351884.dkr.ecr.us-east-1.amazonaws.com/{}".format),
     store=st.just("s3://bucket/prefix"),
@@ -59,7 +60,7 @@ plans = st.builds(
 )
 
 PLAN = Plan(
-    "us-east-1", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
+    "us-east-1", "root", "arn:aws:iam::111122223333:role/one", "image:1", "s3://b/p", {}, None, None
 )
 
 

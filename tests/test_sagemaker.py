@@ -306,15 +306,13 @@ def test_jobs_lists_all_our_jobs_on_sagemaker_and_here(cloud, cli, job, launch):
     assert all(job_id in cli("jobs").out for job_id in listed)
 
 
-def test_without_aws_local_jobs_are_listed_and_none_is_guessed(cloud, cli, job, monkeypatch):
+def test_without_aws_local_jobs_are_listed(cloud, cli, job, monkeypatch):
     expired = "Search: the AWS credentials have expired"
     cloud.refuse["Search"] = ("ExpiredTokenException", "no")
     ran = cli("jobs")
     assert (ran.code, job.job_id in ran.out, expired in ran.err) == (1, True, True)
     with pytest.warns(UserWarning, match=expired):
         assert [description.job_id for description in jobs()] == [job.job_id]
-    for words in ("stop latest", "delete latest --yes", f"status {job.job_id[-6:]}"):
-        assert cli(*words.split()).failed(1, expired)
     monkeypatch.setenv("AWS_PROFILE", "nope")
     ran = cli("jobs")
     assert (job.job_id in ran.out, "nope" in ran.err) == (True, True)

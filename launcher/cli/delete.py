@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, YES, Command, agree, can_ask, complete_job, settings_of
+from launcher.cli.options import GROUP, YES, Command, Job, agree, can_ask, settings_of
 from launcher.cli.show import byte_progress, note
 from launcher.errors import InputError, ServiceError
 
@@ -24,7 +24,7 @@ def in_units(size: float) -> str:
 
 
 @click.command("delete", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job(acts=True))
 @GROUP
 @click.option(
     "--keep-model", is_flag=True, help="Keep the model on this machine; fetch it first if needed."
@@ -57,8 +57,8 @@ def delete_command(
 def delete_sweep(word: str, settings: Settings, keep_model: bool, yes: bool) -> None:
     """Delete a sweep, which no command may run meanwhile: it would start jobs of no sweep."""
     from launcher.files.storage import remove
+    from launcher.finding import backend_for
     from launcher.launching.sweeps import alone, find_sweep, record_of, stop_mark
-    from launcher.tracking import backend_for
 
     group, tries = find_sweep(word, settings)
     every, marks = [job for each in tries.values() for job in each], []
@@ -91,7 +91,7 @@ def delete_jobs(job_ids: Sequence[str], settings: Settings, keep_model: bool, ye
             places = places[1:]
         found.append((description, places))
     for description, places in found:
-        note(f"{description.job_id} ({description.status}):")
+        note(f"{description.named}, {description.status}:")
         for place in places:
             if place.files:
                 note(f"  {in_units(place.size):>8} in {place.files} files: {place.uri}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, JOB_ID, JSON, Command, complete_job, settings_of
+from launcher.cli.options import GROUP, JOB_ID, JSON, Command, Job, settings_of
 from launcher.cli.show import (
     explain,
     following,
@@ -30,8 +32,6 @@ from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.job import JobDescription
-    from launcher.launching.sweeps import Tries
-    from launcher.settings import Settings
 
 
 @click.command("jobs", cls=Command)
@@ -42,12 +42,18 @@ if TYPE_CHECKING:
     help="Only jobs in this state.",
 )
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Only the newest N jobs.")
+@click.option("--everyone", is_flag=True, help="Also the jobs of others in the AWS account.")
 @JSON
 @click.pass_context
 def jobs_command(
-    context: click.Context, group: str | None, status: str | None, limit: int | None, as_json: bool
+    context: click.Context,
+    group: str | None,
+    status: str | None,
+    limit: int | None,
+    everyone: bool,
+    as_json: bool,
 ) -> None:
-    """List the jobs, newest first.
+    """List your jobs, newest first.
 
     With --group, rank them by their validation loss.
 
@@ -56,20 +62,22 @@ def jobs_command(
       sm-nanogpt jobs --status Completed --limit 10
       sm-nanogpt jobs --group latest
     """
+    from launcher.finding import Listing
     from launcher.launching.sweeps import find_sweep, read_record
-    from launcher.tracking import list_jobs, with_costs
+    from launcher.tracking import with_costs
 
     if group is not None and limit is not None:
         raise InputError("--group and --limit cannot be combined: a ranking needs all its jobs")
     settings = settings_of(context)
-    found, unreadable, failure = ([], [], None) if group else list_jobs(settings)
-    tries: Tries = {}
+    listing, tries = Listing(settings, everyone), dict[int, list["JobDescription"]]()
+    jobs: Iterable[JobDescription] = listing
     if group is not None:
-        group, tries = find_sweep(group, settings)
+        group, tries = find_sweep(group, settings, everyone)
         if status:
             tries = {n: each for n, each in tries.items() if each[-1].status == status}
-        found = [each[-1] for each in tries.values()]
-    found = [d for d in found if status in (None, d.status)][:limit]
+        jobs = [each[-1] for each in tries.values()]
+    found = list(islice((d for d in jobs if status in (None, d.status)), limit))
+    unreadable, failure = listing.unreadable, listing.failure
     for job in unreadable:
         note(f"job {job.job_id} is left out: {job.error}")
     try:
@@ -81,52 +89,41 @@ def jobs_command(
     elif group is not None:
         print_ranking(tries, None if status else read_record(group, settings))
     elif found or not (failure or unreadable or status):
-        print_jobs(found, settings)
+        print_jobs(found, everyone)
     if failure is not None:
         raise failure
 
 
-def print_jobs(found: list[JobDescription], settings: Settings) -> None:
+def print_jobs(found: list[JobDescription], everyone: bool) -> None:
+    """Print a table; a column of which no job has anything is left out."""
     from launcher.sagemaker.cost import usd
 
     if not found:
         note("no jobs yet: sm-nanogpt launch --instance local")
         return
-    heads = "JOB-ID,STATE,INSTANCE,STEP,BEST LOSS,BITS/BYTE,COST,DATA,SETTINGS"
-    rows = [heads.split(",")]
+    columns: dict[str, list[str | None]] = defaultdict(list)
     for d in found:
         step, loss, bits = progress_words(d)
-        instance = d.instance if d.instance_count == 1 else f"{d.instance_count} x {d.instance}"
-        cost = "-" if d.cost is None else usd(d.cost)
-        data = d.data.rstrip("/").rpartition("/")[2]
-        cells = [d.job_id, d.status, instance, step, loss or "-", bits or "-", cost, data]
-        rows.append([*cells, settings_words(d.hyperparameters)])
-    print_table(rows)
+        columns["JOB-ID"].append(d.job_id)
+        columns["NAME"].append(d.name)
+        columns["OWNER"].append(d.owner if everyone else None)
+        columns["STATE"].append(d.status)
+        several = f"{d.instance_count} x " * (d.instance_count > 1)
+        columns["INSTANCE"].append(f"{several}{d.instance}")
+        columns["STEP"].append(step)
+        columns["BEST LOSS"].append(loss)
+        columns["BITS/BYTE"].append(bits)
+        columns["COST"].append(None if d.cost is None else usd(d.cost))
+        columns["DATA"].append(d.data.rstrip("/").rpartition("/")[2])
+        columns["SETTINGS"].append(d.summary)
+    table = [[head, *cells] for head, cells in columns.items() if any(cells)]
+    print_table([[cell or "-" for cell in row] for row in zip(*table, strict=True)])
 
 
-def settings_words(values: Mapping[str, Any]) -> str:
-    """The nearest preset, and the hyperparameters that differ from it."""
-    from entry_point.config import PRESETS, Config
-
-    defaults = asdict(Config())
-    shown_elsewhere = ("max_steps", "device")
-
-    def changes(preset: str) -> list[str]:
-        base = {**values, **defaults, **PRESETS[preset]}
-        return [
-            f"{name}={f'{value:g}' if isinstance(value, float) else value}"
-            for name, value in values.items()
-            if base[name] != value and name not in shown_elsewhere
-        ]
-
-    nearest: list[str] = min(([name, *changes(name)] for name in PRESETS), key=len)
-    return " ".join(nearest)
-
-
-def progress_words(description: JobDescription) -> tuple[str, str | None, str | None]:
+def progress_words(description: JobDescription) -> tuple[str | None, str | None, str | None]:
     """The step, the best loss, and that loss as bits per byte."""
     metrics = description.metrics or {}
-    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else "-"
+    step = f"{metrics['step']:.0f}/{metrics['max_steps']}" if "step" in metrics else None
     last, bits = metrics.get("val_loss"), metrics.get("bits_per_byte")
     best = metrics.get("best_loss", last)
     best_bits = f"{bits * best / last:.4f}" if bits and best and last else None
@@ -144,10 +141,10 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     Example:
       sm-nanogpt status JOB-ID
     """
-    from launcher.tracking import describe, logs, metrics, reason_of
+    from launcher.tracking import describe, logs, metrics, reason_of, with_record
 
     settings = settings_of(context)
-    d = describe(job_id, settings)
+    d = with_record(describe(job_id, settings), settings)
     curve, trouble = None, None
     try:
         curve = metrics(job_id, settings)
@@ -163,6 +160,8 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
     now = d.metrics or {}
     lines = {
         "job": d.job_id,
+        "name": d.name,
+        "settings": d.summary,
         "state": d.state,
         "reason": reason_of(d),
         "instance": f"{d.instance_count} x {d.instance}",
@@ -170,7 +169,7 @@ def status_command(context: click.Context, job_id: str, as_json: bool) -> None:
         "started": moment(d.started),
         "ended": moment(d.ended),
         "data": d.data,
-        "step": step,
+        "step": step or "-",
         "best loss": loss or "-",
         "bits/byte": bits,
         "tokens/s": f"{speed:,.0f}" if (speed := now.get("tokens_per_second")) else None,
@@ -332,7 +331,7 @@ def wait_command(context: click.Context, job_id: str) -> None:
 
 
 @click.command("stop", cls=Command)
-@click.argument("job_id", metavar="[JOB-ID]", required=False, shell_complete=complete_job)
+@click.argument("job_id", metavar="[JOB-ID]", required=False, type=Job(acts=True))
 @GROUP
 @click.pass_context
 def stop_command(context: click.Context, job_id: str | None, group: str | None) -> None:

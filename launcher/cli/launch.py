@@ -14,6 +14,7 @@ import click
 from launcher.cli.options import (
     YES,
     Command,
+    Job,
     agree_to_cost,
     complete_hyperparameter,
     complete_job,
@@ -68,6 +69,11 @@ class LaunchCommand(Command):
     help="SageMaker instance type, or `local` for this machine. With up to five types, the job runs"
     " on the first with free capacity (with --resume, by default as in the earlier job).",
 )
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="A name for the job, unique among yours, to use in place of its id.",
+)
 @click.option("--instance-count", metavar="N", type=int, help="Number of hosts (default: 1).")
 @click.option(
     "--processes-per-instance",
@@ -109,7 +115,7 @@ class LaunchCommand(Command):
 @click.option(
     "--resume",
     metavar="JOB-ID",
-    shell_complete=complete_job,
+    type=Job(acts=True, sweeps=True),
     help="Continue from the checkpoints of an earlier job.",
 )
 @click.option(

@@ -113,7 +113,7 @@ def fetch_and_sample_command(
     Example:
       sm-nanogpt fetch-and-sample JOB-ID --prompt "ROMEO:" --num-samples 2
     """
-    loaded, tokenizer = load(model, settings_of(context), entry_point)
+    _, loaded, tokenizer = load(model, settings_of(context), entry_point)
     from launcher.models.sample import answered, stream_samples
 
     if tokenizer.chats and prompt is None:
@@ -139,22 +139,26 @@ def fetch_and_sample_command(
         click.echo(f"---\n{text}")
 
 
-def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
-    """The directory of a model; fetches that of a job, and says where it is."""
+def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str, Path]:
+    """What a model is called, the job's id or its directory, and the directory; fetches that of a
+    job, and says where it is."""
     from launcher.files.storage import path_of
+    from launcher.finding import full_id
+    from launcher.job import JOB_ID
     from launcher.models.fetch import check_weights, fetch_described, no_model
-    from launcher.tracking import describe, full_id
+    from launcher.tracking import describe
 
-    directory = path_of(word)
+    directory, named = path_of(word), word
     if directory.is_dir():
         if not any((directory / name).exists() for name in ("SHA256SUMS", "config.json")):
             model = "`sm-nanogpt fetch-and-sample JOB-ID` prints one after `model:`"
             raise InputError(f"{word}: not a model directory; {model}")
         check_weights(directory)
     else:
-        if "/" in word or "." in word:  # which no job's id has
+        named = word if "/" in word else full_id(word, settings, trained=True)
+        if not JOB_ID.fullmatch(named):  # no job has such an id
             raise no_model(word)
-        description = describe(full_id(word, settings), settings)
+        description = describe(named, settings)
         with byte_progress("fetch") as progress:
             directory = fetch_described(description, settings, progress, entry_point)
         if description.model_uri is None:
@@ -163,18 +167,18 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> Path:
                 f" {directory.name}"
             )
     note(f"model: {directory}")
-    return directory
+    return named, directory
 
 
-def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[GPT, Tokenizer]:
-    """Load the model of a directory or of a job."""
-    directory = locate(word, settings, entry_point)
+def load(word: str, settings: Settings, entry_point: Path | None) -> tuple[str, GPT, Tokenizer]:
+    """Load the model of a directory or of a job; also returns what it is called."""
+    named, directory = locate(word, settings, entry_point)
     from launcher.models.sample import is_edited, load_model
 
     model, tokenizer = load_model(directory, settings, entry_point)
     if is_edited(model):
         note("sampling with the edited or older script that trained this model, which is slower")
-    return model, tokenizer
+    return named, model, tokenizer
 
 
 @click.command("play", cls=Command)
@@ -227,7 +231,6 @@ def play_command(
     import webbrowser
     from urllib.parse import quote
 
-    from launcher.tracking import full_id
     from launcher.views import api, play
 
     settings = settings_of(context, api_key=api_key)
@@ -235,11 +238,8 @@ def play_command(
         if not re.fullmatch(r"\*|null|[\w.+-]+://[^/]+", origin):
             raise InputError(f"--cors {origin}: an origin is like http://localhost:3000")
     listener = play.listen(port or 0)
-    players = [
-        play.Player(full_id(word, settings), *load(word, settings, entry_point))
-        for word in (model, other)
-        if word
-    ]
+    words = [word for word in (model, other) if word]
+    players = [play.Player(*load(word, settings, entry_point)) for word in words]
     at, key = listener.getsockname()[1], settings.api_key or secrets.token_urlsafe()
     url = f"http://127.0.0.1:{at}/?token={quote(key, safe='')}"
     click.echo(url)

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from launcher.cli.show import note
 from launcher.errors import InputError
@@ -53,30 +54,44 @@ class Command(click.Command):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        for name in {"job_id", "job_ids", "resume"} & ctx.params.keys():
-            if word := ctx.params[name]:
-                from launcher.tracking import full_id
-
-                settings = settings_of(ctx)
-                many = isinstance(word, tuple)
-                ids = [full_id(each, settings) for each in (word if many else [word])]
-                if name != "resume":
-                    self.refuse_sweeps(ids, settings)
-                ctx.params[name] = tuple(ids) if many else ids[0]
+        for parameter in self.params:
+            given = ctx.params.get(parameter.name or "")
+            if isinstance(parameter.type, Job) and given:
+                words = given if isinstance(given, tuple) else (given,)
+                ids = tuple(parameter.type.resolve(word, ctx) for word in words)
+                ctx.params[parameter.name or ""] = ids if isinstance(given, tuple) else ids[0]
         return super().invoke(ctx)
 
-    def refuse_sweeps(self, ids: list[str], settings: Settings) -> None:
-        """Raise InputError for the id of a sweep in place of a job's."""
-        from launcher.launching.sweeps import record_of
 
-        for each in ids:
-            if record_of(each, settings).exists():
-                takes = any(parameter.name == "group" for parameter in self.params)
-                name = self.name if takes else "jobs"
-                raise InputError(
-                    f"{each} is a sweep: use `sm-nanogpt {name} --group {each}`, or one of its"
-                    f" jobs, {each}-1"
-                )
+class Job(click.types.StringParamType):
+    """A word for a job; the command gets the whole id.
+
+    acts: the command changes the job. sweeps: it takes the id or name of a sweep too.
+    """
+
+    def __init__(self, acts: bool = False, sweeps: bool = False) -> None:
+        self.acts, self.sweeps = acts, sweeps
+
+    def resolve(self, word: str, ctx: click.Context) -> str:
+        from launcher.finding import full_id
+        from launcher.launching.sweeps import recorded_as
+
+        settings = settings_of(ctx)
+        if (group := recorded_as(word, settings)) is not None:
+            if self.sweeps:
+                return group
+            takes = any(parameter.name == "group" for parameter in ctx.command.params)
+            command = ctx.command.name if takes else "jobs"
+            raise InputError(
+                f"{word} is a sweep: use `sm-nanogpt {command} --group {word}`, or one of its"
+                f" jobs, {word}-1"
+            )
+        return full_id(word, settings, acts=self.acts)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in complete_job(ctx, param, incomplete)]
 
 
 class Group(Command, click.Group):
@@ -97,14 +112,18 @@ def finite(context: click.Context, parameter: click.Parameter, value: float) -> 
 
 
 def complete_job(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete `latest`, or the id of a local job or sweep."""
-    from launcher.launching.sweeps import MEMBER
+    """Complete `latest`, or the id or name of a job or sweep, without asking AWS."""
+    from launcher.finding import Listing
+    from launcher.launching.sweeps import tail_of
+    from launcher.sagemaker.caller import remembered
     from launcher.settings import load_settings
 
-    names = sorted(path.name for path in load_settings().jobs_dir.glob("sm-nanogpt-*"))
+    settings = load_settings()
+    jobs: list[Any] = [*Listing(settings).here(), *remembered(settings)]
+    words = {word: tail_of(job.job_id) for job in jobs for word in (job.job_id, job.name) if word}
+    names = sorted(words)
     if parameter.name == "group":
-        found = (MEMBER.fullmatch(name) for name in names)
-        names = list(dict.fromkeys(name[1] for name in found if name))
+        names = sorted({word.removesuffix(tail) for word, tail in words.items() if tail})
     return [name for name in ["latest", *names] if name.startswith(incomplete)]
 
 
@@ -208,5 +227,5 @@ GROUP = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-JOB_ID = click.argument("job_id", metavar="JOB-ID", shell_complete=complete_job)
+JOB_ID = click.argument("job_id", metavar="JOB-ID", type=Job())
 STACK = click.option("--stack", metavar="NAME", help="The stack's name (default: sm-nanogpt).")

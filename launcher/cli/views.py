@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.options import GROUP, Command, complete_job, settings_of
+from launcher.cli.options import GROUP, Command, Job, settings_of
 from launcher.cli.show import note
 from launcher.errors import InputError, ServiceError
 
 if TYPE_CHECKING:
     from launcher.curve import Curve
+    from launcher.finding import Backend
     from launcher.job import JobDescription
     from launcher.settings import Settings
-    from launcher.tracking import Backend
 
 
 @click.command("report", cls=Command)
-@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, shell_complete=complete_job)
+@click.argument("job_ids", metavar="[JOB-ID...]", nargs=-1, type=Job())
 @GROUP
 @click.option(
     "-o",
@@ -89,9 +89,7 @@ POLL_SECONDS = 5.0
 
 
 @click.command("track", cls=Command)
-@click.argument(
-    "job_ids", metavar="JOB-ID...", nargs=-1, required=True, shell_complete=complete_job
-)
+@click.argument("job_ids", metavar="JOB-ID...", nargs=-1, required=True, type=Job())
 @click.option(
     "--tensorboard",
     metavar="DIR",
@@ -158,7 +156,8 @@ def state(
 ) -> tuple[JobDescription, Curve]:
     """A job and its curve. Keeps its backend, and then retries during an outage of minutes."""
     from launcher.aws import patiently
-    from launcher.tracking import curve_of, find
+    from launcher.finding import find
+    from launcher.tracking import curve_of
 
     def ask() -> tuple[JobDescription, Curve]:
         # In this order, so that the curve of a job that has ended is complete.

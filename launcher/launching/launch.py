@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import permutations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
+from launcher.finding import Backend, Listing, backend_for, find
 from launcher.job import JobDescription, Request, TrainingJob
 from launcher.launching import start
+from launcher.launching.summary import summary_of
 from launcher.launching.texts import (
     Channel,
     check_texts,
@@ -32,11 +35,11 @@ from launcher.machines import (
     types_of,
 )
 from launcher.sagemaker.backend import SageMakerBackend
+from launcher.sagemaker.caller import remembered
 from launcher.sagemaker.stack import notebook_role, with_stack
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source, keep
 from launcher.text import corpus
-from launcher.tracking import Backend, backend_for, find
 
 if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
@@ -44,7 +47,7 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger(__name__)
 
 PRESCRIBED = ("subnets", "security_group_ids", "network_isolation", "encrypt_traffic", "tags")
-NEW = {"resume", "preset", "hyperparameters"}  # what a job does not take over as it is
+NEW = {"name", "resume", "preset", "hyperparameters"}  # what a job does not take over as it is
 
 
 def launch(request: Request, settings: Settings | None = None) -> str:
@@ -108,9 +111,12 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     Raises:
         InputError, ServiceError: as launch.
     """
-    asked, before = request, None
+    asked, before, base = request, None, None
     if earlier := find_earlier(request, settings):
+        request = request.model_copy(update={"resume": earlier.description.job_id})
         request, before = resumed(request, earlier, settings)
+        base = earlier.job.base
+    check_name(request, settings)
     if request.is_local and settings.offline:
         raise InputError("--dry-run shows the request to SageMaker; --instance local sends none")
     if not request.is_local:
@@ -121,7 +127,9 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     near = settings.model_copy(update={"store": ""}) if request.is_local else settings
     model = tokenizer = None
     if asked.init_from is not None:
-        request, model, tokenizer = started(request, asked.init_from, near)
+        named = start.resolved(asked.init_from, settings)
+        base = Path(named).absolute().name
+        request, model, tokenizer = started(request, named, near)
     if request.preset is None and not (asked.resume or asked.init_from):
         request = with_default_preset(request)
     if request.preset != "auto":
@@ -131,7 +139,7 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
     if request.preset == "auto":
         request = start.fitted(request, *size_of(texts["data"], near))
     request = with_whole_windows(request, texts["data"])
-    job = complete(request, texts)
+    job = complete(request, texts, base)
     check_device(job, "device" in asked.hyperparameters, earlier)
     backend = backend_for(job.instance, settings)
     job, plan = backend.plan(job_id, job)
@@ -139,12 +147,26 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
         job.check_resumable(before, earlier.description)
     if tokenizer is not None:
         for text in texts.values():
-            start.check_known(text.named, text.upload, tokenizer, asked.init_from or "")
+            start.check_known(text.named, text.upload, tokenizer, named)
     check_texts(texts, job.config(1))
     check_size(job, texts["data"])
     log_choices(asked, job, texts["data"])
     channels = [*texts.values(), *([model] if model else [])]
     return Ready(job_id, job, plan, channels, backend, near)
+
+
+def check_name(request: Request, settings: Settings) -> None:
+    """Raise InputError if another job of the caller has the name."""
+    if request.name is None:
+        return
+    listing = Listing(settings, name=request.name)
+    elsewhere = not settings.offline and (not request.is_local or remembered(settings))
+    if taken := next(iter(listing) if elsewhere else listing.here(), None):
+        raise InputError(f"--name {request.name}: job {taken.job_id} has this name; choose another")
+    if listing.failure is not None:
+        if not request.is_local:
+            raise listing.failure
+        logger.info(f"{listing.failure}; of the jobs of this machine, none is named {request.name}")
 
 
 def cloud_settings(settings: Settings) -> Settings:
@@ -221,7 +243,7 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
         raise InputError("--preset auto is for a new run; leave it out with --resume")
     if request.init_from is not None:
         raise InputError("--init-from starts a new run; leave it out with --resume")
-    backend, description = find(request.resume, settings)
+    backend, description = find(request.resume, settings, acts=True)
     if description.is_running:
         raise ServiceError(
             f"job {request.resume} is {description.status}; stop it first:"
@@ -231,7 +253,7 @@ def find_earlier(request: Request, settings: Settings) -> Earlier | None:
         raise ServiceError(
             f"job {request.resume} ({description.status}) left no checkpoint to resume from"
         )
-    return Earlier(backend.job(request.resume), description)
+    return Earlier(backend.job(description.job_id), description)
 
 
 def resumed(request: Request, earlier: Earlier, settings: Settings) -> tuple[Request, TrainingJob]:
@@ -312,8 +334,9 @@ def with_default_preset(request: Request) -> Request:
     return request.model_copy(update={"preset": "baby"}) if gpu else request
 
 
-def complete(request: Request, texts: Mapping[str, Channel]) -> TrainingJob:
-    """The job with the places of its texts, and with the launcher for its instance type."""
+def complete(request: Request, texts: Mapping[str, Channel], base: str | None) -> TrainingJob:
+    """The job with the places of its texts, with the launcher for its instance type, and with what
+    it is in words; base names the model that it starts from."""
     places = {name: text.uri for name, text in texts.items()}
     chosen = {**request.given(), **places, "source_sha256": request.source.sha256}
     if not request.is_local:
@@ -325,9 +348,9 @@ def complete(request: Request, texts: Mapping[str, Channel]) -> TrainingJob:
                 f"launcher: {default}, since the SageMaker SDK refuses pytorchddp on"
                 f" {TORCHRUN_ALONE}"
             )
-    job = TrainingJob(**chosen)
+    job = TrainingJob(**chosen, base=base)
     job._inherited = request._inherited
-    return job
+    return job.model_copy(update={"summary": summary_of(job)})
 
 
 def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InputError, characters
 from launcher.files import storage
 from launcher.files.models import DOCUMENTS, LARGEST, model_files
+from launcher.finding import full_id
 from launcher.job import Request, TrainingJob
 from launcher.machines import GPU_MEMORY, GPUS
 from launcher.settings import Settings
@@ -26,6 +27,14 @@ if TYPE_CHECKING:  # it imports torch
     from entry_point.data import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def resolved(word: str, settings: Settings) -> str:
+    """The whole id of the job that a word means; a directory or a URI as it is."""
+    path = storage.local_path(word)
+    if path is None or path.exists() or "/" in word:
+        return word
+    return full_id(word, settings, trained=True)
 
 
 @contextmanager
@@ -55,11 +64,9 @@ def opened(named: str, settings: Settings) -> Iterator[tuple[Path, str | None]]:
         model_files(path)
         yield path, None
         return
-    from launcher.tracking import full_id
-
     if path.exists() or "/" in named:
         raise no_model(named)
-    yield fetch_model(full_id(named, settings), settings), None
+    yield fetch_model(named, settings), None
 
 
 def survey(named: str, directory: Path, settings: Settings) -> tuple[corpus.Upload, list[Path]]:

@@ -15,7 +15,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,12 @@ from launcher.aws import PATIENCE_SECONDS, OverQuota, patiently
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Count, Document, Scalar
-from launcher.job import JobDescription, Request, UnreadableJob
+from launcher.finding import Listing, backend_for, is_part, not_asked
+from launcher.job import FULL_ID, JobDescription, Request, UnreadableJob
 from launcher.launching.launch import Ready, prepare
 from launcher.sagemaker.cost import CeilingTooLow, usd
 from launcher.settings import Settings
-from launcher.tracking import backend_for, list_jobs, not_asked, with_costs
+from launcher.tracking import with_costs
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Sweep(Document):
             if share <= spent:
                 raise CeilingTooLow(f"its tries cost {usd(spent)}, and its share is {usd(share)}")
             given["max_cost"] = share - spent
+        if self.job.name is not None:
+            given["name"] = f"{self.job.name}{tail_of(job_id)}"
         return prepare(Request(**given), settings, job_id)
 
 
@@ -153,6 +156,12 @@ def tries_of(found: Iterable[JobDescription | UnreadableJob], group: str) -> Tri
     return tries
 
 
+def tail_of(job_id: str) -> str:
+    """What tells a job of a sweep from the others: `-3` or `-3-try2`. Its name ends so too."""
+    member = MEMBER.fullmatch(job_id)
+    return job_id.removeprefix(member[1]) if member else ""
+
+
 def attempt_of(job_id: str) -> int:
     name = MEMBER.fullmatch(job_id)
     return int(name[3] or 1) if name else 0
@@ -164,20 +173,25 @@ def next_id(group: str, number: int, tries: Sequence[JobDescription]) -> str:
     return f"{group}-{number}{again}"
 
 
-def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
-    """The id of a sweep and its jobs, from its start or end, the id of one of its jobs, or
-    `latest`.
+def find_sweep(word: str, settings: Settings, everyone: bool = False) -> tuple[str, Tries]:
+    """The id of a sweep and its jobs, from its name, the start or end of its id, the id or name of
+    one of its jobs, or `latest`. Without everyone, only a whole id means somebody else's.
 
     Raises:
         InputError: no sweep, or several, have that id.
         InputError, ServiceError: SageMaker cannot be asked, and the sweep may be there.
     """
-    found, unreadable, failure = list_jobs(settings)
-    names = (MEMBER.fullmatch(description.job_id) for description in found)
+    listing = Listing(settings, everyone or FULL_ID.fullmatch(word) is not None)
+    found, failure = list(listing), listing.failure
+    members = [job for job in found if tail_of(job.job_id)]
     recorded = (path.stem for path in record_of("*", settings).parent.glob("*.json"))
-    groups = sorted({*(name[1] for name in names if name), *recorded}, reverse=True)
-    member = MEMBER.fullmatch(word)
-    part = member[1] if member else word
+    ids = {*(job.job_id.removesuffix(tail_of(job.job_id)) for job in members), *recorded}
+    groups = sorted(ids, reverse=True)
+    part = word.removesuffix(tail_of(word))
+    for job in members:
+        tail = tail_of(job.job_id)
+        if job.name is not None and word in (job.name, job.name.removesuffix(tail)):
+            part = job.job_id.removesuffix(tail)
     if failure is not None and part not in groups:
         raise failure
     if word == "latest":
@@ -185,15 +199,15 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
             begin = "`sm-nanogpt launch --instance local --sweep ...` starts one"
             raise InputError(f"there are no sweeps yet{not_asked(settings)}; {begin}")
         part = groups[0]
-    matches = [group for group in groups if group.startswith(part) or group.endswith(part)]
+    matches = [group for group in groups if is_part(part, group)]
     if len(matches) != 1:
         raise InputError(
             f"{word!r} matches {len(matches) or 'no'} sweep{'s' * (len(matches) != 1)}; the id of"
             " a sweep is the id of its jobs without the number at the end"
         )
-    for job in unreadable:
-        if job.job_id.startswith(f"{matches[0]}-"):
-            logger.info(f"job {job.job_id} is left out: {job.error}")
+    for left_out in listing.unreadable:
+        if left_out.job_id.startswith(f"{matches[0]}-"):
+            logger.info(f"job {left_out.job_id} is left out: {left_out.error}")
     group, tries = matches[0], tries_of(found, matches[0])
     sweep = None if tries else read_record(group, settings)
     instance = (sweep.job.instance or "local") if sweep else next(iter(tries.values()))[0].instance
@@ -209,6 +223,17 @@ def find_sweep(word: str, settings: Settings) -> tuple[str, Tries]:
                 if number > max(tries, default=0):
                     break
     return group, tries
+
+
+def recorded_as(word: str, settings: Settings) -> str | None:
+    """The id of the sweep of this machine that a word means: its id or its name."""
+    if record_of(word, settings).exists():
+        return word
+    for path in record_of("*", settings).parent.glob("*.json"):
+        with suppress(ServiceError):  # a damaged one is not this one
+            if (sweep := read_record(path.stem, settings)) and sweep.job.name == word:
+                return path.stem
+    return None
 
 
 @dataclass

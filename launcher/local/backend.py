@@ -23,6 +23,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,8 @@ class LocalBackend:
             created=record.created,
             data=record.job.data or "",
             hyperparameters=record.hyperparameters,
+            name=record.job.name,
+            summary=record.job.summary,
             failure_reason=reason,
             started=state.started,
             ended=state.ended,
@@ -224,17 +227,17 @@ class LocalBackend:
             raise ServiceError(f"there is no job {job_id!r}")
         return record.job
 
-    def list(self) -> Iterator[JobDescription | UnreadableJob]:
-        names = sorted(
-            (path.parent.name for path in self.jobs_dir.glob("*/job.json")), reverse=True
-        )
-        for name in names:
+    def list(
+        self, everyone: bool = False, name: str | None = None
+    ) -> Iterator[JobDescription | UnreadableJob]:
+        ids = (path.parent.name for path in self.jobs_dir.glob("*/job.json"))
+        for job_id in sorted(ids, key=by_numbers, reverse=True):
             try:
-                description = self.describe(name)
+                description = self.describe(job_id)
             except ServiceError as error:
-                yield UnreadableJob(name, error)
+                yield UnreadableJob(job_id, error)
                 continue
-            if description is not None:
+            if description is not None and name in (None, description.name):
                 yield description
 
     def stop(self, job_id: str) -> None:
@@ -326,6 +329,11 @@ def plan_processes(job: TrainingJob) -> tuple[int, int]:
 def whole_paths(paths: str) -> str:
     """The same search path with absolute directories."""
     return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if paths)
+
+
+def by_numbers(job_id: str) -> str:
+    """A key that sorts GROUP-10 after GROUP-9."""
+    return re.sub(r"\d+", lambda found: found[0].zfill(20), job_id)
 
 
 def is_held(lock: Path) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
+from launcher.finding import full_id
 from launcher.job import DAY, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
 from launcher.tracking import describe
@@ -55,6 +56,7 @@ def fetch_model(
             model.
     """
     settings = settings or load_settings()
+    job_id = full_id(job_id, settings, trained=True)
     return fetch_described(describe(job_id, settings), settings, progress, entry_point)
 
 

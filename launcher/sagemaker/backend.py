@@ -34,12 +34,14 @@ from launcher.curve import LARGEST_CURVE, Row, rows_of_file, rows_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.job import (
-    JOB_ID,
+    NAME_TAG,
+    OWNER_TAG,
     RUNNING,
     TAG_KEY,
     TAG_VALUE,
     JobDescription,
     TrainingJob,
+    UnreadableJob,
     log_pending,
     newest_checkpoint,
     newest_curve,
@@ -52,7 +54,8 @@ from launcher.machines import (
     problem,
     training_image,
 )
-from launcher.sagemaker import cost
+from launcher.sagemaker import caller, cost
+from launcher.sagemaker.caller import Caller, Launched
 from launcher.sagemaker.cost import Prices, usd
 from launcher.sagemaker.description import describe_job, is_our_job
 from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_events
@@ -61,16 +64,20 @@ from launcher.sagemaker.request import (
     check_checkpoints,
     check_value,
     create_request,
+    our_tags,
     sdk_version,
     sendable_hyperparameters,
     source_archive,
 )
+from launcher.sagemaker.search import search_jobs, with_last
 from launcher.sagemaker.stack import remembered
 from launcher.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"  # in a dry run
+# In a dry run.
+ROLE_PLACEHOLDER = "arn:aws:iam::111122223333:role/ROLE-NOT-KNOWN-YET"
+OWNER_PLACEHOLDER = "OWNER-NOT-KNOWN-YET"
 CONSOLES = {
     "aws": "console.aws.amazon.com",
     "aws-cn": "console.amazonaws.cn",
@@ -104,12 +111,15 @@ class SageMakerBackend:
             self.clients[service] = make_client(self.session, service, self.region)
         return self.clients[service]
 
+    def caller(self, patient: bool = True) -> Caller:
+        """Who asks; see `caller_of`."""
+        return caller.caller_of(self.session, self.region, patient)
+
     # -- launch -----------------------------------------------------------------------------------
 
     def default_bucket(self) -> str | None:
         """SageMaker's default bucket of the account and region, if it exists."""
-        with service_errors("GetCallerIdentity"):
-            account = self.client("sts").get_caller_identity()["Account"]
+        account = self.caller().account
         bucket = f"sagemaker-{self.region}-{account}"
         try:
             with service_errors("HeadBucket"):
@@ -187,6 +197,7 @@ class SageMakerBackend:
             )
         return Plan(
             region=self.region,
+            owner=OWNER_PLACEHOLDER if self.settings.offline else self.caller().owner,
             role=self.settings.role or ROLE_PLACEHOLDER,
             image_uri=image,
             store=store,
@@ -257,7 +268,8 @@ class SageMakerBackend:
         return total
 
     def submit(self, job_id: str, job: TrainingJob, plan: Plan) -> None:
-        storage.write_text(str(self.settings.last_launched), job_id)
+        launched = Launched(self.caller(), self.region, job_id, job.name, job.summary)
+        caller.remember(launched, self.settings)
         try:
             self.send_files(job_id, job, plan)
         except BaseException:
@@ -358,23 +370,37 @@ class SageMakerBackend:
             }
         )
 
-    def list(self) -> Iterator[JobDescription]:
+    def list(
+        self, everyone: bool = False, name: str | None = None
+    ) -> Iterator[JobDescription | UnreadableJob]:
+        """Pages are asked for as they are needed; the caller is asked for within two seconds."""
+        self.caller(patient=False)
         with service_errors("Search"):
-            for raw in self.all_raw():
-                yield describe_job(raw, None)
+            for raw in self.all_raw(everyone, name):
+                try:
+                    yield describe_job(raw, None)
+                except ServiceError as error:
+                    yield UnreadableJob(raw["TrainingJobName"], error)
 
-    def all_raw(self) -> Iterator[dict[str, Any]]:
-        """Search the account's jobs by our tag. Iterate within `service_errors`.
+    def all_raw(self, everyone: bool = True, name: str | None = None) -> Iterator[dict[str, Any]]:
+        """Search the account's jobs, newest first, by our tags. Iterate within `service_errors`.
 
-        Search lags, so the job that this machine launched last is asked for by its name.
+        Search lags, so the job that the caller launched last from here is asked for by its id.
         """
-        last = (storage.read_bytes(str(self.settings.last_launched)) or b"").decode()
-        for raw in search_jobs(self.client("sagemaker"), f"Tags.{TAG_KEY}", TAG_VALUE):
-            if is_our_job(raw):
-                yield raw
-                last = last if raw["TrainingJobName"] != last else ""
-        if JOB_ID.fullmatch(last) and (known := self.raw(last)) is not None:
-            yield known
+        me = self.caller()
+        tags = {TAG_KEY: TAG_VALUE}
+        tags |= {} if everyone else {OWNER_TAG: me.owner}
+        tags |= {NAME_TAG: name} if name else {}
+        found = filter(is_our_job, search_jobs(self.client("sagemaker"), tags))
+        for last in caller.remembered(self.settings):
+            if (last.caller, last.region) == (me, self.region) and name in (None, last.name):
+                return with_last(found, last.job_id, partial(self.unlisted, last))
+        return found
+
+    def unlisted(self, last: Launched) -> Iterator[dict[str, Any]]:
+        """The job that was launched last, if it exists, with the tags that Search would tell."""
+        if (raw := self.raw(last.job_id)) is not None:
+            yield {**raw, "Tags": our_tags(last.caller.owner, last.name, last.summary)}
 
     def stop(self, job_id: str) -> None:
         with service_errors("StopTrainingJob"):
@@ -399,6 +425,7 @@ class SageMakerBackend:
     def forget(self, job_id: str) -> None:
         with service_errors("DeleteTrainingJob"):
             self.client("sagemaker").delete_training_job(TrainingJobName=job_id)
+        caller.forget(job_id, self.settings)
 
     def logs(
         self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
@@ -446,16 +473,3 @@ class SageMakerBackend:
         raw, seen = self.raw(job_id), dict(seen)
         events = sorted(new_events(self.client("logs"), job_id, seen), key=lambda event: event[0])
         return raw, events, seen
-
-
-def search_jobs(client: Any, name: str, value: str) -> Iterator[dict[str, Any]]:
-    """The account's training jobs with this value of a property, newest first."""
-    pages = client.get_paginator("search").paginate(
-        Resource="TrainingJob",
-        SearchExpression={"Filters": [{"Name": name, "Operator": "Equals", "Value": value}]},
-        SortBy="CreationTime",
-        SortOrder="Descending",
-    )
-    for page in pages:
-        for result in page["Results"]:
-            yield result["TrainingJob"]

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from launcher.job import RUNNING, JobDescription
+from launcher.errors import ServiceError
+from launcher.job import NAME_TAG, OWNER_TAG, RUNNING, SUMMARY_TAG, JobDescription
 
 # A FailureReason is the last line of the failed rank, `Name: cause [kind]`. If it left none, the
 # toolkit surrounds what it printed with pages of its own, and adds a line for a killed process.
@@ -30,7 +31,21 @@ def is_our_job(raw: dict[str, Any]) -> bool:
 
 
 def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
-    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown."""
+    """Turn an answer of SageMaker into a JobDescription; checkpoint_step None means unknown.
+
+    Raises:
+        ServiceError: it has not what a job of sm-nanogpt has.
+    """
+    try:
+        return read_answer(raw, checkpoint_step)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        job_id, problem = raw.get("TrainingJobName"), f"{type(error).__name__}: {error}"
+        raise ServiceError(
+            f"SageMaker describes job {job_id} as no launch of sm-nanogpt made it ({problem})"
+        ) from None
+
+
+def read_answer(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescription:
     has_checkpoint = checkpoint_step is not None
     channels = {
         channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
@@ -54,6 +69,7 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
     resources, pool = raw["ResourceConfig"], raw.get("WarmPoolStatus", {})
     instance, instance_count = machines_of(resources)
     completed = raw["TrainingJobStatus"] == "Completed"
+    tags = {tag["Key"]: tag["Value"] for tag in raw.get("Tags", [])}  # only Search tells them
     return JobDescription(
         job_id=raw["TrainingJobName"],
         status=raw["TrainingJobStatus"],
@@ -64,6 +80,9 @@ def describe_job(raw: dict[str, Any], checkpoint_step: int | None) -> JobDescrip
         created=raw["CreationTime"].timestamp(),
         data=channels.get("training", ""),
         hyperparameters=hyperparameters,
+        name=tags.get(NAME_TAG),
+        owner=tags.get(OWNER_TAG),
+        summary=tags.get(SUMMARY_TAG),
         failure_reason=None if raw["TrainingJobStatus"] in RUNNING else reason,
         message=transitions[-1].get("StatusMessage") if transitions else None,
         started=timestamp(raw.get("TrainingStartTime")),

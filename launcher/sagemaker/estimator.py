@@ -17,9 +17,16 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.job import TAG_KEY, TAG_VALUE, TrainingJob
+from launcher.job import TrainingJob
 from launcher.machines import looks_like_gpu
-from launcher.sagemaker.request import LONGEST_PENDING, Plan, channels_of, max_wait_of, mpi_options
+from launcher.sagemaker.request import (
+    LONGEST_PENDING,
+    Plan,
+    channels_of,
+    max_wait_of,
+    mpi_options,
+    tags_of,
+)
 
 # os.environ belongs to the process: two threads that change it at once would restore each other's
 # values.
@@ -133,7 +140,6 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
     unsigned = boto3.Session("none", "none", region_name=plan.region)
     session = Recorder(boto_session=unsigned)
     output_uri = storage.join(plan.store, "jobs")
-    tags = {TAG_KEY: TAG_VALUE, **job.tags}
     if job.launcher == "torchrun":
         distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
     else:  # with `enable`, as in a well-known tutorial, each host would train alone
@@ -159,7 +165,7 @@ def record_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
             keep_alive_period_in_seconds=job.keep_alive,
             volume_size=job.volume_size,
             environment=dict(job.environment) or None,
-            tags=[{"Key": key, "Value": value} for key, value in tags.items()],
+            tags=tags_of(job, plan),
             output_kms_key=plan.kms_key,
             volume_kms_key=plan.volume_kms_key,
             subnets=list(job.subnets) or None,

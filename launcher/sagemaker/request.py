@@ -22,8 +22,19 @@ from typing import Any
 
 from launcher.errors import InputError
 from launcher.files import storage
-from launcher.job import LONGEST_RUN, TAG_KEY, TAG_VALUE, Request, Scalar, TrainingJob
+from launcher.job import (
+    LONGEST_RUN,
+    NAME_TAG,
+    OWNER_TAG,
+    SUMMARY_TAG,
+    TAG_KEY,
+    TAG_VALUE,
+    Request,
+    Scalar,
+    TrainingJob,
+)
 from launcher.machines import looks_like_gpu
+from launcher.sagemaker.caller import tag_value
 from launcher.source import Source
 
 CODE_IN_A_CHANNEL = "/opt/ml/input/data/code/sourcedir.tar.gz"
@@ -34,10 +45,12 @@ LONGEST_PENDING = 86_400  # seconds that a job waits for GPUs; AWS names no defa
 class Plan:
     """What the backend decides about a job; the job itself says the rest.
 
-    store is `s3://bucket/prefix`. kms_key encrypts the output, volume_kms_key the disks.
+    owner is who launches it. store is `s3://bucket/prefix`. kms_key encrypts the output,
+    volume_kms_key the disks.
     """
 
     region: str
+    owner: str
     role: str
     image_uri: str
     store: str
@@ -85,6 +98,18 @@ def channels_of(job: TrainingJob) -> dict[str, str]:
         # S3 knows no directories: without the slash, NAME.json would belong to NAME too.
         channels[name] = uri if uri.endswith(".txt") else f"{uri.rstrip('/')}/"
     return channels
+
+
+def tags_of(job: TrainingJob, plan: Plan) -> list[dict[str, str]]:
+    """The tags of a job, by which Search finds it, and says what it is."""
+    users = [{"Key": key, "Value": value} for key, value in job.tags.items()]
+    return [*our_tags(plan.owner, job.name, job.summary), *users]
+
+
+def our_tags(owner: str, name: str | None, summary: str) -> list[dict[str, str]]:
+    tags = {TAG_KEY: TAG_VALUE, OWNER_TAG: owner, SUMMARY_TAG: tag_value(summary)}
+    tags |= {NAME_TAG: name} if name else {}
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def mpi_options(environment: Mapping[str, str]) -> str:
@@ -185,7 +210,7 @@ def create_request(job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         "ResourceConfig": resources,
         "StoppingCondition": stopping,
         "ProfilerConfig": {"DisableProfiler": True},
-        "Tags": [{"Key": k, "Value": v} for k, v in {TAG_KEY: TAG_VALUE, **job.tags}.items()],
+        "Tags": tags_of(job, plan),
     }
     if job.environment:
         request["Environment"] = dict(job.environment)

@@ -237,9 +237,8 @@ def find_words(word: str, settings: Settings) -> Words:
     if "/" in word or word.endswith(".json"):
         raise InputError(f"{word}: no such file or directory")
     from launcher.models.fetch import fetch_model
-    from launcher.tracking import full_id
 
-    return open_words(fetch_model(full_id(word, settings), settings))
+    return open_words(fetch_model(word, settings))
 
 
 def send(

@@ -13,11 +13,13 @@ from launcher.curve import Curve, Row, samples_of_log
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.documents import Document
-from launcher.job import JobDescription, TrainingJob, option
+from launcher.finding import find
+from launcher.job import FULL_ID, JobDescription, TrainingJob, option
+from launcher.launching.summary import shortest
 from launcher.launching.sweeps import Rank, differences, ranking
 from launcher.settings import Settings
 from launcher.text.corpus import Upload, find_upload
-from launcher.tracking import FULL_ID, find, with_costs
+from launcher.tracking import with_costs
 
 SIZE = re.compile(
     r"(?P<parameters>[\d,]+) parameters; (?P<train>[\d,]+) (?P<unit>\w+) to train on,"
@@ -47,8 +49,11 @@ class Run:
     label: str = ""
 
     @property
-    def short_id(self) -> str:
+    def short_name(self) -> str:
+        """The name, or else the end of the id."""
         job_id = self.description.job_id
+        if self.job.name:
+            return self.job.name
         return job_id.split("-", 4)[4] if FULL_ID.fullmatch(job_id) else job_id
 
     @property
@@ -138,6 +143,7 @@ class Run:
         job = self.job
         options: list[tuple[str, ...]] = [("--instance", job.instance)]
         given = {"instance", "hyperparameters", "affordable_run", "worst_cost", "earlier_cost"}
+        given |= {"name", "base", "summary", "source_sha256"}  # which no new run has, or none takes
         for name, value in job.model_dump(exclude_defaults=True, exclude=given).items():
             if isinstance(value, dict):
                 secret = name == "environment"
@@ -168,7 +174,7 @@ class Report:
     @property
     def title(self) -> str:
         if len(self.runs) == 1:
-            return self.runs[0].description.job_id
+            return self.runs[0].job.name or self.runs[0].description.job_id
         by = f" by {' and '.join(self.differing)}" if 0 < len(self.differing) <= 2 else ""
         return f"{len(self.runs)} runs{by}"
 
@@ -259,11 +265,10 @@ def compare(runs: Sequence[Run]) -> Report:
     named = []
     for run in ranked:
         apart = [f"{name} {plain(run.configuration.get(name))}" for name in differing]
-        label = ", ".join([run.short_id, *(apart if len(apart) <= 2 else [])])
+        label = ", ".join([run.short_name, *(apart if len(apart) <= 2 else [])])
         named.append(replace(run, label=label))
     return replace(report, runs=named)
 
 
 def plain(value: Any) -> str:
-    """A value as `--set` takes it."""
-    return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
+    return "-" if value in (None, "") else shortest(value)

@@ -79,16 +79,17 @@ class Emulator:
         body = {} if service == "s3" else read_body(environ)
         operation = operation_of(environ, body)
         try:
-            self.judge(
-                principal_of(key, service), accesses(service, region, operation, environ, body)
-            )
+            principal = principal_of(key, service)
+            self.judge(principal, accesses(service, region, operation, environ, body))
             if service in ("pricing", "servicequotas"):
                 value = self.money.call(operation, body)
                 return answer(start_response, 200, "application/x-amz-json-1.1", value)
-            if service != "s3":
+            if service != "s3" and operation != "GetCallerIdentity":  # which nobody is denied
                 self.calls.append((operation, body))
             if operation in self.refuse:
                 raise Refusal(*self.refuse[operation])
+            if operation == "GetCallerIdentity":  # moto knows one user alone
+                return answer(start_response, 200, "text/xml", identity(principal))
             if service == "sagemaker":
                 value = self.sagemaker.call(operation, body)
                 return answer(start_response, 200, "application/x-amz-json-1.1", value)
@@ -130,6 +131,14 @@ def empty_page(body: dict[str, Any]) -> dict[str, Any]:
     count = len(group.streams[body["logStreamName"]].events)
     tokens = {"nextForwardToken": "f/-1", "nextBackwardToken": f"b/{count:056d}"}
     return {"events": [], **tokens}
+
+
+def identity(principal: Principal) -> str:
+    """GetCallerIdentity's answer."""
+    said = {"Arn": principal.arn, "UserId": "AIDAEXAMPLE", "Account": ACCOUNT}
+    fields = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in said.items())
+    result = f"<GetCallerIdentityResult>{fields}</GetCallerIdentityResult>"
+    return f"<GetCallerIdentityResponse>{result}</GetCallerIdentityResponse>"
 
 
 def auth(environ: dict[str, Any]) -> str:

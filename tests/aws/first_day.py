@@ -254,8 +254,9 @@ class Day:
 
     def stop_all(self) -> None:
         """Stops and books what may still run, after a surprise or an interruption."""
-        for file in self.directory.glob("home*/last-launched"):  # by a launch that was interrupted
-            self.state["jobs"].setdefault(file.read_text(), {"step": self.number})
+        for file in self.directory.glob("home*/last-launched.json"):  # by one that was interrupted
+            for launched in json.loads(file.read_text()):
+                self.state["jobs"].setdefault(launched["job_id"], {"step": self.number})
         for job_id, job in self.state["jobs"].items():
             if "usd" in job:
                 continue

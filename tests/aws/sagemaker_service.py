@@ -81,6 +81,11 @@ class Job:
         return str(self.request["TrainingJobName"])
 
     @property
+    def tags(self) -> list[dict[str, str]]:
+        """Search tells them, DescribeTrainingJob does not."""
+        return list(self.request.get("Tags", []))
+
+    @property
     def arn(self) -> str:
         return f"arn:aws:sagemaker:{REGION}:{ACCOUNT}:training-job/{self.name}"
 
@@ -319,12 +324,13 @@ class SageMaker:
             job
             for job in sorted(self.jobs.values(), key=lambda job: -job.created)
             if time.time() > job.created + self.search_lag
-            and wanted.items()
-            <= {t["Key"]: t["Value"] for t in job.request.get("Tags", [])}.items()
+            and wanted.items() <= {tag["Key"]: tag["Value"] for tag in job.tags}.items()
         ]
         first = int(body.get("NextToken", 0))
         page = found[first : first + PAGE]
-        answer: dict[str, Any] = {"Results": [{"TrainingJob": job.described()} for job in page]}
+        answer: dict[str, Any] = {
+            "Results": [{"TrainingJob": {**job.described(), "Tags": job.tags}} for job in page]
+        }
         if first + PAGE < len(found):
             answer["NextToken"] = str(first + PAGE)
         return answer

@@ -1,0 +1,278 @@
+"""Find jobs on this machine and on SageMaker: which there are, and which one a word means.
+
+The caller's jobs are all jobs of this machine, and those on SageMaker whose tag names the caller as
+their owner. Names, parts of ids and `latest` mean these alone; a whole id means anyone's job.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from launcher.curve import Row
+from launcher.errors import InputError, ServiceError
+from launcher.job import FULL_ID, JOB_ID, JobDescription, TrainingJob, UnreadableJob
+from launcher.local.backend import LocalBackend
+from launcher.sagemaker import caller
+from launcher.sagemaker.backend import SageMakerBackend
+from launcher.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_PART = 4  # characters of an id
+
+
+class Backend(Protocol):
+    """Runs jobs in one place."""
+
+    @property
+    def place(self) -> str:
+        """Where that is, as in `job ID is ...`."""
+
+    @property
+    def poll_seconds(self) -> float:
+        """Seconds between questions about a job that a command waits for."""
+
+    def plan(self, job_id: str, job: TrainingJob) -> tuple[TrainingJob, Any]:
+        """Check a job and limit it to its cost ceiling; log what it may cost.
+
+        Returns:
+            The job, and what `submit` needs besides.
+
+        Raises:
+            InputError: this backend cannot run the job, or the ceiling is too low.
+        """
+
+    def submit(self, job_id: str, job: TrainingJob, plan: Any) -> None:
+        """Start a job, as `plan` returned it."""
+
+    def describe(self, job_id: str) -> JobDescription | None:
+        """Describe a job; None if it is not here."""
+
+    def job(self, job_id: str) -> TrainingJob:
+        """The job as it was submitted."""
+
+    def list(
+        self, everyone: bool = False, name: str | None = None
+    ) -> Iterator[JobDescription | UnreadableJob]:
+        """Yield the caller's jobs, or everyone's, newest first; with a name, only those with it."""
+
+    def stop(self, job_id: str) -> None:
+        """Ask a job to stop, and return at once."""
+
+    def places(self, job_id: str) -> Sequence[str]:
+        """URIs of the directories or prefixes with the files of a job."""
+
+    def forget(self, job_id: str) -> None:
+        """Remove a job whose files are deleted from the list of jobs."""
+
+    def console_link(self, job_id: str) -> str | None:
+        """URL of the job in a web console, if there is one."""
+
+    def curve(self, job_id: str) -> tuple[Sequence[Row], str]:
+        """The rows of a job's training curve so far, and where they were read."""
+
+    def logs(
+        self, job_id: str, follow: bool, raw: bool = False, tail: int | None = None
+    ) -> Iterator[str]:
+        """Yield the lines that the script printed; with follow, until the job ends.
+
+        raw includes the lines of the SageMaker toolkit. With tail, only so many of the last.
+        """
+
+
+def all_backends(settings: Settings) -> Iterator[Backend]:
+    """Yield the backends, this machine first. SageMaker is set up only when it is reached."""
+    yield LocalBackend(settings)
+    if settings.reaches_aws:
+        yield SageMakerBackend(settings)
+
+
+def backend_for(instance: str, settings: Settings) -> Backend:
+    """The backend that runs an instance type."""
+    return LocalBackend(settings) if instance == "local" else SageMakerBackend(settings)
+
+
+def not_asked(settings: Settings) -> str:
+    """What a message adds about jobs if SageMaker was left out."""
+    hint = " (SageMaker was not asked: set --region or AWS_REGION to ask it)"
+    return "" if settings.reaches_aws else hint
+
+
+class Listing:
+    """The caller's jobs, or everyone's, newest first; a backend reads them as they are asked for.
+
+    unreadable and failure say what is missing among those that were asked for.
+    """
+
+    def __init__(self, settings: Settings, everyone: bool = False, name: str | None = None) -> None:
+        self.unreadable: list[UnreadableJob] = []
+        self.failure: InputError | ServiceError | None = None
+        self.settings, self.everyone, self.name = settings, everyone, name
+
+    def __iter__(self) -> Iterator[JobDescription]:
+        cloud = self.read(SageMakerBackend) if self.settings.reaches_aws else iter(())
+        return heapq.merge(self.here(), cloud, key=lambda job: job.launched, reverse=True)
+
+    def here(self) -> Iterator[JobDescription]:
+        """Those of this machine alone."""
+        return self.read(LocalBackend)
+
+    def read(self, backend: Callable[[Settings], Backend]) -> Iterator[JobDescription]:
+        try:
+            for job in backend(self.settings).list(self.everyone, self.name):
+                if isinstance(job, UnreadableJob):
+                    self.unreadable.append(job)
+                else:
+                    yield job
+        except InputError as error:  # for example no region, which does not mention SageMaker
+            self.failure = InputError(f"{error}; jobs on SageMaker are not listed")
+        except ServiceError as error:
+            self.failure = error
+
+
+def find(word: str, settings: Settings, acts: bool = False) -> tuple[Backend, JobDescription]:
+    """The backend of the job that a word means, and its description. Arguments as for full_id.
+
+    Raises:
+        InputError: the job is not on this machine, and SageMaker cannot be asked; see also full_id.
+        ServiceError: there is no such job.
+    """
+    known = "`sm-nanogpt jobs` lists the jobs"
+    job_id = full_id(word, settings, acts)
+    if not JOB_ID.fullmatch(job_id):
+        raise ServiceError(
+            f"there is no job {job_id!r}: an id has at most 63 letters, digits and dashes; {known}"
+        )
+    asked: list[str] = []
+    try:
+        for backend in all_backends(settings):
+            if (description := backend.describe(job_id)) is not None:
+                return backend, description
+            asked.append(backend.place)
+    except InputError as error:
+        raise InputError(
+            f"there is no job {job_id!r} on this machine, and SageMaker cannot be asked: {error}"
+        ) from None
+    where = " or ".join(asked) + not_asked(settings)
+    kept = sorted((settings.models_dir / job_id).glob("*"))  # by `delete --keep-model`
+    model = f"; its model is in {kept[0]}" if kept else ""
+    raise ServiceError(f"there is no job {job_id!r} {where}: {known}{model}")
+
+
+def full_id(word: str, settings: Settings, acts: bool = False, trained: bool = False) -> str:
+    """The id of the job that a word means: a whole id, a name, a part of an id, or `latest`.
+
+    A part is the start, the end or the time of an id. Only a whole id may mean somebody else's job.
+    acts: the command changes the job, so it is named before, and SageMaker is asked in any case.
+    trained: the command reads a model, so `latest` is the newest job that has one. A word that
+    means no job is returned unchanged.
+
+    Raises:
+        InputError: several jobs match, or the part is too short.
+        InputError, ServiceError: SageMaker does not answer, so another job may be meant.
+        ServiceError: `latest`, and there are no jobs.
+    """
+    if FULL_ID.fullmatch(word) or not re.fullmatch(r"[\w.-]+", word):
+        return word
+    if LocalBackend(settings).describe(word) is not None:
+        return word
+    listing, found = Listing(settings), None
+    if not acts and not caller.remembered(settings):  # nothing of this home runs on SageMaker
+        found = choose(word, listing.here(), trained, settings)
+    found = found or choose(word, iter(listing), trained, settings)
+    for job in listing.unreadable:
+        logger.info(f"job {job.job_id} is left out: {job.error}")
+    if listing.failure is not None:
+        if found is None or not is_certain(word, found, settings, acts):
+            problem = f"cannot resolve {word!r}: {listing.failure}"
+            raise type(listing.failure)(f"{problem}; give a full job id")
+        logger.info(f"{listing.failure}; of the jobs of this machine, {word} is {found.named}")
+    elif found is None:
+        return unmatched(word, listing, settings)
+    else:
+        check_no_later(word, found, settings, acts)
+        if acts:
+            logger.info(f"{word} is job {found.named}")
+    return found.job_id
+
+
+def unmatched(word: str, listing: Listing, settings: Settings) -> str:
+    """The word, as that of no job known here. Raises as full_id."""
+    if word == "latest" and not listing.unreadable:
+        begin = "`sm-nanogpt launch --instance local` starts one"
+        raise ServiceError(f"you have no jobs yet{not_asked(settings)}; {begin}")
+    if len(word) < SHORTEST_PART:
+        raise InputError(
+            f"no job of yours is named {word!r}, and a part of an id has at least {SHORTEST_PART}"
+            " characters"
+        )
+    return word
+
+
+def check_no_later(word: str, found: JobDescription, settings: Settings, acts: bool) -> None:
+    """Tell of a later job in another region; raise InputError if the command changes the job."""
+    if word != "latest" or not caller.remembered(settings):
+        return
+    here = SageMakerBackend(settings)
+    later = caller.later_elsewhere(found.job_id, here.caller(), here.region, settings)
+    if later is not None:
+        problem = f"{later.job_id} was launched after {found.job_id}, in {later.region}"
+        if acts:
+            raise InputError(f"{problem}: give a whole id, or --region {later.region}")
+        logger.info(f"{problem}; --region {later.region} finds it")
+
+
+def choose(
+    word: str, jobs: Iterator[JobDescription], trained: bool, settings: Settings
+) -> JobDescription | None:
+    """The job among these that a word means. Raises InputError if there are several."""
+    if word == "latest":
+        return newest(jobs, trained, settings)
+    every = list(jobs)
+    matches = [job for job in every if job.name == word]
+    matches = matches or [job for job in every if is_part(word, job.job_id)]
+    if len(matches) > 1:
+        raise InputError(
+            f"{word!r} matches {len(matches)} jobs: {', '.join(job.named for job in matches[:3])}"
+            f"{' and more' * (len(matches) > 3)}; give more of the id"
+        )
+    return matches[0] if matches else None
+
+
+def is_part(word: str, job_id: str) -> bool:
+    moment = found[1] if (found := FULL_ID.fullmatch(job_id)) else ""
+    ends = job_id.startswith(word) or job_id.endswith(word)
+    return len(word) >= SHORTEST_PART and (ends or word in (moment, moment[9:]))
+
+
+def newest(
+    jobs: Iterator[JobDescription], trained: bool, settings: Settings
+) -> JobDescription | None:
+    """The first of these jobs; if `trained`, the first that has a model, where one has."""
+    first = None
+    for job in jobs:
+        if not trained or has_model(job, settings):
+            if first is not None:
+                why = f"{first.job_id} is {first.state} and has no model"
+                logger.info(f"{why}; the newest job with a model is {job.named}")
+            return job
+        first = first or job
+    return first
+
+
+def has_model(job: JobDescription, settings: Settings) -> bool:
+    """Whether a listed job ended with a model, or was stopped and left a checkpoint."""
+    if job.status == "Stopped" and job.instance != "local":  # a list does not tell
+        job = SageMakerBackend(settings).describe(job.job_id) or job
+    return job.model_uri is not None or (job.status == "Stopped" and job.checkpoint_uri is not None)
+
+
+def is_certain(word: str, found: JobDescription, settings: Settings, acts: bool) -> bool:
+    """Whether a job of this machine is meant, although SageMaker does not answer."""
+    launched = [each.job_id for each in caller.remembered(settings)]
+    newer = word == "latest" and max(launched, default="") > found.job_id
+    return found.instance == "local" and not newer and not (acts and launched)

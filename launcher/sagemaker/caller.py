@@ -1,0 +1,106 @@
+"""Who calls AWS: the owner in a job's tag, and the last job that each launched from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.aws import make_client, service_errors
+from launcher.files import storage
+from launcher.settings import Settings
+
+# AWS's tools give such names to sessions, another one for each login: the time, or a task's id.
+NO_PERSON = re.compile(r"[A-Za-z-]*-\d{9,}|\d+|[0-9a-f]{32}")
+SSO_ROLE = "AWSReservedSSO_"  # its sessions are named after the person
+
+
+@dataclass(frozen=True)
+class Caller:
+    """An account, and the one in it who owns what these credentials launch."""
+
+    account: str
+    owner: str
+
+
+known_callers: dict[str, Caller] = {}  # by access key, which belongs to one caller
+
+
+def caller_of(session: Any, region: str, patient: bool) -> Caller:
+    """Ask AWS who calls, once for each access key.
+
+    Raises:
+        ServiceError: AWS refuses the credentials, or did not answer: within two seconds, unless
+            `patient`.
+    """
+    with service_errors("GetCallerIdentity"):
+        credentials = session.get_credentials()
+        key = credentials.get_frozen_credentials().access_key if credentials else ""
+        if key not in known_callers:
+            client = make_client(session, "sts", region, None if patient else 1)
+            answer = client.get_caller_identity()
+            known_callers[key] = Caller(answer["Account"], owner_of(answer["Arn"]))
+        return known_callers[key]
+
+
+def owner_of(arn: str) -> str:
+    """The value of the tag for the owner of a job: `user/NAME`, `ROLE/SESSION` or `root`.
+
+    The role alone, if each login gets another name of session. A tag cannot hold the comma that a
+    name may have; no name has the colon that replaces it.
+    """
+    kind, *names = arn.split(":", 5)[5].split("/")
+    if kind == "assumed-role":
+        role, session = names
+        personal = role.startswith(SSO_ROLE) or not NO_PERSON.fullmatch(session)
+        words = [role, session] if personal else [role]
+    else:
+        words = [kind, *names[-1:]]  # a user may have a path
+    return tag_value("/".join(words))
+
+
+def tag_value(text: str) -> str:
+    """A text as the value of a tag, whose characters and length AWS limits."""
+    return re.sub(r"[^\w .:/=+@-]", ":", text)[:256]
+
+
+# -- the last job ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A job that was launched from here: by whom and where, and what else Search tells late."""
+
+    caller: Caller
+    region: str
+    job_id: str
+    name: str | None = None
+    summary: str = ""
+
+
+def remembered(settings: Settings) -> list[Launched]:
+    """The last job that each caller launched from here in each region."""
+    return storage.read_cache(settings.last_launched, list[Launched])
+
+
+def remember(launched: Launched, settings: Settings) -> None:
+    """Note the job that was launched last, since Search finds it only after seconds."""
+    place = (launched.caller, launched.region)
+    others = [each for each in remembered(settings) if (each.caller, each.region) != place]
+    storage.write_json(str(settings.last_launched), [*others, launched])
+
+
+def later_elsewhere(job_id: str, me: Caller, region: str, settings: Settings) -> Launched | None:
+    """A job that the caller launched from here after this one, in another region."""
+    for each in remembered(settings):
+        if each.caller == me and each.region != region and each.job_id > job_id:
+            return each
+    return None
+
+
+def forget(job_id: str, settings: Settings) -> None:
+    """Drop a job that is deleted."""
+    known = remembered(settings)
+    kept = [each for each in known if each.job_id != job_id]
+    if kept != known:
+        storage.write_json(str(settings.last_launched), kept)

@@ -1,0 +1,309 @@
+"""Whose job a word means, by two callers of one account; names, parts of ids, and `latest`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+
+import pytest
+from access import ACCOUNT
+from emulator import client
+
+from launcher import Settings, describe
+from launcher.finding import full_id
+from launcher.local.backend import write_json
+from launcher.sagemaker.caller import Caller, Launched, owner_of, remember
+from launcher.settings import load_settings
+
+STS, IAM = f"arn:aws:sts::{ACCOUNT}:", f"arn:aws:iam::{ACCOUNT}:"
+
+
+@pytest.mark.parametrize(
+    ("arn", "owner"),
+    [
+        (f"{IAM}root", "root"),
+        (f"{IAM}user/ada", "user/ada"),
+        (f"{IAM}user/research/ml/ada", "user/ada"),
+        (f"{IAM}user/love,ada", "user/love:ada"),  # a tag cannot hold a comma
+        (f"{STS}federated-user/ada", "federated-user/ada"),
+        (f"{STS}assumed-role/dev/ada", "dev/ada"),
+        (f"{STS}assumed-role/AWSReservedSSO_ml_0123/ada@x.org", "AWSReservedSSO_ml_0123/ada@x.org"),
+        (f"{STS}assumed-role/AWSReservedSSO_ml_0123/00471", "AWSReservedSSO_ml_0123/00471"),
+        (f"{STS}assumed-role/box/i-0123456789abcdef0", "box/i-0123456789abcdef0"),
+        (f"{STS}assumed-role/dev/botocore-session-1712345678", "dev"),
+        (f"{STS}assumed-role/dev/aws-go-sdk-1712345678901234567", "dev"),
+        (f"{STS}assumed-role/dev/AWSCLI-Session-1712345678", "dev"),
+        (f"{STS}assumed-role/dev/1712345678901", "dev"),
+        (f"{STS}assumed-role/task/0123456789abcdef0123456789abcdef", "task"),
+        ("arn:aws-cn:iam::1:user/ada", "user/ada"),
+    ],
+)
+def test_an_owner_is_a_person_or_else_a_role(arn, owner):
+    assert owner_of(arn) == owner
+
+
+# -- two callers -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def key_of(url: str, name: str) -> dict[str, str]:
+    """The access key of a new IAM user who may do everything."""
+    iam, everything = client("iam", url), {"Effect": "Allow", "Action": "*", "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [everything]})
+    iam.create_user(UserName=name)
+    iam.put_user_policy(UserName=name, PolicyName="all", PolicyDocument=policy)
+    return dict(iam.create_access_key(UserName=name)["AccessKey"])
+
+
+@pytest.fixture
+def become(cloud, monkeypatch):
+    """From now on, an IAM user of this name types."""
+
+    def change(name: str) -> None:
+        key = key_of(cloud.url, name)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+
+    return change
+
+
+@pytest.fixture
+def two(cloud, become, launch):
+    """A job of ada, and one that grace launched after it, with the words for it in `latest`."""
+    become("ada")
+    adas = launch("--name", "baseline")
+    become("grace")
+    return adas, launch("--name", "baseline")  # a name is hers alone
+
+
+def listed(cli, *words):
+    return [job["job_id"] for job in json.loads(cli("jobs", "--json", *words).out)]
+
+
+def test_each_caller_lists_own_jobs_and_on_request_all(cli, become, two):
+    adas, graces = two
+    for caller, own in (("ada", adas), ("grace", graces)):
+        become(caller)
+        assert listed(cli) == [own]
+        assert listed(cli, "--everyone") == [graces, adas]
+    table = cli("jobs", "--everyone").out.splitlines()
+    assert [line.split()[:3] for line in table] == [
+        ["JOB-ID", "NAME", "OWNER"],
+        [graces, "baseline", "user/grace"],
+        [adas, "baseline", "user/ada"],
+    ]
+
+
+@pytest.mark.parametrize("word", ["latest", "baseline", "{time}", "{end}"])
+def test_a_word_never_means_a_colleagues_job(cloud, cli, become, two, word):
+    adas, graces = two
+    word = word.format(time=graces[20:26], end=graces[-6:])
+    become("ada")
+    ran = cli("stop", word)
+    assert not cloud.sagemaker.jobs[graces].stopping.is_set()
+    if word in ("latest", "baseline") or adas[20:26] == word:
+        assert f"{word} is job {adas} (baseline)\n" in ran.good.err
+        assert cloud.sagemaker.jobs[adas].stopping.is_set()
+    else:
+        assert ran.failed(1, f"there is no job {word!r}")
+
+
+def test_a_whole_id_means_a_colleagues_job(cloud, cli, become, two):
+    become("ada")
+    assert json.loads(cli("status", two[1], "--json").out)["job_id"] == two[1]
+    assert cli("stop", two[1]).good
+    assert cloud.sagemaker.jobs[two[1]].stopping.is_set()
+
+
+def test_latest_of_each_is_deleted_and_resumed(cloud, s3, cli, become, two):
+    for job_id in two:
+        key = f"some/prefix/checkpoints/{job_id}/checkpoint-00000010.safetensors"
+        s3.put_object(Bucket=s3.bucket, Key=key, Body=b"x")
+        cloud.sagemaker.jobs[job_id].stop()
+    for caller, own in zip(("ada", "grace"), two, strict=True):
+        become(caller)
+        cli("wait", own)
+        ran = cli("launch", "--resume", "latest").good
+        newer = ran.out.strip()
+        assert f"latest is job {own} (baseline)\n" in ran.err
+        assert f"settings:    baby resumes {own}\n" in cli("status", newer).out
+        cli("stop", newer)
+        ran = cli("delete", "latest", "--yes").good
+        assert f"latest is job {newer}\n" in ran.err
+        assert newer not in cloud.sagemaker.jobs
+    assert set(two) <= cloud.sagemaker.jobs.keys()
+
+
+def test_a_job_in_another_region_is_not_forgotten(cloud, cli, launch):
+    """Jobs of both regions are those of one service here, so the note alone tells them apart."""
+    job_id = launch()
+    caller, later = Caller(ACCOUNT, "root"), "sm-nanogpt-20991231-000000-abcdef"
+    remember(Launched(caller, "eu-west-1", later), load_settings())
+    told = cli("status", "latest").good
+    assert f"job:         {job_id}\n" in told.out
+    assert f"{later} was launched after {job_id}, in eu-west-1" in told.err
+    for words in (
+        ("stop", "latest"),
+        ("delete", "latest", "--yes"),
+        ("launch", "--resume", "latest"),
+    ):
+        assert cli(*words).failed(2, later, "--region eu-west-1")
+    cloud.sagemaker.search_lag = 500
+    assert listed(cli) == [job_id]  # by the note of this region
+
+
+def test_latest_reads_one_page(cloud, cli, launch):
+    ids = [launch() for _ in range(2)]
+    request = json.dumps(cloud.sagemaker.jobs[ids[0]].request)
+    for n in range(8):
+        another = f"sm-nanogpt-20200101-00000{n}-abcdef"
+        cloud.sagemaker.CreateTrainingJob(json.loads(request.replace(ids[0], another)))
+        cloud.sagemaker.jobs[another].created = 1e9 + n
+    for words, answer in (
+        (("jobs", "--json", "--limit", "3"), 1),
+        (("status", "latest"), 1),
+        (("jobs", "--json"), 4),
+    ):
+        cloud.calls.clear()
+        assert cli(*words).good
+        assert [operation for operation, _ in cloud.calls].count("Search") == answer
+
+
+def test_an_odd_job_hides_no_other(cloud, cli, launch):
+    odd, other = launch(), launch()
+    cloud.sagemaker.jobs[odd].request["HyperParameters"]["n_layer"] = "four"  # no JSON
+    ran = cli("jobs", "--json").good
+    assert [job["job_id"] for job in json.loads(ran.out)] == [other]
+    assert f"job {odd} is left out: " in ran.err
+    assert cli("status", odd).failed(1, odd, "JSONDecodeError")
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "sm-nanogpt-mine", "a b", "-a", "../a", "é", "a" * 64, ".a"]
+)
+def test_a_name_is_a_word_of_its_own(cli, text_file, name):
+    ran = cli("launch", "--instance", "local", "--data", str(text_file), "--name", name)
+    assert ran.failed(2, "--name")
+
+
+def test_a_name_is_unique_among_the_callers_jobs(cloud, s3, cli, launch, text_file, tmp_path):
+    job_id = launch("--name", "small.v2")
+    cloud.sagemaker.search_lag = 500  # Search does not know it yet
+    before = s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"]
+    other = tmp_path / "other.txt"
+    other.write_text("Another text.\n" * 1000)
+    again = ("--data", str(other), "--name", "small.v2")
+    for instance in ("ml.g5.12xlarge", "local"):
+        assert cli("launch", "--instance", instance, *again).failed(2, job_id, "small.v2")
+    assert s3.list_objects_v2(Bucket=s3.bucket)["KeyCount"] == before
+    assert cli("stop", "small.v2").good
+    assert "name:        small.v2\nsettings:    baby\n" in cli("status", job_id).out
+    assert cli("delete", "small.v2", "--yes").good
+    assert launch("--name", "small.v2")
+
+
+@pytest.mark.parametrize("tag", ["sm-nanogpt", "sm-nanogpt-owner", "sm-nanogpt-name"])
+def test_our_tags_are_not_for_users(cli, text_file, tag):
+    words = ("launch", "--instance", "ml.g5.12xlarge", "--data", str(text_file), "--tag")
+    assert cli(*words, f"{tag}=user/grace").failed(2, f"--tag {tag}")
+
+
+def sibling(job, job_id, **values):
+    """A copy of a job with another id, and other values in its record."""
+    place = job.home / "jobs" / job_id
+    shutil.copytree(job.directory, place)
+    record = json.loads((place / "job.json").read_text())
+    record["job"] |= values
+    write_json(place / "job.json", record)
+    return job_id
+
+
+def test_a_name_works_wherever_an_id_does(job, cli, tmp_path):
+    named = sibling(job, "sm-nanogpt-20200101-000000-abcdef", name="v1.0")
+    for words in ("status {}", "logs {}", "metrics {}", "report {} -o r.html", "sample {}"):
+        assert cli(*words.format("v1.0").split()).good, words
+    assert describe("v1.0").job_id == named
+    assert cli("launch", "--resume", "v1.0", "--set", "max_steps=20").good
+    assert f"resumes {named}" in cli("status", "latest").out
+    assert cli("delete", "v1.0", "--yes").good
+    assert not (job.home / "jobs" / named).exists()
+
+
+# -- parts of ids ----------------------------------------------------------------------------------
+
+
+def test_a_part_of_an_id_is_unique_and_not_short(job, home, cli):
+    moment = job.job_id[20:26]
+    for part in (job.job_id[:14], job.job_id[-6:], job.job_id[-4:], moment, "latest"):
+        assert full_id(part, Settings(home=home)) == job.job_id
+    for part in (job.job_id[-3:], job.job_id[-1]):
+        assert cli("delete", part, "--yes").failed(2, repr(part), "at least 4")
+    other = sibling(job, f"{job.job_id[:-6]}ffffff")
+    assert cli("stop", moment).failed(2, "matches 2 jobs: ", job.job_id, other)
+    for middle in (job.job_id[12:18], job.job_id[21:25]):  # neither start, end nor time
+        assert cli("status", middle).failed(1, "there is no job")
+
+
+# -- which one is latest ---------------------------------------------------------------------------
+
+
+def failed(job, job_id):
+    sibling(job, job_id)
+    state = {"status": "Failed", "secondary": "Failed", "reason": "DataError: no text"}
+    write_json(job.home / "jobs" / job_id / "state.json", state)
+    return job_id
+
+
+def test_for_a_model_latest_is_the_newest_that_has_one(job, cli, text_file):
+    newer = failed(job, "sm-nanogpt-20990101-000000-abcdef")
+    assert f"job:         {newer}\n" in cli("status", "latest").out
+    said = f"{newer} is Failed and has no model; the newest job with a model is {job.job_id}"
+    ran = cli("fetch-and-sample", "latest", "--max-new-tokens", "3").good
+    assert said in ran.err
+    assert f"/models/{job.job_id}/" in ran.err
+    how = ("--data", str(text_file), "--set", "max_steps=1", "--set", "eval_windows=8")
+    ran = cli("launch", "--instance", "local", "--init-from", "latest", *how).good
+    assert said in ran.err
+    told = cli("status", ran.out.strip()).out
+    assert f"settings:    eval_windows=8 from {job.job_id}\n" in told
+
+
+# -- without AWS -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unreachable(monkeypatch, tmp_path):
+    """A configuration of AWS, and a network on which nothing of AWS listens."""
+    (tmp_path / "config").write_text("[default]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("launcher.sagemaker.caller.known_callers", {})
+
+
+def test_local_jobs_need_no_aws_to_be_read(job, cli, unreachable, monkeypatch):
+    monkeypatch.setattr("launcher.aws.aws_session", None)  # nothing asks
+    monkeypatch.setattr("launcher.sagemaker.backend.aws_session", None)
+    for word in ("latest", job.job_id[-6:]):
+        ran = cli("fetch-and-sample", word, "--max-new-tokens", "3").good
+    directory = ran.err.splitlines()[-1].removeprefix("model: ")
+    shutil.copytree(directory, "mymodel")
+    assert cli("fetch-and-sample", "mymodel", "--max-new-tokens", "3").good
+
+
+def test_a_job_is_changed_only_if_no_other_can_be_meant(job, cli, unreachable):
+    ran = cli("stop", "latest")  # no job of this home is on SageMaker
+    assert ran.failed(1, f"{job.job_id} has already ended")
+    assert f"of the jobs of this machine, latest is {job.job_id}\n" in ran.err
+    caller = Caller(ACCOUNT, "user/ada")
+    remember(Launched(caller, "us-east-1", "sm-nanogpt-20200101-000000-abcdef"), load_settings())
+    assert f"latest is {job.job_id}\n" in cli("status", "latest").good.err
+    for words in (("stop", "latest"), ("delete", job.job_id[-6:], "--yes")):
+        assert cli(*words).failed(1, "cannot resolve", "give a full job id")
+    remember(Launched(caller, "us-east-1", "sm-nanogpt-20990101-000000-abcdef"), load_settings())
+    assert cli("status", "latest").failed(1, "cannot resolve")
