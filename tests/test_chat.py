@@ -38,13 +38,13 @@ from test_play import LETTERS, served
 
 from entry_point.config import Config
 from entry_point.container import Ranks
-from entry_point.conversations import END_OF_TURN, IGNORED, TURN, Packed, pack
+from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, IGNORED, TURN, Packed, pack
 from entry_point.data import Batches, evaluate, read_tokenizer
 from entry_point.distributed import Group
 from entry_point.errors import DataError
 from launcher import InputError, load_model, sample, stream_samples
 from launcher.cli.chat import Conversation, converse
-from launcher.models.chat import Chat, Message, TooLong
+from launcher.models.chat import PROBES, Chat, Message, TooLong, differences
 from launcher.models.encoder import LONGEST
 from launcher.models.load import export_checkpoint, load_artefact, load_published, read_checkpoint
 from launcher.text.chats import turns_of
@@ -751,6 +751,9 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(published)
     ran = chat("What is 3 + 3?", model=str(published))
     assert (ran.code, ran.out) == (0, chat("What is 3 + 3?").out)
+    assert "template" not in ran.err
+    (published / "chat_template.jinja").write_text(THINKING)
+    assert "how it writes the <think> of an earlier" in chat("Hi?", model=str(published)).err
     for ends in ([7, 8], 7):
         (published / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert 7 in load_published(published)[1].ends
@@ -759,6 +762,25 @@ def test_a_published_model_directory_chats(chat, directory, tmp_path):
     ran = chat("Hi", model=str(published))
     assert ran.code == 1
     assert "llama" in ran.error
+
+
+THINKING = CHAT_TEMPLATE.replace(
+    "message['content']",
+    "(message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip())",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (CHAT_TEMPLATE, []),
+        (THINKING, ["the <think> of an earlier answer"]),
+        (f"<|im_start|>system\nBe good.<|im_end|>\n{CHAT_TEMPLATE}", [*PROBES]),
+        ("{{ raise_exception('no') }}", [*PROBES]),
+    ],
+)
+def test_where_another_chat_template_differs_is_said(template, found):
+    assert differences(template) == found
 
 
 # -- the API ---------------------------------------------------------------------------------------

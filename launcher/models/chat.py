@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from entry_point.conversations import END_OF_TURN, TURN
+from entry_point.conversations import CHAT_TEMPLATE, END_OF_TURN, TURN
 from entry_point.data import Tokenizer
 from entry_point.model import GPT
 from launcher.errors import InputError
@@ -130,3 +130,34 @@ class Chat:
         except UnicodeEncodeError:
             raise InputError("the message is not UTF-8 text") from None
         return [id if id >= 0 else ~id for id in array("i", turn)]
+
+
+ASKED, ANSWERED = Message("user", "a"), Message("assistant", "b")
+THOUGHT = Message("assistant", "<think>\nt\n</think>\n\nb")
+PROBES = {
+    "a first message": [ASKED],
+    "an instruction": [Message("system", "s"), ASKED],
+    "an earlier answer": [ASKED, ANSWERED, ASKED],
+    "the <think> of an earlier answer": [ASKED, THOUGHT, ASKED],
+}
+
+
+def differences(template: str) -> list[str]:
+    """What a chat template, of Jinja as transformers renders it, writes other than ours does."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    def rendered(source: str, messages: Sequence[Message]) -> str:
+        values = [vars(message) for message in messages]
+        try:
+            page = environment.from_string(source)
+            return page.render(messages=values, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes
+            return repr(error)
+
+    return [
+        what
+        for what, messages in PROBES.items()
+        if rendered(template, messages) != rendered(CHAT_TEMPLATE, messages)
+    ]

@@ -42,6 +42,7 @@ from launcher.files.documents import (
     Scalar,
     parse,
 )
+from launcher.models.chat import differences
 from launcher.settings import Settings, load_settings
 from launcher.source import Source, find_source
 
@@ -173,9 +174,16 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
         longest = read_json(directory / "config.json")["max_position_embeddings"]
         config = known_config({**values, "block_size": min(int(longest), LONGEST_CONTEXT)})
         words = read_json(directory / "tokenizer_config.json")
-        template = words.get("chat_template") or (directory / "chat_template.jinja").exists()
+        template, own = words.get("chat_template"), directory / "chat_template.jinja"
+        if own.exists():
+            template = own.read_text("utf-8")
         plain = read_tokenizer(directory)
         chats = bool(template) and {TURN, END_OF_TURN} <= plain.special.keys()
+        if chats and (found := differences(str(template))):
+            logger.info(
+                f"chat template: this model's own differs from the ChatML that is used here, in how"
+                f" it writes {' and '.join(found)}"
+            )
         tokenizer = Tokenizer(plain.document, plain.end_of_text, chats)
         if (directory / "generation_config.json").exists():
             ends = read_json(directory / "generation_config.json").get("eos_token_id") or []
@@ -184,7 +192,7 @@ def load_published(directory: Path) -> tuple[GPT, Tokenizer]:
         load_pretrained(model, directory)
         if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
             raise ValueError("its weights hold numbers that are not finite")
-    except (TrainingError, KeyError, TypeError, ValueError) as error:
+    except (TrainingError, KeyError, TypeError, ValueError, OSError) as error:
         raise FormatError(f"not a model of the Qwen3 family: {error}") from None
     return model.eval(), tokenizer
 
