@@ -246,7 +246,7 @@ def test_an_unpatched_default_image_names_a_remedy(patient, monkeypatch):
         found = doctor.check_image(replace(patient, instance=instance))
         assert found.endswith(f", patched until {last}")
     on_a_day(last + timedelta(days=1), monkeypatch)
-    with pytest.raises(Doubt, match=rf"on {last}; use --pytorch-version \S+, patched"):
+    with pytest.raises(Doubt, match=rf"on {last}; --pytorch-version \S+ is patched until"):
         doctor.check_image(patient)
 
 
