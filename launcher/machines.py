@@ -214,27 +214,17 @@ def cores() -> int:
 def cpu_quota(root: Path) -> float:
     """CPU seconds per second that this process's control groups allow; infinite without a limit.
 
-    Version 2 has one group with cpu.max ("max 100000", "150000 100000"). Version 1 has one for the
-    controller `cpu`, with two files. A container sees its own group at the top of the tree.
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, .../scheduler/sched-bwc.html
+    A group's limit is in cpu.max ("max 100000", "150000 100000"); a container sees its own group
+    at the top of the tree. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     quota = math.inf
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        own = top / path.lstrip("/")
-        for directory in (own, *own.parents):  # each limits the groups below it
-            with suppress(OSError):
-                words = " ".join((directory / name).read_text() for name in names).split()
-                if words[0] not in ("max", "-1"):
-                    quota = min(quota, int(words[0]) / int(words[1]))
+    with suppress(OSError):
+        for group in (root / "proc/self/cgroup").read_text().splitlines():
+            own = root / "sys/fs/cgroup" / group.rpartition(":")[2].lstrip("/")
+            for directory in (own, *own.parents):  # each limits the groups below it
+                with suppress(OSError):
+                    limit, period = (directory / "cpu.max").read_text().split()
+                    quota = min(quota, math.inf if limit == "max" else int(limit) / int(period))
     return quota
 
 

@@ -15,21 +15,10 @@ from launcher import machines
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
         ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
-        (
-            "3:cpuset:/\n1:cpu,cpuacct:/docker/7\n0::/\n",
-            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            4,
-        ),
-        (
-            "1:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            math.inf,
-        ),
-        ("1:cpu:/\n", {}, math.inf),
         (None, {}, math.inf),
     ],
 )
-def test_the_cpu_quota_is_found_in_both_versions_of_cgroups(tmp_path, groups, files, quota):
+def test_the_cpu_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
     if groups is not None:
         files = {"../../../proc/self/cgroup": groups, **files}
     for name, content in files.items():
