@@ -156,7 +156,7 @@ class Settings(BaseSettings):
 
     @property
     def last_uploads(self) -> Path:
-        """File of the last upload to each store."""
+        """File of the last upload to each store, by `corpus.place`, the newest last."""
         return self.home / "last-uploads.json"
 
     @property

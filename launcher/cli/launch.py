@@ -53,7 +53,7 @@ class LaunchCommand(Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             advice = "a hyperparameter is given by --set NAME=VALUE"
-            raise InputError(f"{error.format_message()} ({advice})") from None
+            raise click.UsageError(f"{error.format_message()} ({advice})", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, cloud in (("Options", False), ("Options for SageMaker only", True)):

@@ -192,7 +192,7 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
 
     description = describe(job_id, settings)
     values, rows = description.hyperparameters, list[Row]()
-    bar = tqdm(total=values.get("max_steps"), bar_format="{percentage:3.0f}% |{bar:20}| {postfix}")
+    bar = tqdm(total=values.get("max_steps"), bar_format="{percentage:3.0f}% |{bar:20}| {desc}")
     with bar:
         for line in lines:
             with bar.external_write_mode():
@@ -203,25 +203,16 @@ def following(lines: Iterator[str], job_id: str, settings: Settings) -> Iterator
                 losses = [float(each["val_loss"]) for each in rows if "val_loss" in each]
                 words = [f"step {row['step']}/{bar.total}"]
                 if losses:
-                    words.append(f"val_loss {losses[-1]:.4f} {spark(losses)}".rstrip())
+                    words.append(f"val_loss {losses[-1]:.4f}")
                 words.append(f"{row.get('tokens_per_second', 0):,.0f} tokens/s")
                 if left is not None:
                     words.append(f"{timedelta(seconds=round(left))} left")
                 if description.price:
                     words.append(usd(cost_of(description, description.price, time.time())))
                 bar.n = int(row["step"])
-                bar.set_postfix_str(", ".join(words))
+                bar.set_description_str(", ".join(words))
         bar.leave = False
     print_curve(Curve(job_id, "", rows), err=True)
-
-
-def spark(values: Sequence[float]) -> str:
-    """The last values as a line of blocks; nothing where the terminal lacks them."""
-    if not (sys.stderr.encoding or "").lower().startswith("utf"):
-        return ""
-    shown = values[-12:]
-    low, span = min(shown), (max(shown) - min(shown)) or 1
-    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in shown)
 
 
 def print_json(value: Any) -> None:

@@ -101,7 +101,7 @@ def upload_data(
         settings = stack_store(settings or load_settings())
         upload = send_tokens(root, files, tokenizer, vocab_size, settings, progress)
     storage.write_json(latest_uri(settings), {"uri": upload.uri}, settings)
-    noted = read_noted(settings)
+    noted = storage.read_cache(settings.last_uploads, dict[str, str])
     noted.pop(place(settings.data_store), None)
     noted[place(settings.data_store)] = upload.uri  # the newest is the last
     storage.write_json(str(settings.last_uploads), noted)
@@ -125,15 +125,6 @@ def stack_store(settings: Settings) -> Settings:
     except (InputError, ServiceError) as error:
         logger.info(f"could not look for a stack ({error}); keeping the text on this machine")
         return settings
-
-
-def read_noted(settings: Settings) -> dict[str, str]:
-    """The last uploads from this machine, by store, the newest last."""
-    noted = storage.read_cache(settings.last_uploads, dict[str, str])
-    try:
-        return {place(store): uri for store, uri in noted.items()}
-    except InputError:  # perhaps of another version
-        return {}
 
 
 def place(store: str) -> str:
@@ -314,8 +305,8 @@ def last_upload(settings: Settings) -> str:
     """
     store, remote = settings.data_store, storage.local_path(settings.data_store) is None
     places = {place(store), place(settings.local_store) if remote else ""}
-    noted = read_noted(settings).items()
-    mine = [uri for each, uri in noted if each in places or not settings.store]
+    noted = storage.read_cache(settings.last_uploads, dict[str, str])
+    mine = [uri for each, uri in noted.items() if each in places or not settings.store]
     if not mine and remote and settings.offline:
         raise InputError(
             f"nothing was uploaded to {store} from here, and a dry run does not ask the store:"
