@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -335,25 +334,16 @@ class Deployment:
 
     def failure(self, stack_id: str) -> str:
         """Why the last operation failed: the first resource that failed, and its reason."""
-        reason = ""
-        for event in self.events(stack_id):  # newest first
-            of_stack = event["PhysicalResourceId"] == stack_id
-            why = " ".join(event.get("ResourceStatusReason", "").split())
-            if of_stack and why == "User Initiated":
-                break
-            if why and "cancelled" not in why:
-                if event["ResourceStatus"].endswith("_FAILED"):
-                    reason = f"{event['LogicalResourceId']}: {why}"
-                elif of_stack:
-                    reason = why
-        return reason or "CloudFormation gives no reason"
-
-    def events(self, stack_id: str) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stack, newest first."""
+        failed = "CloudFormation gives no reason"
         with service_errors("DescribeStackEvents"):
             pages = self.client.get_paginator("describe_stack_events").paginate(StackName=stack_id)
-            for page in pages:
-                yield from page["StackEvents"]
+            for event in (event for page in pages for event in page["StackEvents"]):
+                why = event.get("ResourceStatusReason", "")
+                if why == "User Initiated":  # the events before are of another operation
+                    break
+                if event["ResourceStatus"].endswith("_FAILED") and "cancelled" not in why:
+                    failed = f"{event['LogicalResourceId']}: {' '.join(why.split())}"
+        return failed
 
 
 def read_change(raw: dict[str, Any]) -> Change:
