@@ -51,24 +51,6 @@ GPUS: dict[str, tuple[int, str]] = {
     for size, count in sizes.items()
 }
 
-# GiB of memory of each GPU.
-GPU_MEMORY: dict[str, int] = {
-    "T4": 16,
-    "A10G": 24,
-    "L4": 24,
-    "L40S": 48,
-    "RTX PRO 4500": 32,
-    "RTX PRO 6000": 96,
-    "V100": 16,
-    "V100 32GB": 32,
-    "A100": 40,
-    "A100 80GB": 80,
-    "H100": 80,
-    "H200": 141,
-    "B200": 180,
-    "B300": 268,
-}
-
 # Instance types that AWS's training images do not run on, and why.
 UNSUITABLE = {
     r"ml\.(trn|inf)": "train.py needs GPUs or a CPU, not Neuron",

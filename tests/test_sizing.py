@@ -1,4 +1,4 @@
-"""The memory of a rank, the length of the text, and `--preset auto`."""
+"""The passes of a step, the length of the text, and `--preset auto`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from entry_point.config import Config, make_config
 from entry_point.model import GPT
 from launcher.job import TrainingJob
 from launcher.launching import start
-from launcher.machines import GPU_MEMORY, GPUS
 
 
 def job(instance: str = "ml.g5.12xlarge", preset: str | None = None, **values: Any) -> TrainingJob:
@@ -24,10 +23,6 @@ def test_parameters_are_counted_as_the_model_has_them(values):
     with torch.device("meta"):
         model = GPT(config, 99)
     assert start.count_parameters(config, 99) == sum(p.numel() for p in model.parameters())
-
-
-def test_every_gpu_that_sagemaker_has_is_known():
-    assert {gpu for _, gpu in GPUS.values()} == set(GPU_MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -48,31 +43,6 @@ def test_a_pass_has_at_most_16384_tokens(preset, rows, world_size, passes):
 def test_passes_are_the_fewest_that_keep_the_limit(batch_size, world_size, block_size, passes):
     config = Config(batch_size=batch_size, block_size=block_size)
     assert config.passes(world_size) == passes
-
-
-@pytest.mark.parametrize(
-    "instance, vocabulary, warned",
-    [
-        ("ml.g4dn.xlarge", 0, False),  # 2**30 parameters of matrices: 16 GiB, and it has 16
-        ("ml.g4dn.xlarge", 16384, True),
-        ("ml.g5.xlarge", 16384, False),
-        ("ml.m5.large", 16384, False),  # whose memory is not known
-        ("local", 0, False),
-        ("local", 16384, True),
-    ],
-)
-def test_memory_that_cannot_hold_the_model_is_warned_about(
-    instance, vocabulary, warned, caplog, monkeypatch
-):
-    monkeypatch.setattr("launcher.launching.start.local_memory", lambda: 16.0)
-    large = job(instance, n_layer=64, n_embd=1024, n_head=16, n_hidden=4096)
-    assert large.config(1).matrix_parameters == 2**30
-    start.check_memory(large, vocabulary)
-    assert ("memory: the model takes 16" in caplog.text) is warned
-
-
-def test_the_memory_of_this_machine_is_known():
-    assert 0.1 < start.local_memory() < 100_000
 
 
 @pytest.mark.parametrize(

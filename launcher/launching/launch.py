@@ -149,7 +149,8 @@ def prepare(request: Request, settings: Settings, job_id: str) -> Ready:
         for text in texts.values():
             start.check_known(text.named, text.upload, tokenizer, named)
     check_texts(texts, job.config(1))
-    check_size(job, texts["data"])
+    if (upload := texts["data"].upload) is not None:
+        start.check_readings(job, n_training(upload))
     log_choices(asked, job, texts["data"])
     channels = [*texts.values(), *([model] if model else [])]
     return Ready(job_id, job, plan, channels, backend, near)
@@ -367,13 +368,6 @@ def check_device(job: TrainingJob, asked: bool, earlier: Earlier | None) -> None
             f"{what} trains on the CPU, and {job.instance} has GPUs; add `--set device=auto`, or"
             " `--set device=cpu` if you mean it"
         )
-
-
-def check_size(job: TrainingJob, text: Channel) -> None:
-    """Warn of a text that is read too often, and of a model that the memory cannot hold."""
-    if text.upload is not None:
-        start.check_readings(job, n_training(text.upload))
-    start.check_memory(job, text.upload.vocabulary_size if text.upload else 0)
 
 
 def log_choices(asked: Request, job: TrainingJob, text: Channel) -> None:

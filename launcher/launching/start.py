@@ -7,7 +7,6 @@ A job reads it from the channel `model`: a directory of this machine for a local
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from launcher.files import storage
 from launcher.files.models import DOCUMENTS, LARGEST, model_files
 from launcher.finding import full_id
 from launcher.job import Request, TrainingJob
-from launcher.machines import GPU_MEMORY, GPUS
+from launcher.machines import GPUS
 from launcher.settings import Settings
 from launcher.text import corpus
 
@@ -132,37 +131,12 @@ TOKENS_PER_PARAMETER, READINGS = 20, 4
 MOST_READINGS = 20  # before a warning; `baby` reads its megabyte 16 times
 FITTING = {True: ("baby", "small", "gpt2"), False: ("laptop",)}  # on GPUs or not, by size
 SHORT_RUN = 10_000_000  # tokens; a run that only tries something is not warned about
-GB = 2**30
 
 
 def count_parameters(config: Any, vocabulary_size: int) -> int:
     """The parameters of a model, less those of its norms."""
     rows = config.vocab_size or vocabulary_size
     return int(config.matrix_parameters + rows * config.n_embd * (2 - config.tie_embeddings))
-
-
-def check_memory(job: TrainingJob, vocabulary_size: int) -> None:
-    """Warn of a GPU, or of this machine, that cannot hold the model.
-
-    A parameter takes 16 bytes: itself, its gradient, and two states. Activations come on top.
-    """
-    config = job.config(1)
-    if not hasattr(config, "matrix_parameters"):  # an edited script's model is its own
-        return
-    needed = 16 * count_parameters(config, vocabulary_size) / GB
-    for instance in job.instances:
-        gpu = GPUS.get(instance, (0, ""))[1]
-        holder = f"each {gpu} of {instance}" if gpu else "this machine"
-        there = GPU_MEMORY.get(gpu) or (local_memory() if instance == "local" else None)
-        if there and needed > there:
-            logger.warning(
-                f"memory: the model takes {needed:.1f} GiB (16 bytes for each parameter), and"
-                f" {holder} has {there:.0f} GiB"
-            )
-
-
-def local_memory() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
 
 
 def check_readings(job: TrainingJob, tokens: int) -> None:
