@@ -17,10 +17,10 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
@@ -54,20 +54,11 @@ class LocalRun:
         self.state.update(changes)
         if self.deleted():
             return
-        path = self.directory / "state.json"
         try:
-            write_json(path, self.state)
-        except FileNotFoundError:  # the job was deleted
-            pass
-        except OSError as error:
-            # A full disk has no space for a new file, but some in the old one's last block.
-            try:
-                with path.open("r+b") as file:
-                    file.write(storage.json_bytes(self.state))
-                    file.truncate()
-            except OSError:
-                with suppress(OSError):
-                    print(f"{path}: {error}: {self.state}", file=sys.stderr, flush=True)
+            write_json(self.directory / "state.json", self.state)
+        except OSError as error:  # a full disk, or the job was deleted
+            with suppress(OSError):
+                print(f"{error}: {self.state}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Run the job to its end; its final state says how it ended."""
@@ -213,8 +204,9 @@ class LocalRun:
         Raises:
             Stopped: the job was deleted, or stopped because a user asked it to.
         """
+        log = (self.directory / "logs" / "job.log").open("wb", buffering=0)
         process = self.start()
-        reader = threading.Thread(target=self.keep_output, args=(process,), daemon=True)
+        reader = threading.Thread(target=self.keep_output, args=(process.stdout, log), daemon=True)
         reader.start()
         stopped = {128 + signal.SIGTERM, -signal.SIGTERM}  # exit codes of a run that was asked to
         kill_at: float | None = None
@@ -241,23 +233,17 @@ class LocalRun:
         hint = " (was there too little memory?)" if code == -signal.SIGKILL else ""
         return f"TrainingError: train.py was killed by {signal.Signals(-code).name}{hint}"
 
-    def keep_output(self, process: subprocess.Popen[bytes]) -> None:
+    def keep_output(self, output: Iterable[bytes], log: BinaryIO) -> None:
         """Copy the output of train.py to the job's log, line by line.
 
         Keeps reading if the log cannot be written, since a rank with a full pipe would block.
         """
-        assert process.stdout is not None
-        log, gap = self.directory / "logs" / "job.log", ""
-        for raw in process.stdout:
+        for raw in output:
             line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
             if ERROR_LINE.match(line):
                 self.error = line
-            try:
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"{gap}{line}\n")
-                gap = ""
-            except OSError as error:
-                gap = f"(lines are missing here: {error.strerror})\n"
+            with suppress(OSError):
+                log.write(f"{line}\n".encode())
 
     # -- after ------------------------------------------------------------------------------------
 
