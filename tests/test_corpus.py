@@ -115,11 +115,7 @@ def test_a_wrong_path_is_refused_by_name(refusal, tmp_path):
     (tmp_path / "texts/gone.txt").symlink_to("nowhere")
     assert "texts/gone.txt: not a file, or a broken link" in refusal("texts")
     assert "missing.txt: no such file or directory" in refusal("missing.txt")
-    assert "./~notes.txt" in refusal("~notes.txt")  # the home of an unknown user
     assert re.fullmatch(r"https://127\.0\.0\.1:9/a: .*download it first.*", refusal(URL))
-    error = refusal(LONG)
-    assert error.startswith("The quick brown fox")
-    assert ("too long for a path" in error, len(error) < 120) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_new_field_is_for_sagemaker_by_default():
         ({"processes_per_instance": -1}, "processes_per_instance=-1", "at least 1"),
         ({"max_cost": 0}, "max_cost=0", "more than 0"),
         ({"launcher": "mpirun"}, "launcher='mpirun'", "'pytorchddp' or 'torchrun'"),
-        ({"hyperparameters": {"n_layer": [1]}}, "n_layer=[1]", "number"),
+        ({"hyperparameters": {"n_layer": [1]}}, "n_layer=[1]", "must be a valid"),
         ({"hyperparameters": 3}, "hyperparameters=3", "dictionary"),
         ({"preset": "babby"}, "preset='babby'", "gpt2, or auto, did you mean baby?"),
     ],

@@ -19,11 +19,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from entry_point.files import read_file
 from launcher.errors import InputError, ServiceError, must_be
@@ -41,16 +39,7 @@ Number = (
 )
 
 
-class OneError:
-    """Gives one error for a union of types instead of one for each."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        message = "Input should be a number, true, false or text"
-        return custom_error_schema(handler(source), "scalar", custom_error_message=message)
-
-
-Scalar = Annotated[bool | Number | str, OneError]
+Scalar = Number | bool | str
 
 
 @lru_cache
