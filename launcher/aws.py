@@ -112,6 +112,29 @@ def check_region(session: Any) -> str:
     return region
 
 
+def check_bucket(client: Any, uri: str, option: str, region: str) -> None:
+    """Raise InputError if a place on S3 is in another region than the job.
+
+    Each answer of S3 about a bucket names the region, also one that refuses, so this needs no
+    permission.
+    """
+    from botocore.exceptions import ClientError
+
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    with service_errors("ListObjectsV2"):
+        try:
+            prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+            answer = client.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        except ClientError as error:
+            answer = error.response
+    there = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", region)
+    if there != region:
+        raise InputError(
+            f"{uri} is in {there}, and SageMaker in {region} cannot use it: set --region {there},"
+            f" or {option} to a place in {region}"
+        )
+
+
 class Missing(ServiceError):
     """The thing that was asked for does not exist."""
 
@@ -124,11 +147,14 @@ class OverQuota(ServiceError):
     """A quota of the account allows no more for now."""
 
 
+class Denied(ServiceError):
+    """The caller lacks the permission."""
+
+
 def failure(what: str, error: BaseException) -> ServiceError:
     """Turn an exception of boto3 or s3fs, raised in `what`, into an error of one line."""
-    over = remedy_of(error) == QUOTA
-    kind = Unreachable if is_outage(error) else OverQuota if over else ServiceError
-    return kind(f"{what}: {why(error)}")
+    kind = {QUOTA: OverQuota, DENIED: Denied}.get(remedy_of(error), ServiceError)
+    return (Unreachable if is_outage(error) else kind)(f"{what}: {why(error)}")
 
 
 def is_outage(error: BaseException) -> bool:

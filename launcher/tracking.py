@@ -153,12 +153,11 @@ def stop(job_id: str, settings: Settings | None = None) -> JobDescription:
     Raises:
         ServiceError: there is no such job, or it has ended.
     """
-    settings = settings or load_settings()
-    backend, description = find(job_id, settings, acts=True)
+    backend, description = find(job_id, settings or load_settings(), acts=True)
     if not description.is_running:
         raise ServiceError(f"job {description.named} has already ended: {description.status}")
     backend.stop(description.job_id)
-    return with_cost(description, settings)
+    return description
 
 
 def wait(

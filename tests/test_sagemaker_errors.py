@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import boto3
 import launching
 import pytest
 from access import ACCOUNT, Refusal
@@ -326,3 +327,24 @@ def test_without_a_region_local_jobs_are_listed(home, cli, job, monkeypatch):
         (("launch", "--instance", "ml.g5.xlarge"), "no region: set --region"),
     ):
         assert cli(*words).failed(2, fact)
+
+
+@pytest.mark.parametrize("option", ["--store", "--data"])
+def test_a_bucket_of_another_region_is_refused_before_an_upload(
+    cloud, s3, cli, text_file, monkeypatch, option
+):
+    europe, bucket = boto3.client("s3", region_name="eu-west-1"), f"{s3.bucket}-eu"
+    place = {"LocationConstraint": "eu-west-1"}
+    europe.create_bucket(Bucket=bucket, CreateBucketConfiguration=place)
+    europe.put_object(Bucket=bucket, Key="text/input.txt", Body=text_file.read_bytes())
+    there = f"s3://{bucket}/text"
+    words: tuple[str, ...] = ("--store", there, *LAUNCH, "--data", str(text_file))
+    if option == "--data":
+        words = (*LAUNCH, option, there)
+    both = ("us-east-1", "set --region eu-west-1", f"or {option} to a place in us-east-1")
+    assert cli(*words).failed(2, there, *both)
+    for client, name, n in ((europe, bucket, 1), (s3, s3.bucket, 0)):
+        assert client.list_objects_v2(Bucket=name)["KeyCount"] == n
+    if option == "--store":
+        monkeypatch.setattr("sagemaker_service.REGION", "eu-west-1")
+        assert cli("--region", "eu-west-1", *words).code == 0

@@ -183,35 +183,38 @@ def print_stack(stack: Stack) -> None:
 @click.option(
     "--instance",
     metavar="TYPE",
-    default="ml.g5.12xlarge",
-    show_default=True,
-    help="Instance type to check for; `local` checks only this machine.",
+    help="Check price and quota of this instance type too; `local` checks only this machine.",
 )
 @click.option("--no-train", is_flag=True, help="Skip training a tiny model.")
 @JSON
 @click.pass_context
-def doctor_command(context: click.Context, instance: str, no_train: bool, as_json: bool) -> None:
-    """Check this machine and the AWS account. Exit code 1 means that a check failed.
+def doctor_command(
+    context: click.Context, instance: str | None, no_train: bool, as_json: bool
+) -> None:
+    """Check this machine and, if it is set up here, the AWS account.
+
+    Exit code 1 means that a check failed.
 
     \b
     Example:
       sm-nanogpt doctor --instance ml.g5.xlarge
     """
-    from launcher.doctor import FAILURE, WARNING, examine
+    from launcher.doctor import FAILURE, WARNING, run_checks
     from launcher.machines import check_instance
 
     logging.getLogger("launcher").setLevel(logging.WARNING)  # the findings suffice
     settings = settings_of(context)
-    check_instance(instance)
+    if instance:
+        check_instance(instance)
 
     def show(result: str, check: str, text: str) -> None:
         click.echo(shown(f"{result:<8} {check + ':':<15} {with_options(text)}"))
         sys.stdout.flush()
 
     findings, left_out = [], []
-    for finding in examine(settings, instance, train=not no_train):
+    for finding in run_checks(settings, instance, train=not no_train):
         findings.append(finding)
-        if as_json or (no_train and finding.check == "local training"):  # the user asked for it
+        if as_json:
             continue
         if finding.left_out:
             left_out.append(finding.check)
@@ -221,8 +224,8 @@ def doctor_command(context: click.Context, instance: str, no_train: bool, as_jso
         print_json(findings)
     if left_out:
         show(WARNING, "not checked", f"{', '.join(left_out)} (needs a check that failed)")
+    if not (instance or settings.reaches_aws):
+        note("AWS was not checked: no region, profile or keys are set")
     failed = [finding.check for finding in findings if finding.result == FAILURE]
-    if failed and instance != "local" and not settings.reaches_aws:
-        note("`sm-nanogpt doctor --instance local` checks only this machine")
     if failed:
         raise ServiceError(f"failed: {', '.join(failed)}")

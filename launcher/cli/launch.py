@@ -321,7 +321,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
 
     Ctrl-C, or a closed stderr, stops the job if `stops`, else only the printing.
     """
-    from launcher.tracking import describe, logs, stop, wait
+    from launcher.tracking import find, logs, stop, wait
 
     interrupted = False
     try:
@@ -335,7 +335,7 @@ def follow_job(job_id: str, settings: Settings, stops: bool) -> None:
         if not stops:
             note(f"the job keeps running; {how_to_follow(job_id)}")
             return
-        if describe(job_id, settings).is_running:
+        if find(job_id, settings)[1].is_running:
             stop(job_id, settings)
         try:
             # Stop first: printing fails if the terminal was closed.

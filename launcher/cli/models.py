@@ -143,10 +143,9 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str
     """What a model is called, the job's id or its directory, and the directory; fetches that of a
     job, and says where it is."""
     from launcher.files.storage import path_of
-    from launcher.finding import full_id
+    from launcher.finding import find, full_id
     from launcher.job import JOB_ID
     from launcher.models.fetch import check_weights, fetch_described, no_model
-    from launcher.tracking import describe
 
     directory, named = path_of(word), word
     if directory.is_dir():
@@ -158,7 +157,7 @@ def locate(word: str, settings: Settings, entry_point: Path | None) -> tuple[str
         named = word if "/" in word else full_id(word, settings, trained=True)
         if not JOB_ID.fullmatch(named):  # no job has such an id
             raise no_model(word)
-        description = describe(named, settings)
+        _, description = find(named, settings)
         with byte_progress("fetch") as progress:
             directory = fetch_described(description, settings, progress, entry_point)
         if description.model_uri is None:

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InputError, ServiceError
 from launcher.files import storage
 from launcher.files.storage import Progress
-from launcher.finding import full_id
+from launcher.finding import find, full_id
 from launcher.job import DAY, JobDescription, checkpoints_among
 from launcher.settings import Settings, load_settings
-from launcher.tracking import describe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +56,7 @@ def fetch_model(
     """
     settings = settings or load_settings()
     job_id = full_id(job_id, settings, trained=True)
-    return fetch_described(describe(job_id, settings), settings, progress, entry_point)
+    return fetch_described(find(job_id, settings)[1], settings, progress, entry_point)
 
 
 def fetch_described(

@@ -15,13 +15,13 @@ from entry_point.data import Tokenizer
 from entry_point.errors import TrainingError
 from entry_point.model import GPT
 from launcher.errors import InputError, ServiceError, characters
+from launcher.finding import find
 from launcher.models import engine
 from launcher.models.chat import Chat, Message
 from launcher.models.encoder import load_words
 from launcher.models.fetch import fetch_described
 from launcher.models.load import is_published, load_artefact, load_published
 from launcher.settings import Settings, load_settings
-from launcher.tracking import describe
 
 
 def load_model(
@@ -191,7 +191,7 @@ def sample(
         ServiceError: as fetch_model.
     """
     settings = settings or load_settings()
-    description = describe(job_id, settings)
+    _, description = find(job_id, settings)
     directory = fetch_described(description, settings, entry_point=entry_point)
     if description.model_uri is None:
         warnings.warn(

@@ -25,6 +25,7 @@ from typing import Any
 from launcher.aws import (
     Missing,
     aws_session,
+    check_bucket,
     check_region,
     make_client,
     patiently,
@@ -62,7 +63,6 @@ from launcher.sagemaker.logs import LOG_GROUP, Event, last_lines, lines_of, new_
 from launcher.sagemaker.request import (
     Plan,
     check_checkpoints,
-    check_value,
     create_request,
     our_tags,
     sdk_version,
@@ -156,6 +156,11 @@ class SageMakerBackend:
                 f"SageMaker cannot read {store}: set --store or SM_NANOGPT_STORE to"
                 " s3://bucket/prefix"
             )
+        if not self.settings.offline:
+            places = dict(store=store, data=job.data, validation=job.validation)
+            for name, uri in {**places, "init-from": job.init_from}.items():
+                if uri is not None and uri.startswith("s3://"):
+                    check_bucket(self.client("s3"), uri, f"--{name}", self.region)
         key = job.kms_key or self.settings.kms_key or None
         own_disks = {has_local_storage(instance) for instance in job.instances}
         if key and len(own_disks) > 1:
@@ -210,21 +215,13 @@ class SageMakerBackend:
     def request(self, job_id: str, job: TrainingJob, plan: Plan) -> dict[str, Any]:
         """The CreateTrainingJob request of a job. Sends nothing; needs no credentials.
 
-        Raises:
-            InputError: AWS would refuse it.
+        SageMaker checks the values, at once and before it bills anything.
         """
-        from botocore.loaders import Loader
-        from botocore.model import ServiceModel
+        if not sdk_version():
+            return create_request(job_id, job, plan)
+        from launcher.sagemaker import estimator
 
-        if sdk_version():
-            from launcher.sagemaker import estimator
-
-            request = estimator.create_request(job_id, job, plan, self.settings.home)
-        else:
-            request = create_request(job_id, job, plan)
-        model = ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
-        check_value(model.shape_for("CreateTrainingJobRequest"), request, "")
-        return request
+        return estimator.create_request(job_id, job, plan, self.settings.home)
 
     def afford(self, job: TrainingJob) -> TrainingJob:
         session = None if self.settings.offline else self.session

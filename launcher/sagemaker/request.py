@@ -252,33 +252,6 @@ def sendable_hyperparameters(job: Request) -> dict[str, Scalar]:
     return values
 
 
-def check_value(shape: Any, value: Any, place: str) -> None:
-    """Hold a part of a request against botocore's model of it. Raises InputError."""
-    members: dict[str, tuple[Any, Any]] = {}
-    if shape.type_name == "structure":
-        members = {name: (shape.members[name], value[name]) for name in value}
-    elif shape.type_name == "list":
-        members = {str(i): (shape.member, each) for i, each in enumerate(value, 1)}
-    elif shape.type_name == "map":
-        members = {name: (shape.value, each) for name, each in value.items()}
-        for name in value:
-            check_value(shape.key, name, f"{place}.{name}")
-    limits, size = shape.metadata, value if isinstance(value, int | float) else len(value)
-    pattern = limits.get("pattern", ".*").replace(r"\p{L}\p{Z}\p{N}", r"\w \xa0")  # of Java
-    if not limits.get("min", size) <= size <= limits.get("max", size):
-        what = "must be" if size is value else f"its length is {size}, and must be"
-        problem = f"{what} {limits.get('min', 0)} to {limits.get('max', 'any')}"
-    elif shape.type_name == "string" and not re.fullmatch(pattern, value, re.DOTALL):
-        problem = f"must match {pattern}"
-    elif value not in limits.get("enum", [value]) and shape.name != "TrainingInstanceType":
-        problem = f"must be one of {', '.join(limits['enum'])}"  # types may be new to botocore
-    else:
-        for name, (member, each) in members.items():
-            check_value(member, each, f"{place}.{name}".lstrip("."))
-        return
-    raise InputError(f"AWS would refuse {place}: {str(value)[:100]!r}: {problem}")
-
-
 def check_checkpoints(job: TrainingJob) -> None:
     """Raise InputError for a spot job that would start over after each interruption.
 

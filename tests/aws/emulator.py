@@ -32,6 +32,7 @@ from cloudformation_service import repaired
 from money_service import MoneyService
 from moto.logs.models import logs_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from policies import allowed
 from sagemaker_service import SageMaker
 from training_runs import Containers
@@ -78,7 +79,18 @@ class Emulator:
         key, region, service = scope.groups() if scope else ("", REGION, "s3")
         body = {} if service == "s3" else read_body(environ)
         operation = operation_of(environ, body)
+        if service == "s3" and (there := region_of_bucket(environ)):
+            start_response = with_header(start_response, ("x-amz-bucket-region", there))
+        else:
+            there = region
         try:
+            if there != region:
+                raise Refusal(
+                    "PermanentRedirect",
+                    "The bucket you are attempting to access must be addressed using the specified"
+                    " endpoint. Please send all future requests to this endpoint.",
+                    301,
+                )
             principal = principal_of(key, service)
             self.judge(principal, accesses(service, region, operation, environ, body))
             if service in ("pricing", "servicequotas"):
@@ -155,6 +167,21 @@ def read_body(environ: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(content or b"{}"))
     except ValueError:
         return {}
+
+
+def region_of_bucket(environ: dict[str, Any]) -> str:
+    """The region of the bucket that a request to S3 is about; "" if there is no such bucket."""
+    name = environ["PATH_INFO"].lstrip("/").partition("/")[0]
+    found = s3_backends[ACCOUNT]["aws"].buckets.get(name)
+    return str(found.region_name) if found else ""
+
+
+def with_header(start_response: Start, header: tuple[str, str]) -> Start:
+    def start(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+        names = {name.lower() for name, _ in headers}
+        return start_response(status, [*headers, *[header] * (header[0] not in names)], *more)
+
+    return start
 
 
 def rewind(environ: dict[str, Any], body: dict[str, Any]) -> None:

@@ -432,8 +432,10 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def any_object(bucket: str, prefix: str) -> bool:
-    buckets = s3_backends[ACCOUNT]["aws"].buckets
-    return bucket in buckets and any(key.startswith(prefix) for key in buckets[bucket].keys)
+    found = s3_backends[ACCOUNT]["aws"].buckets.get(bucket)
+    if found is None or found.region_name != REGION:
+        return False
+    return any(key.startswith(prefix) for key in found.keys)
 
 
 # -- jobs that only seem to run --------------------------------------------------------------------
